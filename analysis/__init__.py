@@ -1,15 +1,15 @@
-"""Questions about a recorded run, answered lazily.
+"""Quantities of a recorded run, computed lazily.
 
-Each function takes a Dataset with the variables of a run and returns a lazy DataArray or Dataset;
-results do not depend on how the data is chunked. `compute` answers several in one pass.
+Each function takes a Dataset with the variables of a run and returns a lazy DataArray or Dataset.
+Results do not depend on the chunks of the data. `compute` computes several quantities in one pass.
 
-In the examples ``ds`` is a small run of 20 steps over the 128 ASCII tokens, in bfloat16, of which
-ten occur in the text; their W started at 1.5, that of the dead tokens at 0.75.
+In the examples, ``ds`` is a small bfloat16 run of 20 steps over the 128 ASCII tokens. Ten of them
+occur in the text. W starts at 1.5 for these, and at 0.75 for the dead tokens.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
+TYPE_CHECKING = False  # importing typing would dominate the import time here
 if TYPE_CHECKING:
     from typing import Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when the first function is used: commands import this package for their help.
+    # Import functions on first use: commands import this package for their help.
     import importlib
 
     if name == "TrajAccessor":

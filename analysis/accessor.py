@@ -1,6 +1,6 @@
 """`ds.traj`: the populations of a run, and every function of `trajstore.analysis` as a method.
 
-xarray gets it through the entry point `traj` of the group `trajstore.accessors`.
+xarray finds it through the entry point `traj` of the group `trajstore.accessors`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["TrajAccessor"]
 
 _OF_SEVERAL_RUNS = ("divergence", "each_run", "over_runs", "with_populations")
-"""Functions that take several runs as they are; all others are asked of each."""
+"""Functions that take several runs at once. All others are applied to each run."""
 
 
 class TrajAccessor:
-    """What a Dataset of a run knows about its tokens and their motion.
+    """Analyses of a run as methods of its Dataset.
 
     Every function of `analysis` that takes a Dataset is a method: ``ds.traj.freeze()`` is
-    ``analysis.freeze(ds)``, and of several runs (`trajstore.open_runs`) what that is of each of
-    them, along ``run``.
+    ``analysis.freeze(ds)``. For several runs (`trajstore.open_runs`), methods return the results
+    of each run along ``run``.
 
     Parameters
     ----------
     ds : Dataset
-        A run, or anything with its variables.
+        A run, or a Dataset with variables of a run.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class TrajAccessor:
         self._ds = ds
 
     def __repr__(self) -> str:
-        """What is in the run, in a line."""
+        """One line with rows, tokens and variables."""
         ds = self._ds
         steps = ds["step"].values.tolist() if "step" in ds.coords else []
         span = f", steps {steps[0]} to {steps[-1]}" if len(steps) else ""
@@ -64,25 +64,25 @@ class TrajAccessor:
         )
 
     def to_netcdf(self, path: str | os.PathLike[str]) -> None:
-        """Write the run, or what was selected of it, to a NetCDF file, block by block.
+        """Write the Dataset to a NetCDF file, block by block.
 
-        NetCDF has no nested attributes, such as ``config``: those become JSON texts. Needs
+        NetCDF has no nested attributes: ``config`` and others become JSON texts. Requires
         h5netcdf, the extra ``hdf5``.
 
         Parameters
         ----------
         path : path-like
-            Ending in ``.nc``; nothing must be there.
+            Path with the extension ``.nc``. It must not exist.
 
         Raises
         ------
         InvalidArgument, RunExists, MissingExtra
-            For another ending; if something is there; without h5netcdf.
+            For another extension; if the path exists; if h5netcdf is not installed.
         """
         from trajstore.analysis.results.write_results import write_result
 
         if os.path.splitext(path)[1] != ".nc":
-            raise InvalidArgument(f"a NetCDF file is called NAME.nc, got {os.fspath(path)}")
+            raise InvalidArgument(f"got {os.fspath(path)}, expected NAME.nc")
         texts = {
             name: json.dumps(value)
             for name, value in self._ds.attrs.items()
@@ -101,18 +101,18 @@ class TrajAccessor:
         return self._ds.isel(token=~self._is_dead())
 
     def by_population(self, da: xr.DataArray, **options: Any) -> xr.Dataset:
-        """Statistics over the dead, live and all tokens of this run, and its other populations.
+        """Statistics over each population of this run.
 
         Parameters
         ----------
         da : DataArray, (…, token)
-            Anything per token of this run; it need not carry ``is_dead`` itself.
+            Values per token of this run, with or without ``is_dead``.
         **options
-            Of `analysis.by_population`.
+            Options of `analysis.by_population`.
         """
         from trajstore import analysis
 
-        self._is_dead()  # says what is missing
+        self._is_dead()  # raises if missing
         if not isinstance(da, xr.DataArray) or "token" not in da.dims:
             got = getattr(da, "dims", type(da).__name__)
             raise InvalidArgument(f"got {got}, expected a DataArray along token of this run")
@@ -125,17 +125,18 @@ class TrajAccessor:
 
     @property
     def plot(self) -> Plots:
-        """Figures of this run: ``ds.traj.plot.gradients()`` draws one, and gives its Axes."""
+        """Figures of this run: ``ds.traj.plot.gradients()`` draws one and returns its Axes."""
         return Plots(self._ds)
 
     def _is_dead(self) -> Any:
         if "is_dead" not in self._ds:
             raise VariableNotRecorded(
-                "this run does not say which tokens are dead; it has no coordinate is_dead"
+                "dead tokens are not labeled: the coordinate is_dead is missing; label them with "
+                "trajstore annotate"
             )
         if self._ds["is_dead"].ndim > 1:
             raise InvalidArgument(
-                "these runs differ in which tokens are dead; choose one: ds.isel(run=0)"
+                "the runs have different dead tokens; select one run: ds.isel(run=0)"
             )
         return self._ds["is_dead"].values
 
@@ -148,8 +149,7 @@ class TrajAccessor:
                 return _method(wanted, functools.partial(analysis.over_runs, self._ds, wanted))
             return _method(wanted, functools.partial(wanted, self._ds))
         raise AttributeError(
-            f"there is no ds.traj.{name}{did_you_mean(name, dir(self))}; "
-            f"there are {', '.join(dir(self))}"
+            f"ds.traj has no {name!r}{did_you_mean(name, dir(self))}; it has {', '.join(dir(self))}"
         )
 
     def __dir__(self) -> list[str]:
@@ -167,7 +167,7 @@ class TrajAccessor:
 
 
 class Plots:
-    """Every kind of figure as a method; needs matplotlib, the extra ``plot``.
+    """Every kind of figure as a method. Requires matplotlib, the extra ``plot``.
 
     Parameters
     ----------
@@ -190,9 +190,7 @@ class Plots:
 
         figure = FIGURES.get(name.replace("_", "-"))
         if figure is None:
-            raise AttributeError(
-                f"there is no ds.traj.plot.{name}; there are {', '.join(dir(self))}"
-            )
+            raise AttributeError(f"ds.traj.plot has no {name!r}; it has {', '.join(dir(self))}")
         return _method(_described(figure), functools.partial(figure, self._ds))
 
     def __dir__(self) -> list[str]:
@@ -202,7 +200,7 @@ class Plots:
 
 
 def _method(described: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that `help` describes as another one without its first argument, the Dataset."""
+    """Wrap `call` with the help of `described`, without its first argument, the Dataset."""
 
     @functools.wraps(described)
     def method(*arguments: Any, **options: Any) -> Any:
@@ -216,7 +214,7 @@ def _method(described: Callable[..., Any], call: Callable[..., Any]) -> Callable
 
 
 def _described(figure: Figure) -> Callable[..., Any]:
-    """A function with the name, the docstring and all options of a figure."""
+    """Function with the name, docstring and options of a figure."""
     from trajstore.analysis.figures import Options
 
     def described() -> None: ...

@@ -1,4 +1,4 @@
-"""Every public function of the analysis."""
+"""All public functions of the analysis."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trajstore.analysis.motion.level_crossings import crossings
 from trajstore.analysis.motion.moving_elements import last_moving_element
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
-from trajstore.analysis.motion.rest_layers import stratigraphy
-from trajstore.analysis.motion.resume_seams import seams
+from trajstore.analysis.motion.resume_discontinuities import discontinuities
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
+from trajstore.analysis.motion.update_heatmap import heatmap
 from trajstore.analysis.motion.velocity import acceleration, speed, velocity
 from trajstore.analysis.optimizer.freeze_causes import CAUSES, adam_update, freeze_cause
 from trajstore.analysis.optimizer.freeze_counterfactuals import (
     COUNTERFACTUALS,
     OUTCOMES,
-    freeze_blame,
+    freeze_attribution,
 )
+from trajstore.analysis.optimizer.lost_update_line import moment_plane
 from trajstore.analysis.optimizer.lost_updates import moment_stuck
 from trajstore.analysis.optimizer.moment_ratios import moment_error
 from trajstore.analysis.optimizer.moments import exact_moments
-from trajstore.analysis.optimizer.underflow_line import moment_plane
 from trajstore.analysis.registry import QUANTITIES, answer, compute
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.scan.consecutive_rows import REGIMES
@@ -63,6 +63,7 @@ __all__ = [
     "compare",
     "compute",
     "crossings",
+    "discontinuities",
     "displacement",
     "distinct",
     "divergence",
@@ -70,9 +71,10 @@ __all__ = [
     "exact_moments",
     "explain_gradient",
     "freeze",
-    "freeze_blame",
+    "freeze_attribution",
     "freeze_cause",
     "grad_norms",
+    "heatmap",
     "inertia",
     "last_moving_element",
     "lattice_displacement",
@@ -88,9 +90,7 @@ __all__ = [
     "projection",
     "radial_tangential",
     "regimes",
-    "seams",
     "speed",
-    "stratigraphy",
     "summary",
     "ulp",
     "velocity",

@@ -1,4 +1,4 @@
-"""All quantities of a run by name, and several of them in one pass."""
+"""All quantities by name, and the computation of several in one pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-# Each module of these registers its quantities when it is imported.
+# Importing these modules registers their quantities.
 from trajstore.analysis.cloud import (  # noqa: F401
     alignments,
     identical_vectors,
@@ -26,7 +26,7 @@ from trajstore.analysis.motion import (  # noqa: F401
     moving_elements,
     norms,
     paths,
-    resume_seams,
+    resume_discontinuities,
     ulp_motion,
     velocity,
 )
@@ -62,43 +62,43 @@ def compute(
     *,
     steps: Steps = None,
     within: bool = False,
-    min_still: int | None = None,
+    min_unchanged: int | None = None,
 ) -> xr.Dataset:
-    """Several quantities together: each chunk is read once, and each block walked once.
+    """Compute several quantities in one pass: each chunk is read once.
 
-    Still lazy: ask for the values of the whole result, or write it, to have the one pass.
+    The result is lazy. Load or write the whole result to run the single pass.
 
     Parameters
     ----------
     ds : Dataset
         A run.
     names : sequence of str
-        Of `QUANTITIES`, with their default options.
+        Names in `QUANTITIES`, computed with default options.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        For those of them that have this option; the others are about W as it is.
+        Round W to this type for quantities that have this option. Others use W unchanged.
     steps : str, int, slice or iterable of int, optional
-        A window: only these steps are shown, such as ``"100:200"``. What is shown is what the whole
-        run gives, but for `Quantity.of_window`.
+        A window: return only these steps, such as ``"100:200"``. The values are those of the whole
+        run, except for quantities with `Quantity.of_window`.
     within : bool
-        Compute everything from the rows of the window alone.
-    min_still : int, optional
-        For those of them that have this option.
+        Compute everything from the rows of the window only.
+    min_unchanged : int, optional
+        For quantities that have this option.
 
     Returns
     -------
     Dataset
-        The variables that the functions of these names return: a DataArray under the name of its
-        function, a Dataset's variables under their own. All have every step of `ds`, or of the
-        window; where a quantity has none, as the first row has no row before it, floats are NaN,
-        whole numbers −1 and flags False.
+        The results of all functions. A DataArray has the name of its function; the variables of a
+        Dataset keep their names. All have every step of `ds`, or of the window. Steps without a
+        value, such as a first row without a previous row, are NaN in floats, −1 in integers and
+        False in flags.
 
     Raises
     ------
     InvalidArgument
-        If a name is unknown, or there is none; for another lattice, or one where no quantity has
-        that option.
+        If a name is unknown, no name is given, the lattice is unknown, or no quantity has a given
+        option.
     VariableNotRecorded
-        If the run does not hold what one of them needs.
+        If the run does not hold a required variable.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def compute(
     alone = [name for name in names if name in ALONE]
     if alone:
         raise InvalidArgument(
-            f"{alone[0]} is about steps that are named; ask it alone (analysis.{alone[0]})"
+            f"{alone[0]} requires its own options; compute it separately with analysis.{alone[0]}"
         )
     unknown = [name for name in names if name not in QUANTITIES]
     unknown_names = [f"{name!r}{did_you_mean(name, QUANTITIES)}" for name in unknown]
@@ -122,17 +122,17 @@ def compute(
             f"got {', '.join(unknown_names) or 'no names'}, "
             f"expected some of {', '.join(QUANTITIES)}"
         )
-    asked = [QUANTITIES[name] for name in names]
+    chosen = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
-    _check_stillness(names, min_still)
+    _check_min_unchanged(names, min_unchanged)
     measures: dict[str, tuple[str, ...]] = {}
-    for quantity in asked:
+    for quantity in chosen:
         of = lattice if quantity.known(lattice=lattice) else "native"
         measures[of] = (*measures.get(of, ()), *quantity.measures)
     scan = windowed_scan(ds, steps, within=within, measures=measures)
     options: dict[str, Any] = {"lattice": lattice}
-    if min_still is not None:
-        options["min_still"] = min_still
+    if min_unchanged is not None:
+        options["min_unchanged"] = min_unchanged
     variables: dict[str, xr.DataArray] = {}
     for name in names:
         result = QUANTITIES[name].function(scan, **QUANTITIES[name].known(**options))
@@ -144,27 +144,27 @@ def compute(
 
 
 def _check_lattice(names: Sequence[str], lattice: str) -> None:
-    """Refuse a lattice that none of these quantities knows of."""
+    """Raise if none of these quantities has the option lattice."""
     those = [
         name
         for name, quantity in QUANTITIES.items()
         if quantity.known(lattice=lattice) and not quantity.only_native
     ]
     if all(QUANTITIES[name].only_native for name in names):
-        return  # it says itself what else there is
+        return  # the quantity raises its own error
     if lattice != "native" and not set(names) & set(those):
         raise InvalidArgument(
-            f"got lattice={lattice!r} with {', '.join(names)}, and a lattice goes with "
+            f"got lattice={lattice!r} for {', '.join(names)}; only these have a lattice: "
             f"{', '.join(those)}; leave it out"
         )
 
 
-def _check_stillness(names: Sequence[str], min_still: int | None) -> None:
-    """Refuse a stillness that none of these quantities knows of."""
-    those = [name for name, each in QUANTITIES.items() if "min_still" in each.options]
-    if min_still is not None and not set(names) & set(those):
+def _check_min_unchanged(names: Sequence[str], min_unchanged: int | None) -> None:
+    """Raise if none of these quantities has the option min_unchanged."""
+    those = [name for name, each in QUANTITIES.items() if "min_unchanged" in each.options]
+    if min_unchanged is not None and not set(names) & set(those):
         raise InvalidArgument(
-            f"got min_still={min_still} with {', '.join(names)}, and it goes with "
+            f"got min_unchanged={min_unchanged} for {', '.join(names)}; only these have it: "
             f"{', '.join(those)}; leave it out"
         )
 
@@ -175,7 +175,7 @@ def _with_every_step(array: xr.DataArray, scan: Scan) -> xr.DataArray:
         return array
     absent = {"f": np.nan, "i": -1, "b": False}[array.dtype.kind]
     attrs: dict[str, Any] = dict(array.attrs)
-    if not array.sizes["step"]:  # which cannot be padded
+    if not array.sizes["step"]:  # an empty array cannot be padded
         shape = [rows if dim == "step" else array.sizes[dim] for dim in array.dims]
         kept = {name: values for name, values in array.coords.items() if "step" not in values.dims}
         padded = xr.DataArray(np.full(shape, absent, array.dtype), dims=array.dims, coords=kept)
@@ -189,7 +189,7 @@ def _with_every_step(array: xr.DataArray, scan: Scan) -> xr.DataArray:
 
 
 ACROSS_RUNS = {"divergence": divergence}
-"""What can be asked of several runs together, besides every one of `QUANTITIES` of each."""
+"""Functions of several runs together. `QUANTITIES` apply to each run."""
 
 
 def answer(
@@ -201,34 +201,34 @@ def answer(
     lattice: str = "native",
     steps: Steps = None,
     within: bool = False,
-    min_still: int | None = None,
+    min_unchanged: int | None = None,
 ) -> xr.Dataset:
-    """What ``trajstore analyze`` computes: quantities by name, with options as text.
+    """Compute quantities by name, with options as text, as ``trajstore analyze`` does.
 
     Parameters
     ----------
     ds : Dataset
-        A run, or several as `trajstore.open_runs` opens them; then results are along ``run``.
+        A run, or several runs from `trajstore.open_runs`, with results along ``run``.
     names : sequence of str
-        Of `QUANTITIES`, or one of `ALONE`. A single one is as its function returns it, several
-        as by `compute`. Of several runs also one of `ACROSS_RUNS`.
+        Names in `QUANTITIES`, or one name in `ALONE`. A single quantity is returned as by its
+        function, several as by `compute`. For several runs also one name in `ACROSS_RUNS`.
     assignments : sequence of str
-        Options of a single quantity, ``name=value``; of several values ``name=1,2,5``.
+        Options of a single quantity, ``name=value`` or ``name=1,2,5``.
     by_population : bool
-        Statistics over the tokens of each population, of a single quantity that is one number
-        per token; of one that is a category, ``tokens``, how many there are of each.
-    lattice, steps, within, min_still
+        Statistics over the tokens of each population, for a single quantity with one number per
+        token. For a category, ``tokens``, the number of tokens in each.
+    lattice, steps, within, min_unchanged
         As for `compute`.
 
     Returns
     -------
     Dataset
-        Lazy.
+        A lazy result.
 
     Raises
     ------
     InvalidArgument
-        If a name, an option or its value is not known, or does not go with the others.
+        If a name, an option or a value is unknown, or cannot be combined with the others.
 
     Examples
     --------
@@ -236,46 +236,48 @@ def answer(
     >>> found["max"].sel(step=1).to_series().round(4).to_dict()
     {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
     """
-    seen: dict[str, Any] = {"steps": steps, "within": within, "min_still": min_still}
+    seen: dict[str, Any] = {"steps": steps, "within": within, "min_unchanged": min_unchanged}
     if RUN in ds.dims:
         return _answer_of_runs(ds, names, assignments, by_population, lattice, seen)
     if len(names) != 1:
         if assignments or by_population:
             raise InvalidArgument(
-                "options and populations go with a single quantity; "
+                "options and populations require a single quantity; "
                 f"got {len(names)}: {', '.join(names)}"
             )
         return compute(ds, names, lattice, **seen)
     (name,) = names
     if name in ACROSS_RUNS:
-        raise InvalidArgument(f"{name} is about several runs, and there is one; name more")
+        raise InvalidArgument(f"got one run for {name}, expected several")
     known = QUANTITIES | ALONE
     if name not in known:
         raise InvalidArgument(
-            f"there is no quantity {name!r}{did_you_mean(name, known)}; "
-            f"choose from {', '.join(known)}"
+            f"got the unknown quantity {name!r}{did_you_mean(name, known)}; "
+            f"expected one of {', '.join(known)}"
         )
     quantity = known[name]
     options = _options(quantity, name, assignments)
-    asked: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     if lattice != "native":
         _check_lattice(names, lattice)
-        asked |= quantity.known(lattice=lattice)
-    if min_still is not None:
-        _check_stillness(names, min_still)
-        asked |= quantity.known(min_still=min_still)
-    for option, value in asked.items():
+        shared |= quantity.known(lattice=lattice)
+    if min_unchanged is not None:
+        _check_min_unchanged(names, min_unchanged)
+        shared |= quantity.known(min_unchanged=min_unchanged)
+    for option, value in shared.items():
         if options.setdefault(option, value) != value:
             raise InvalidArgument(
                 f"got {option} twice, {value!r} and {options[option]!r}; give it once"
             )
     for option in quantity.required:
         if option not in options:
-            raise InvalidArgument(f"{name}: say which {option} (--set {option}=…)")
+            raise InvalidArgument(f"{name} requires the option {option}; add --set {option}=…")
     result = quantity.function(windowed_scan(ds, steps, within=within), **options)
     if by_population:
         if not isinstance(result, xr.DataArray) or "token" not in result.dims:
-            raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
+            raise InvalidArgument(
+                f"{name} does not have one number per token; leave out --by-population"
+            )
         if is_category(result):
             return category_counts(result).to_dataset(name="tokens")
         return statistics_by_population(result)
@@ -292,7 +294,7 @@ def _answer_of_runs(
 ) -> xr.Dataset:
     across = [name for name in names if name in ACROSS_RUNS]
     if across and (len(names) > 1 or assignments or by_population or lattice != "native"):
-        raise InvalidArgument(f"{across[0]} is asked by itself, and has no options")
+        raise InvalidArgument(f"{across[0]} cannot be combined with other quantities or options")
     if across:
         return ACROSS_RUNS[across[0]](rows_of_window(ds, seen["steps"]))
     options = {"by_population": by_population, "lattice": lattice, **seen}
@@ -309,7 +311,7 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
             meant = "" if key in known else did_you_mean(key, known)
             raise InvalidArgument(
                 f"got {assignment!r}{meant}, expected name=value with a name "
-                f"among {', '.join(known) or 'none, for it has no options'} of {name}"
+                f"among {', '.join(known) or 'none (it has no options)'} of {name}"
             )
         options[key] = value = _value(text)
         kinds = {"whole numbers": (int,), "numbers": (int, float)}.get(quantity.kind_of(key))

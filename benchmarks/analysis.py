@@ -1,19 +1,19 @@
-"""Speed and memory of the analysis, against whole tensors in RAM.
+"""Speed and memory of the analysis, compared with whole tensors in RAM.
 
     python benchmarks/analysis.py [--rows 50 200] [--cache FOLDER] [--store RUN.zarr] [--json FILE]
     python benchmarks/analysis.py --store RUN.zarr --quantities clusters pca inertia
 
-Makes Wordybird-shaped histories (50,257 tokens × 64, bfloat16, W and grad) where none is given: a
-random walk with the step sizes of Adam under a decaying learning rate, in which tokens come to rest
-one after the other, as in real runs. Every measurement is a process of its own: wall time and
-processor time (which other programs disturb less) without imports, and the peak of its resident
+Without --store, generates histories of Wordybird's shape (50,257 tokens × 64, bfloat16, W and
+grad): a random walk with the step sizes of Adam under a decaying learning rate. One token after the
+other stops moving, as in real runs. Every measurement is a separate process: wall time and
+processor time (which depends less on other programs) without imports, and the peak of its resident
 memory with them.
 
-``notebook`` is how it was done before: load the tensors from a safetensors file (page cache warm)
-and compute on all of them with torch. ``read`` only decodes the chunks, which is the floor. With
-``--store`` also the sums of both exact moments, which aim at three times the time of the sum of
-``grad``. With ``--quantities`` only these, all their variables summed, beside reading W; options
-follow a name, as in ``"adjacency steps=0,100,200"``.
+``notebook`` is the earlier method: load the tensors from a safetensors file (in the page cache) and
+compute on all of them with torch. ``read`` only decodes the chunks, which is the minimum.
+``--store`` adds the sums of both exact moments; the goal is three times the time of the sum of
+``grad``. ``--quantities`` measures only these, with all their variables summed, and reading W.
+Options follow a name, as in ``"adjacency steps=0,100,200"``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from measure import resident
 
-# This file has the name of the package; its folder must not come before it.
+# This file has the name of the package; its folder must not be searched first.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).parent]
 
 TOKENS, HIDDEN, DEAD = 50_257, 64, 19_667
@@ -141,7 +141,7 @@ def in_trajstore(path: Path, question: str) -> None:
 
 
 def child(way: str, path: Path, question: str) -> None:
-    # Imports are paid once a session, not once a question.
+    # Imports are paid once per session, not once per question.
     for name in (
         ("torch", "safetensors") if way == "notebook" else ("dask", "trajstore", "analysis")
     ):
@@ -165,7 +165,7 @@ def measure(way: str, path: Path, question: str, repeat: int) -> dict[str, Any]:
     }
 
 
-def beside_reading(
+def compare_with_reading(
     store: Path, quantities: list[str], repeat: int, results: dict[str, Any]
 ) -> None:
     print(f"{store}\n{'':<28}{'wall s':>8}{'ratio':>8}{'cpu s':>8}{'ratio':>8}{'peak MB':>9}")
@@ -184,9 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--store", type=Path, help="a recorded run instead of synthetic ones")
-    parser.add_argument("--quantities", nargs="+", help="of --store, each next to reading W")
-    parser.add_argument("--repeat", type=int, default=2, help="the fastest counts")
+    parser.add_argument("--store", type=Path, help="recorded run in place of synthetic ones")
+    parser.add_argument("--quantities", nargs="+", help="quantities of --store to measure")
+    parser.add_argument("--repeat", type=int, default=2, help="repetitions; the fastest counts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -195,7 +195,7 @@ def main() -> None:
         return
     results: dict[str, Any] = {}
     if given.quantities:
-        beside_reading(given.store, given.quantities, given.repeat, results)
+        compare_with_reading(given.store, given.quantities, given.repeat, results)
         if given.json:
             given.json.write_text(json.dumps(results, indent=2))
         return
@@ -210,11 +210,11 @@ def main() -> None:
         if not flat.exists():
             make_safetensors(flat, store)
         print(f"{store}\n{'':<28}{'wall s':>8}{'ratio':>8}{'cpu s':>8}{'peak MB':>9}")
-        for way, path, asked in [
+        for way, path, contents in [
             ("notebook", flat, questions),
             ("trajstore", store, ["read W", "read grad", *questions, "all three", *moments]),
         ]:
-            for question in asked:
+            for question in contents:
                 got = measure(way, path, question, given.repeat)
                 results[f"{store.stem} {way} {question}"] = got
                 base = results.get(f"{store.stem} notebook {question}", {}).get("wall_s")

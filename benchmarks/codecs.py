@@ -1,10 +1,10 @@
-"""What one encoding thread does with real histories: speed and ratio of the candidates.
+"""Speed and ratio of candidate codecs in one encoding thread, on real histories.
 
 python benchmarks/codecs.py [--gatsby RUN.zarr]
 
-The figures behind the choice in `trajstore.codec.codec_chain`. Wordybird's rows are those of
-`history.py`; Gatsby's are of a recorded run, which this makes if none is given. Speeds are bytes of
-the native type a second of processor time, of one thread.
+These figures are the reason for the choice in `trajstore.codec.codec_chain`. Wordybird's rows come
+from `history.py`; Gatsby's come from the given run, or from one that is recorded here. Speeds are
+bytes of the native type per second of processor time, in one thread.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NATIVE = native_type("bfloat16")
 
 
 def lz4(level: int, blocksize: int = 1 << 17, **options: Any) -> Chain:
-    """Differences, compressed by lz4."""
+    """Return differences, compressed by lz4."""
     return Chain(
         native=NATIVE, kind="delta", compressor="lz4", level=level, blocksize=blocksize, **options
     )
 
 
 def zstd(level: int) -> Chain:
-    """Differences, compressed by zstd."""
+    """Return differences, compressed by zstd."""
     return Chain(native=NATIVE, kind="delta", compressor="zstd", level=level)
 
 
 def by_token(level: int) -> Chain:
-    """Differences token by token, with a shuffle of bytes."""
+    """Return differences token by token, with a shuffle of bytes."""
     return lz4(level, 1 << 16, token_first=True, shuffle="shuffle")
 
 

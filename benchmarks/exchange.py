@@ -1,11 +1,11 @@
-"""Export against mere decoding, and import against mere recording, at Wordybird's size.
+"""Export compared with decoding, and import compared with recording, at Wordybird's size.
 
     python benchmarks/exchange.py [--store RUN.zarr] [--rounds 3] [--rows 201] [--folder DIR]
 
-Takes a recorded run, or makes one of that size (5 GB of values for 201 rows, about 12 GB of disk in
-all) whose values imitate a training: weights that move less and less, gradients of which half are
-tiny, moments that follow from them. Prints for each way the ratio of speeds and the peak memory of
-its process. Every measurement is a process of its own; in each round there is one of each.
+Uses a recorded run, or generates one of that size (5 GB of values for 201 rows, about 12 GB of disk
+in all) whose values imitate a training: weights that move less and less, gradients of which half
+are tiny, moments that follow from them. For each operation it prints the ratio of speeds and the
+peak memory of its process. Every measurement is a separate process; each round has one of each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPORTS: dict[str, dict[str, Any]] = {
 
 
 def rows_of_training(rows: int, tokens: int) -> Iterator[dict[str, np.ndarray]]:
-    """Bits of one row after another."""
+    """Yield the bits of one row after another."""
     rng = np.random.default_rng(0)
 
     def bits(values: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ def rows_of_training(rows: int, tokens: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def ingest(run: Path, rows: int, tokens: int) -> float:
-    """Seconds that the writer takes for the rows, without making them."""
+    """Return the seconds that the writer takes for the rows, without generating them."""
     from trajstore import RunWriter
 
     spent = 0.0
@@ -87,7 +87,7 @@ def ingest(run: Path, rows: int, tokens: int) -> float:
         spent += time.perf_counter() - begun
         made = list(rows_of_training(min(rows, 32), tokens))
         for row in range(rows):
-            # A few rows again and again: making them must not be timed, nor run beside the writer.
+            # A few rows repeatedly: their generation must not be timed, nor run in parallel.
             begun = time.perf_counter()
             writer.append(row, **made[row % len(made)])
             spent += time.perf_counter() - begun
@@ -96,7 +96,7 @@ def ingest(run: Path, rows: int, tokens: int) -> float:
 
 
 def record(run: Path, rows: int, tokens: int) -> float:
-    """Make the run that is exported."""
+    """Write the run to export."""
     from trajstore import RunWriter
 
     begun = time.perf_counter()
@@ -113,7 +113,7 @@ def record(run: Path, rows: int, tokens: int) -> float:
 
 
 def decode(run: Path) -> float:
-    """Seconds to decode every array through `open_run`, keeping nothing."""
+    """Return the seconds to decode every array through `open_run`, keeping nothing."""
     from trajstore import open_run
 
     begun = time.perf_counter()
@@ -129,8 +129,8 @@ def decode(run: Path) -> float:
     return time.perf_counter() - begun
 
 
-def go_out(run: Path, file: Path, options: dict[str, Any]) -> float:
-    """Seconds of an export."""
+def export_run(run: Path, file: Path, options: dict[str, Any]) -> float:
+    """Return the seconds of an export."""
     from trajstore import export
 
     begun = time.perf_counter()
@@ -138,8 +138,8 @@ def go_out(run: Path, file: Path, options: dict[str, Any]) -> float:
     return time.perf_counter() - begun
 
 
-def come_in(file: Path, run: Path) -> float:
-    """Seconds of an import."""
+def import_run(file: Path, run: Path) -> float:
+    """Return the seconds of an import."""
     from trajstore import import_file
 
     begun = time.perf_counter()
@@ -148,7 +148,7 @@ def come_in(file: Path, run: Path) -> float:
 
 
 def measured(call: str) -> dict[str, float]:
-    """Run one of the functions above in a process: its seconds and the peak memory in MB."""
+    """Run one of the functions above in a process; return its seconds and peak memory in MB."""
     code = f"import exchange; exchange.report({call!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -164,7 +164,7 @@ def measured(call: str) -> dict[str, float]:
 
 
 def report(call: str) -> None:
-    """Evaluate a call and print what it took."""
+    """Evaluate a call and print its cost."""
     seconds = eval(call)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu = usage.ru_utime + usage.ru_stime
@@ -172,13 +172,13 @@ def report(call: str) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all operations, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=201)
     parser.add_argument("--tokens", type=int, default=50_257)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--store", type=Path, help="a recorded run instead of an imitation")
+    parser.add_argument("--store", type=Path, help="recorded run in place of an imitation")
     arguments = parser.parse_args()
     rows, tokens = arguments.rows, arguments.tokens
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
@@ -195,16 +195,17 @@ def main() -> None:
 
         def measure(name: str, call: str, *made: Path) -> None:
             subprocess.run(["rm", "-rf", *made], check=True)
-            # Of a result in the page cache, and of whoever writes it.
+            # For a result in the page cache, and for the process that writes it.
             back_memory(rows * tokens * HIDDEN * 4 * 2 + (1 << 30))
             several.setdefault(name, []).append(measured(call))
 
         for _ in range(arguments.rounds):
             measure("decode", f"decode({path(run)})")
             for name, options in EXPORTS.items():
-                measure(f"export {name}", f"go_out({path(run)}, {path(file)}, {options!r})", file)
+                export = f"export_run({path(run)}, {path(file)}, {options!r})"
+                measure(f"export {name}", export, file)
                 if name != "zarr":
-                    measure(f"import {name}", f"come_in({path(file)}, {path(back)})", back)
+                    measure(f"import {name}", f"import_run({path(file)}, {path(back)})", back)
                 subprocess.run(["rm", "-rf", file, back], check=True)
             measure("ingest", f"ingest({path(other)}, {rows}, {tokens})", other)
     results = {
@@ -221,8 +222,8 @@ def main() -> None:
         base = "decode" if name.startswith(("decode", "export")) else "ingest"
         facts["MB/s"] = native / facts["seconds"]
         facts["ratio"] = statistics.median(
-            beside["seconds"] / one["seconds"]
-            for beside, one in zip(several[base], several[name], strict=True)
+            reference["seconds"] / one["seconds"]
+            for reference, one in zip(several[base], several[name], strict=True)
         )
         lines.append(
             [
@@ -233,7 +234,7 @@ def main() -> None:
                 f"{facts['peak']:.0f}",
             ]
         )
-    text = table("Export and import", ["way", "s", "MB/s", "speed", "peak MB"], lines)
+    text = table("Export and import", ["operation", "s", "MB/s", "speed", "peak MB"], lines)
     save("exchange", text, {"machine": machine(), "store": str(arguments.store), **results})
 
 

@@ -1,4 +1,4 @@
-"""A real history of Wordybird's shape: recorded once, kept as plain arrays in the cache."""
+"""A real history of Wordybird's shape, recorded once and stored as plain arrays in the cache."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
 
 def wordybird(steps: int = 200) -> dict[str, npt.NDArray[np.uint16]]:
-    """Bits of a Wordybird run, memory-mapped: each (step, token, hidden), uint16.
+    """Return the bits of a Wordybird run, memory-mapped: each (step, token, hidden), uint16.
 
-    The first call trains; that takes about 2 s a step on two cores.
+    The first call trains, which takes about 2 s per step on two cores.
     """
     folder = cache() / f"wordybird-{steps}"
     if not (folder / "done").exists():
@@ -31,7 +31,7 @@ def wordybird(steps: int = 200) -> dict[str, npt.NDArray[np.uint16]]:
 
 
 def record(path: str | Path, rows: Mapping[str, Any], **options: Any) -> None:
-    """Record rows, of each matrix (step, token, hidden), as fast as the writer takes them."""
+    """Record rows, each matrix (step, token, hidden), as fast as the writer takes them."""
     count, tokens, hidden = rows["W"].shape
     with RunWriter.create(
         path,

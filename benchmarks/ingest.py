@@ -1,7 +1,7 @@
-"""How fast rows go in: the writer against what people use today, on a real Wordybird history.
+"""Speed of writing rows, compared with other libraries, on a real Wordybird history.
 
-Timed until the writer is done, which is when the page cache has the bytes, and until they are on
-disk. Whatever one contender leaves behind is flushed and removed before the next begins.
+Timed are the end of writing, when the page cache has the bytes, and the end of the flush to disk.
+The files of each contender are flushed and removed before the next one starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 
 class Passes:
-    """An array gone over several times, row by row: a long history of few rows."""
+    """An array that is repeated row by row: a long history of few rows."""
 
     def __init__(self, array: np.ndarray, passes: int) -> None:
         self._array = array
@@ -48,14 +48,14 @@ BASE = "h5py uint16, uncompressed"
 
 
 def size_of(path: Path) -> int:
-    """Bytes below a path."""
+    """Return the bytes below a path."""
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def fresh(name: str) -> Path:
-    """Scratch path with nothing there."""
+    """Return a scratch path that does not exist."""
     path = cache() / "scratch" / name
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(path, ignore_errors=True)
@@ -162,7 +162,7 @@ def memmap(rows: Rows) -> Path:
 
 
 def list_then_save(rows: Rows) -> Path:
-    """As the notebooks: a copy of every row in a list, stacked and saved at the end."""
+    """Copy every row to a list, and stack and save it at the end, as the notebooks do."""
     path = fresh("run.safetensors")
     lists: dict[str, list[np.ndarray]] = {name: [] for name in rows}
     for step in range(len(rows["W"])):
@@ -174,12 +174,12 @@ def list_then_save(rows: Rows) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=160, help="of the fast contenders")
-    parser.add_argument("--first", type=int, default=40, help="row of the history to begin with")
+    parser.add_argument("--rows", type=int, default=160, help="rows for the fast contenders")
+    parser.add_argument("--first", type=int, default=40, help="first row of the history")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--passes", type=int, default=1, help="over those rows, of the fast ones")
-    parser.add_argument("--quick", action="store_true", help="without the slow contenders")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
+    parser.add_argument("--passes", type=int, default=1, help="passes of the fast contenders")
+    parser.add_argument("--quick", action="store_true", help="skip the slow contenders")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names to include")
     options = parser.parse_args()
     history = wordybird()
 
@@ -201,8 +201,8 @@ def main() -> None:
     }
     slow: dict[str, Callable[[Rows], Path]] = {
         "h5py uint16, gzip-1": lambda rows: hdf5(rows, compression="gzip", compression_opts=1),
-        "zarr-python, a chunk a step": zarr_chunk_a_step,
-        "xarray to_zarr, append a step": xarray_append,
+        "zarr-python, one chunk per step": zarr_chunk_a_step,
+        "xarray to_zarr, append per step": xarray_append,
     }
 
     flushing: dict[str, list[float]] = {}
@@ -246,7 +246,7 @@ def main() -> None:
         )
 
     def on_disk(name: str) -> float:
-        """Bytes a second until they are on disk, of the median round."""
+        """Return the bytes per second until they are on disk, of the median round."""
         measured = results[name]
         pairs = zip(measured.seconds, flushing[name], strict=True)
         return measured.work / statistics.median(map(sum, pairs))

@@ -1,4 +1,4 @@
-"""Timing of contenders against each other, in one run: alternating rounds, medians, ratios."""
+"""Timing of contenders in one process: alternating rounds, medians, ratios."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One contender's rounds.
+    """The rounds of one contender.
 
     Attributes
     ----------
     seconds : list of float
         Wall time of each round.
     work : float
-        Bytes, steps or whatever a round got done.
+        Amount of work of a round, such as bytes or steps.
     facts : dict
-        What else it reported in its last round.
+        Other results of its last round.
     """
 
     seconds: list[float]
@@ -48,7 +48,7 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Work a second, of the median round."""
+        """Work per second in the median round."""
         return self.work / statistics.median(self.seconds)
 
 
@@ -59,17 +59,17 @@ def alternate(
     memory: int = 0,
     after: Callable[[str], None] | None = None,
 ) -> dict[str, Measured]:
-    """Run every contender once a round, in turn.
+    """Run every contender once per round, in turn.
 
     Parameters
     ----------
     contenders : mapping of str to callable
-        Each returns the work it did and facts to report.
+        Each returns its amount of work and facts to report.
     rounds : int
     memory : int
-        Bytes that one takes, page cache included; see `back_memory`.
+        Bytes that a contender takes, including page cache; see `back_memory`.
     after : callable, optional
-        Called with the name of each when its time has been taken.
+        Called with the name of each contender after its time is taken.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     last: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -88,19 +88,19 @@ def alternate(
 
 
 def back_memory(size: int) -> None:
-    """Touch that much memory, and give it back.
+    """Touch memory and release it.
 
-    A virtual machine returns what it has not used for seconds, and whoever uses it next waits for
-    the host: 5 GB took 0.5 s to touch, and 12 s when they had been returned. Without this, chance
+    A virtual machine returns memory that is unused for seconds, and the next user waits for the
+    host: touching 5 GB took 0.5 s, and 12 s after they had been returned. Without this call, chance
     decides between contenders that write to the page cache.
     """
     np.empty(size, np.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most.
+    """Return the memory of this process in bytes: VmRSS is current, VmHWM is the maximum.
 
-    Not what ``getrusage`` says: its maximum is inherited from the process that started this one.
+    ``getrusage`` is not used, because its maximum is inherited from the parent process.
     """
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(field))
@@ -108,7 +108,7 @@ def resident(field: str) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return facts on which the figures depend."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -124,7 +124,7 @@ def machine() -> dict[str, Any]:
 
 
 def cache() -> Path:
-    """Folder for histories and scratch files, outside the repository."""
+    """Return the folder for histories and scratch files, outside the repository."""
     folder = os.environ.get("TRAJSTORE_BENCHMARKS")
     path = Path(folder) if folder else Path.home() / ".cache" / "trajstore-benchmarks"
     path.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def cache() -> Path:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Markdown table."""
+    """Return a Markdown table."""
     lines = [f"## {title}", "", "| " + " | ".join(columns) + " |"]
     lines.append("|" + " --- |" * len(columns))
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -140,7 +140,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
 
 
 def save(name: str, text: str, results: Mapping[str, Any]) -> None:
-    """Print the table, and keep it with the figures as JSON in the cache."""
+    """Print the table, and store it and the figures as JSON in the cache."""
     print(text, flush=True)
     stem = cache() / name
     stem.with_suffix(".md").write_text(text)

@@ -1,4 +1,4 @@
-"""Peak memory of a writer against the number of steps: it must not grow."""
+"""Peak memory of a writer by number of steps; it must not grow."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
 
 def child(shape: str, steps: int, memory: str) -> None:
-    """Append random-walking rows, made in place, and report what the writer added."""
+    """Append random rows, and print the memory that the writer added."""
     from trajstore import RunWriter
 
     tokens, hidden = SHAPES[shape]
     path = cache() / "scratch-memory.zarr"
     shutil.rmtree(path, ignore_errors=True)
     row = np.random.default_rng(0).integers(0, 1 << 16, (tokens, hidden), dtype=np.uint16)
-    with RunWriter.create(  # warm up what is loaded once
+    with RunWriter.create(  # loads what every writer needs once
         path, token=[0], hidden=1, variables={"W": "bfloat16"}
     ) as run:
         run.append(step=0, W=np.zeros((1, 1), np.float32))

@@ -1,7 +1,7 @@
-"""How fast rows go into an object store: S3 on loopback against a local folder, in turns.
+"""Speed of writing rows to an object store: S3 on loopback, alternating with a local folder.
 
-The server is moto's, a process of Python on the same machine that keeps objects in memory. So
-beside the writer there is one that only puts the objects that it has made: what the server takes.
+The server is moto, a Python process on the same machine that keeps objects in memory. A third
+contender only puts the same objects, to measure the server alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOCAL, REMOTE, PUT = "local folder", "S3 on loopback", "the same objects, put on
 
 @contextmanager
 def server() -> Iterator[None]:
-    """S3 with an empty bucket, where the environment says that it is."""
+    """Run an S3 server with an empty bucket, at the address in the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,7 +55,7 @@ def server() -> Iterator[None]:
                 urllib.request.urlopen(request).close()
                 break
             except urllib.error.URLError:
-                time.sleep(0.2)  # it does not say when it is ready
+                time.sleep(0.2)  # the server does not report when it is ready
         yield
     finally:
         process.terminate()
@@ -63,7 +63,7 @@ def server() -> Iterator[None]:
 
 
 def put_only(run: Path) -> None:
-    """Put every object of a run, as many at a time as a writer does."""
+    """Put every object of a run, with as many requests at a time as a writer."""
     far = location(RUN)
     files = [file for file in run.rglob("*") if file.is_file()]
     jobs = [
@@ -77,7 +77,7 @@ def put_only(run: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--first", type=int, default=40, help="row of the history to begin with")
+    parser.add_argument("--first", type=int, default=40, help="first row of the history")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     span = slice(options.first, options.first + options.rows)
@@ -115,14 +115,14 @@ def main() -> None:
     seconds = {name: measured.seconds for name, measured in results.items()}
 
     def ratios(name: str) -> str:
-        """Of the rates, round by round."""
+        """Return the ratios of the rates, round by round."""
         pairs = zip(seconds[LOCAL], seconds[name], strict=True)
         found = sorted(local / other for local, other in pairs)
         return f"{statistics.median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
 
     text = table(
         f"Ingest to S3 on loopback: {options.rows} rows of Wordybird, {size / 1e6:,.0f} MB",
-        ["target", "MB/s", "of a local folder"],
+        ["target", "MB/s", "ratio to a local folder"],
         [[name, f"{results[name].rate / 1e6:,.0f}", ratios(name)] for name in results],
     )
     save("object-store", text, {"machine": facts, "seconds": seconds})

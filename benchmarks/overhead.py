@@ -1,24 +1,24 @@
-"""What recording everything costs: the same training unrecorded, recorded, and as notebooks do it.
+"""Cost of recording everything: the same training without recording, with it, and with a list.
 
 python benchmarks/overhead.py [--preset NAME …] [--steps N] [--rounds N] [--corpus PATH]
                               [--tokenizer PATH] [--flushes]
 
-Each round trains three times, in turns, each time in a fresh process and from the same seed:
-without recording, with it, and with a list of every step's tensors that is stacked and saved as one
-safetensors file at the end. Timed are the steps after the first one, which builds what the others
-use; the wait for the last block, or the save, is in. The table shows the ratio of the wall times to
-the training alone, that of the processor times (which counts the encoding too, and feels less of
-whatever else the machine does), and how much more memory the process held at its peak.
+Each round trains three times, in alternating order, each time in a new process and with the same
+seed: without recording, with it, and as notebooks do it: with a list of every step's tensors that
+is saved as one safetensors file at the end. The first step, which initializes what the others use,
+is not timed. The wait for the last block, or the save, is included. The table shows ratios to the
+training alone: of the wall times, and of the processor times, which include encoding and depend
+less on other programs. It also shows the additional peak memory.
 
-On a machine that varies by more than recording costs, rounds tell little. So before them, each
-preset is trained once with a row at every other step, and the steps with a row are compared with
-the ones between. Encoding goes on beside both. In the same way the tier ``model`` is measured, of
-two sizes of model: all steps have a row, and at every other one the numbers of the model's
-parameters are those of the step before, which costs nothing.
+If the machine varies more than recording costs, rounds show little. So each preset is first trained
+once with a row at every other step, and the steps with a row are compared with the others. Encoding
+runs in parallel to both. The tier ``model`` is measured in the same way for two sizes of model: all
+steps have a row, but every other row repeats the numbers of the model's parameters of the step
+before, which costs nothing.
 
-With --flushes only recordings are compared, in turns: those whose commits are flushed to the disk,
-as is the default, and those that leave this to the system (fsync=False). Wall and processor times
-are given. The disk is that of the temporary folder (TMPDIR).
+With --flushes, only recordings are compared, in alternating order: with commits that are flushed to
+the disk, the default, and without (fsync=False), by wall and processor time. The disk is that of
+the temporary folder (TMPDIR).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SIZES = {
     "2 layers × 64": (),
     "4 layers × 128": ("model.layers=4", "model.hidden=128", "model.heads=4"),
 }
-"""Of the model of Gatsby."""
+"""Changes of the model of Gatsby."""
 
 
 def list_recorder(file: Path) -> Any:
-    """Callback that keeps every step in memory until the end, as the notebooks do."""
+    """Return a callback that keeps every step in memory until the end, as the notebooks do."""
     import torch
     from safetensors.torch import save_file
     from transformers import TrainerCallback
@@ -87,7 +87,7 @@ def list_recorder(file: Path) -> Any:
 
 
 def train_once(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train in this process, recorded in one way or not."""
+    """Train in this process, with one way of recording or none."""
     import torch
     from transformers import TrainerCallback
 
@@ -111,7 +111,7 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     if arguments.kind == MODEL:
         return with_the_model(training, arguments.memory)
     if training.config.training.loop != "trainer":
-        raise SystemExit("this benchmark is of the Trainer's presets")
+        raise SystemExit("this benchmark needs a preset with training.loop = trainer")
     started = processor = 0.0
 
     class Clock(TrainerCallback):
@@ -141,7 +141,7 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def alternating(training: Any, memory: str) -> dict[str, float]:
-    """Train with a row at every other step: seconds of the steps with a row and of the others."""
+    """Train with a row at every other step; return the seconds of steps with and without a row."""
     from transformers import TrainerCallback
 
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
@@ -165,23 +165,23 @@ def alternating(training: Any, memory: str) -> dict[str, float]:
 
 
 class EveryOtherStep:
-    """In place of a `ModelParameters`: at every other step, what it made at the step before."""
+    """Replaces a `ModelParameters`: at every other step it returns the previous values."""
 
     def __init__(self, whole: Any) -> None:
         self.whole, self.last, self.works = whole, {}, True
 
     def after_backward(self, unscale: float) -> None:
-        """Take the gradients, or not."""
+        """Take the gradients at every other step."""
         if self.works:
             self.whole.after_backward(unscale)
 
     def before_step(self) -> None:
-        """Keep the weights, or not."""
+        """Copy the weights at every other step."""
         if self.works:
             self.whole.before_step()
 
     def after_step(self, *, skipped: bool) -> dict[str, Any]:
-        """What the step has made, or the one before."""
+        """Return the values of the step, or of the step before."""
         if self.works:
             self.last = self.whole.after_step(skipped=skipped)
         self.works = not self.works
@@ -189,7 +189,7 @@ class EveryOtherStep:
 
 
 def with_the_model(training: Any, memory: str) -> dict[str, float]:
-    """Seconds of the steps that look at all parameters, and of the others, of one training."""
+    """Return the seconds of steps with and without summaries of all parameters."""
     from transformers import TrainerCallback
 
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
@@ -218,12 +218,12 @@ def with_the_model(training: Any, memory: str) -> dict[str, float]:
 def measure(
     arguments: argparse.Namespace, preset: str, kind: str, size: str = ""
 ) -> dict[str, float]:
-    """Train in a process of its own."""
+    """Train in a new process."""
     command = [sys.executable, __file__, "--kind", kind, "--preset", preset, "--size", size]
     command += ["--memory", arguments.memory]
     for name in ("steps", "corpus", "tokenizer"):
         if getattr(arguments, name) is not None and not (
-            name != "steps" and preset == "gatsby"  # whose text is built in
+            name != "steps" and preset == "gatsby"  # its text is embedded
         ):
             command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--preset", nargs="+", choices=list(STEPS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--corpus", help="for Wordybird")
+    parser.add_argument("--corpus", help="text for Wordybird")
     parser.add_argument("--tokenizer")
     parser.add_argument("--memory", default="1GiB")
     parser.add_argument("--flushes", action="store_true")
@@ -274,7 +274,7 @@ def main() -> None:
     for preset in arguments.preset:
         rounds = []
         for number in range(arguments.rounds):
-            # In turns, so that a machine that slows down does not favour one of them.
+            # In alternating order, so that a slower machine affects all of them.
             order = KINDS[number % 3 :] + KINDS[: number % 3]
             timed = {kind: measure(arguments, preset, kind) for kind in order}
             rounds.append(timed)
@@ -291,12 +291,12 @@ def main() -> None:
         }
         rows.append(_row(preset, "median", middle))
         results[preset] = {"rounds": rounds, "median": middle}
-    columns = ["preset", "round", "without", "trajstore", "ratio", "processor", "more memory"]
-    columns += ["list", "ratio", "processor", "more memory"]
+    columns = ["preset", "round", "without", "trajstore", "ratio", "processor", "extra memory"]
+    columns += ["list", "ratio", "processor", "extra memory"]
     text = table("Steps of one training", ["preset", "ms with a row", "without", "ratio"], steps)
     if models:
         columns_of_models = ["model", "ms with it", "without", "processor ms with it", "without"]
-        columns_of_models += ["ratio", "of the processor"]
+        columns_of_models += ["ratio", "ratio of processor time"]
         text += table("Steps of one training, tier model", columns_of_models, models)
     if rows:
         text += table("Training with and without recording", columns, rows)
@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def compare_flushes(arguments: argparse.Namespace, presets: list[str]) -> None:
-    """Print and save a table of recordings that are flushed, and that are not."""
+    """Print and save a table of recordings with and without flushes."""
     results: dict[str, Any] = {"machine": machine()}
     rows = []
     for preset in presets:

@@ -1,11 +1,11 @@
-"""Which codec a block should have: the same chunks stored in two ways, read by `xr.open_zarr`.
+"""Comparison of codecs for a block: the same chunks stored in two ways, read by `xr.open_zarr`.
 
     python benchmarks/pipelines.py [--rows 96] [--rounds 5]
 
-``block``: one codec that is the whole object, `trajstore.block`, as runs have it.
-``sharded-fused``: zarr's `sharding_indexed`, with one codec inside that encodes a chunk. Each under
-zarr's pipeline, and, where this zarr has it, under its `FusedCodecPipeline`. W of Wordybird; the
-ratios are to h5py on chunks of one step.
+``block``: `trajstore.block`, one codec for the whole object, as in runs. ``sharded-fused``: zarr's
+`sharding_indexed` with one codec per chunk. Each is read by zarr's default pipeline and, if this
+version of zarr has it, by its `FusedCodecPipeline`. The data is W of Wordybird; the ratios are to
+h5py on chunks of one step.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ NEWER = "zarr.core.codec_pipeline.FusedCodecPipeline"
 
 @dataclass(frozen=True)
 class FusedCodec(ArrayBytesCodec):
-    """All codecs of an inner chunk in one."""
+    """All codecs of an inner chunk in one codec."""
 
     chain: Chain
     is_fixed_size = False
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> FusedCodec:
-        """Codec from the metadata of an array."""
+        """Create the codec from the metadata of an array."""
         return cls(Chain.from_facts(data["configuration"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Metadata of the codec."""
+        """Return the metadata of the codec."""
         return {"name": FUSED, "configuration": self.chain.facts()}
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
-        """Is not known beforehand, so zarr never asks: it is no codec of fixed size."""
-        raise NotImplementedError  # as zarr's own codecs that compress
+        """Raise an error, because the size is unknown; zarr calls it for fixed sizes only."""
+        raise NotImplementedError  # like zarr's own compressors
 
     def _decode_sync(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
         out = np.empty(chunk_spec.shape, "f4")
@@ -79,7 +79,7 @@ register_codec(FUSED, FusedCodec)
 
 
 def write(folder: Path, bits: np.ndarray) -> dict[str, Path]:
-    """The same chunks of the same W in two stores."""
+    """Write the same chunks of W to two stores."""
     paths = {name: folder / f"{name}.zarr" for name in ("block", "sharded-fused")}
     with RunWriter.create(
         paths["block"],
@@ -110,7 +110,7 @@ def write(folder: Path, bits: np.ndarray) -> dict[str, Path]:
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """Float32 of bfloat16 bits, as HDF5's users do it."""
+    """Convert bfloat16 bits to float32, as users of HDF5 do."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200, help="of the history that is read")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the history to read")
     options = parser.parse_args()
     bits = wordybird(options.steps)["W"][: options.rows]
     folder = cache() / "scratch-pipelines"
@@ -140,7 +140,7 @@ def main() -> None:
         "one step": (lambda W: W[middle].values, lambda: widened(hdf5[middle])),
         "one token": (lambda W: W[:, 27_001].values, lambda: widened(hdf5[:, 27_001])),
     }
-    pipelines = {"as it is": zarr.config.get("codec_pipeline.path")}
+    pipelines = {"default pipeline": zarr.config.get("codec_pipeline.path")}
     if hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"):
         pipelines["fused pipeline"] = NEWER
     arrays = {}

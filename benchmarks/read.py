@@ -1,10 +1,10 @@
-"""How fast a history comes out: a token, a step, everything, the norms of gradients; and opening.
+"""Speed of reading a history: a token, a step, everything, the norms of gradients; and of opening.
 
     python benchmarks/read.py [--rounds 7] [--rows 200] [--steps 200]
 
-Against HDF5 in chunks of one step (uint16 bits, widened, as its users do it), and the norms against
-torch with everything in RAM, if it is installed. The peak of memory above the imports is that of a
-process of its own.
+Compared with HDF5 in chunks of one step (uint16 bits, widened, as its users do), and for the norms
+with torch on data in RAM, if torch is installed. The peak of memory above the imports is measured
+in a separate process.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from measure import alternate, cache, machine, resident, save, table
 
 from trajstore import RunWriter, open_run
 
-# Of every kind: frequent and rare, and in all places of a block.
+# Frequent and rare tokens, at all positions of a block.
 TOKENS = (262, 1_234, 11_111, 27_001, 50_256)
-MEMORY = 1 << 30  # that a scan takes at a time, with all copies
+MEMORY = 1 << 30  # of a scan, with all copies
 
-# A script of this folder has the name of the package `analysis`, and must not come before it.
+# A script in this folder has the name of the package `analysis`, and must not be imported first.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).parent]
 
 Ask = Callable[[xr.Dataset], Any]
 
 
 def write(folder: Path, history: dict[str, np.ndarray], rows: int) -> dict[str, Path]:
-    """The same W and grad in each format."""
+    """Write the same W and grad in each format."""
     W = history["W"]
     paths = {name: folder / name for name in ("run.zarr", "run.h5")}
-    is_dead = np.arange(W.shape[1]) % 5 < 2  # as many as there are, at places that take no luck
+    is_dead = np.arange(W.shape[1]) % 5 < 2  # the real fraction, at regular positions
     with RunWriter.create(
         paths["run.zarr"],
         token=np.arange(W.shape[1]),
@@ -64,12 +64,12 @@ def write(folder: Path, history: dict[str, np.ndarray], rows: int) -> dict[str, 
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """Float32 of bfloat16 bits, as HDF5's users do it."""
+    """Convert bfloat16 bits to float32, as users of HDF5 do."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def norms_in_ram(grad: Any, is_dead: Any) -> Any:
-    """Root of the mean square of the gradients of dead and of live tokens, at each step."""
+    """Return the root mean square of the gradients of dead and of live tokens at each step."""
     import torch
 
     squares = [g.float().square().mean(-1) for g in grad]
@@ -78,7 +78,7 @@ def norms_in_ram(grad: Any, is_dead: Any) -> Any:
 
 
 def norms(ds: xr.Dataset) -> Any:
-    """The same by `ds.traj`."""
+    """Return the same with `ds.traj`."""
     return ds.traj.grad_norms().compute()
 
 
@@ -100,7 +100,7 @@ def steps_of(rows: int) -> list[int]:
 
 
 def questions(rows: int) -> dict[str, tuple[int, Ask]]:
-    """How many answers each is worth, and how it is asked."""
+    """Return the number of answers of each question, and a function for it."""
     steps = steps_of(rows)
     return {
         "one token, all steps": (
@@ -114,7 +114,7 @@ def questions(rows: int) -> dict[str, tuple[int, Ask]]:
 
 
 def peak(path: Path, reader: str, question: str, rows: int) -> int:
-    """Bytes above the imports that one question takes, in a process of its own."""
+    """Return the bytes above the imports that one question takes, in a separate process."""
     done = subprocess.run(
         [sys.executable, __file__, "--rows", str(rows), "--peak", str(path), reader, question],
         stdout=subprocess.PIPE,
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=200, help="of the history that is read")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the history to read")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = options.rows
@@ -205,7 +205,7 @@ def main() -> None:
         for name, second in results["opening"].items()
     ]
     title = f"Reading {rows} Wordybird steps of W and grad, zarr {zarr.__version__}"
-    columns = ["question", "reader", "ms", "× the other's speed", "peak, MB"]
+    columns = ["question", "reader", "ms", "× reference's speed", "peak, MB"]
     save(f"read-{zarr.__version__}", table(title, columns, lines), {"machine": facts, **results})
     shutil.rmtree(folder)
 

@@ -1,9 +1,9 @@
-"""What grows with the number of rows: a commit, opening, resuming, a scan, the root's document.
+"""Costs that grow with the number of rows: commit, opening, resuming, scan, the root's document.
 
     python benchmarks/rows.py [--rows 1000 10000 100000]
 
-A tiny run (4 tokens × 2) of so many rows; and, of Wordybird's shape, the metadata alone of a run of
-10,000 steps: what opening it takes, and the graph of a scan.
+A tiny run (4 tokens × 2) of each number of rows, and the metadata of a run of Wordybird's shape
+with 10,000 steps: the time to open it, and the graph of a scan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def milliseconds(work: Callable[[], Any], times: int = 5) -> float:
 
 
 def tiny(path: Path, rows: int) -> list[str]:
-    """Record so many rows; what the last commits took, and what reading takes."""
+    """Record rows; return the times of the last commits and of reading."""
     values = np.zeros((4, 2), "float32")
     with RunWriter.create(
         path, token=np.arange(4), hidden=2, variables={"W": "float32"}, commit_every=None
@@ -65,7 +65,7 @@ def tiny(path: Path, rows: int) -> list[str]:
 
 
 def large(path: Path, rows: int) -> list[str]:
-    """Metadata of a run of Wordybird's shape, and nothing else."""
+    """Write only the metadata of a run of Wordybird's shape."""
     RunWriter.create(
         path,
         token=np.arange(50_257),
@@ -105,10 +105,10 @@ def main() -> None:
     lines = [tiny(folder / f"{rows}.zarr", rows) for rows in options.rows]
     lines.append(large(folder / "large.zarr", 10_000))
     columns = [
-        "run", "µs a row", "last block and commit, ms", "xr.open_zarr, ms", "open_run, ms",
+        "run", "µs per row", "last block and commit, ms", "xr.open_zarr, ms", "open_run, ms",
         "resume, ms", "scan, ms", "root, bytes",
     ]  # fmt: skip
-    text = table("What grows with the rows", columns, lines)
+    text = table("Costs that grow with the rows", columns, lines)
     save("rows", text, {"machine": facts, "lines": lines})
     shutil.rmtree(folder)
 

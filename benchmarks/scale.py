@@ -1,10 +1,10 @@
-"""What runs larger than any recorded here would take: from the plan of their blocks, and rates.
+"""Estimates for runs larger than any recorded here, from the plan of their blocks and from rates.
 
 python benchmarks/scale.py
 
-Rows of a block, objects and memory are what the recorder's own planner says. How much smaller the
-bytes become, and how fast one core encodes them, was measured on recordings of the same width
-(docs/scale.md tells which). Nothing is recorded.
+The recorder's planner computes rows of a block, objects and memory. The compression ratio and the
+encoding speed of one core were measured on recordings of the same width (see
+docs/concepts/performance.md). Nothing is recorded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from measure import save, table
 from trajstore.store.metadata.block_plan import plan
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
-WHATEVER_IT_TAKES = 1 << 40
-# US dollars, as a large provider of object stores asks for them.
+UNLIMITED = 1 << 40
+# US dollars, prices of a large provider of object stores.
 MONTH_OF_A_GB, PUT, GET = 0.023, 5e-6, 4e-7
 
 
@@ -34,9 +34,9 @@ class Case:
     dtype : str
         Native type of all four matrices.
     ratio : float
-        Bytes of the native types for each stored one.
+        Bytes of the native types per stored byte.
     speed : float
-        MB of the native types that one core encodes in a second.
+        MB of the native types that one core encodes per second.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Case:
     runs: int = 1
 
     def facts(self) -> dict[str, str]:
-        """What all of its runs take together, but for what is said of one run or step."""
+        """Return the cost of all its runs together, unless the name is of one run or step."""
         layout = plan(
             dict.fromkeys((*MATRICES, "logits"), self.dtype) | {"loss": "float32"},
             tokens=self.tokens,
             hidden=self.hidden,
-            memory=WHATEVER_IT_TAKES,
+            memory=UNLIMITED,
             threads=8,
         )
         row = sum(array.row_bytes for array in layout.arrays.values())
@@ -64,17 +64,17 @@ class Case:
         native = self.runs * self.steps * row
         stored = native / self.ratio
         return {
-            "MB a step": f"{row / 1e6:,.2f}",
+            "MB per step": f"{row / 1e6:,.2f}",
             "rows of a block": str(layout.block_rows),
             "memory of the writer, GB": f"{layout.memory / 1e9:,.2f}",
             "native TB": f"{native / 1e12:,.2f}",
             "stored TB": f"{stored / 1e12:,.2f}",
             "objects of a run": f"{objects:,}",
-            "encoding, core-seconds a step": f"{row / 1e6 / self.speed:,.4f}",
+            "encoding, core-seconds per step": f"{row / 1e6 / self.speed:,.4f}",
             "encoding, core-hours": f"{native / 1e6 / self.speed / 3600:,.1f}",
-            "$ for a month": f"{stored / 1e9 * MONTH_OF_A_GB:,.0f}",
-            "$ for putting it": f"{self.runs * puts * PUT:,.2f}",
-            "$ for reading it": f"{self.runs * objects * GET:,.2f}",
+            "$ per month": f"{stored / 1e9 * MONTH_OF_A_GB:,.0f}",
+            "$ for writing": f"{self.runs * puts * PUT:,.2f}",
+            "$ for reading": f"{self.runs * objects * GET:,.2f}",
             "objects of one token's W": f"{blocks:,}",
         }
 
@@ -88,7 +88,7 @@ CASES = (
 
 
 def main() -> None:
-    """Print a table, a column for each case."""
+    """Print a table with a column for each case."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     facts = {case.name: case.facts() for case in CASES}
     names = next(iter(facts.values()))

@@ -1,16 +1,15 @@
-"""What recording costs of what a step saw: its examples, their losses, its states, their spread.
+"""Cost of recording the examples of a step, their losses, their states and the states' spread.
 
 python benchmarks/seen.py [--model gatsby gpt2-4x128] [--steps N] [--rounds N] [--corpus PATH]
 
-One training in one process, on one core, goes on through all of it. It is cut into stretches; in
-each one another choice of variables is recorded, into a run of its own, and every round has each
-choice once, in turns. So a machine that slows down does not favour one of them for long. Timed are
-the steps of a stretch without the first ones, on which the run is made, by the clock and by the
-processor time of the thread that trains, which feels less of whatever else the machine does; and
-the processor time of the whole stretch, encoding and the last commit included. Ratios are taken
-within each round, to the stretch without recording and to that with everything else; the table
-shows their medians. For a machine that varies by more than that there is a second table: processor
-time of what each variable makes a step do, by itself.
+One training in one process on one core is divided into stretches. Each stretch records another
+choice of variables into its own run. Every round has each choice once, in alternating order, so
+that a slower machine affects all of them. The first steps of a stretch, in which the run is
+created, are not timed. The others are timed by the clock and by the processor time of the training
+thread, which depends less on other programs. The processor time of the whole stretch includes
+encoding and the last commit. Ratios are computed within each round, to the stretch without
+recording and to that with ``all``; the table shows their medians. A second table is for machines
+that vary more than that: the processor time of the work for each variable alone.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ Timed = dict[str, float]
 
 
 class Stretches:
-    """A training that goes on, a stretch at a time.
+    """A training that is continued stretch by stretch.
 
     Parameters
     ----------
     changes : list of str
-        Of the preset ``gatsby``.
+        Changes of the preset ``gatsby``.
     corpus : str or None
     """
 
@@ -72,7 +71,7 @@ class Stretches:
         self.step = 0
 
     def train(self, record: tuple[str, ...] | None, steps: int) -> Timed:
-        """Seconds of one of so many steps: by the clock, of its thread, and of all threads."""
+        """Return the seconds per step: by the clock, of its thread, and of all threads."""
         import torch
 
         from trajstore.trainers import capture
@@ -116,7 +115,7 @@ class Stretches:
 
 
 def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Timed]]:
-    """All rounds of one training."""
+    """Return all rounds of one training."""
     training = Stretches(MODELS[model], arguments.corpus)
     training.train(("all",), 2 * WARM)
     names, rounds = list(KINDS), []
@@ -131,7 +130,7 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Timed]]
 
 
 def alone(model: str, repeats: int = 25) -> list[list[str]]:
-    """Processor time of what a step does for each variable, on tensors of its shapes."""
+    """Return the processor time of the work for each variable, on tensors of its shapes."""
     import torch
 
     from trajstore.trainers.presets import preset
@@ -167,7 +166,7 @@ def main() -> None:
     """Print a table of medians over the rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=20, help="of a stretch")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a stretch")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--corpus")
     arguments = parser.parse_args()
@@ -181,16 +180,16 @@ def main() -> None:
             row += [f"{_median(rounds, name, key, 'nothing'):.3f}" for key in KEYS]
             row += [f"{_median(rounds, name, key, 'all'):.3f}" for key in KEYS]
             rows.append(row)
-    columns = ["model", "recorded", "a step", "its thread", "all threads"]
-    columns += ["to nothing", "", "", "to all", "", ""]
+    columns = ["model", "recorded", "step", "its thread", "all threads"]
+    columns += ["ratio to nothing", "", "", "ratio to all", "", ""]
     text = table("Steps of one training", columns, rows)
     own = [row for model in arguments.model for row in alone(model)]
-    text += table("Each by itself", ["model", "variable", "least", "median"], own)
+    text += table("Each variable alone", ["model", "variable", "minimum", "median"], own)
     save("seen", text, results | {"alone": own})
 
 
 def _median(rounds: list[dict[str, Timed]], name: str, key: str, to: str | None = None) -> float:
-    """Of the values of all rounds, or of their ratios to another choice."""
+    """Return the median of all rounds, or of their ratios to another choice."""
     return statistics.median(
         timed[name][key] / (1.0 if to is None else timed[to][key]) for timed in rounds
     )

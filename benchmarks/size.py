@@ -1,9 +1,9 @@
-"""Bytes on disk of whole runs, against the notebooks' files of the same steps.
+"""Bytes on disk of whole runs, compared with the notebooks' files of the same steps.
 
-python benchmarks/size.py [RUN.zarr …], by default the 200 steps of Wordybird that others read
+python benchmarks/size.py [RUN.zarr …], by default the 200 steps of Wordybird of `history.py`
 
-The notebooks write every tensor of every step in its native type into one safetensors file; its
-size follows from the shapes, and was 1,316 MB for 10,000 steps of Lil Gatsby and 5.19 GB for 200 of
+The notebooks write every tensor of every step in its native type into one safetensors file. Its
+size follows from the shapes: 1,316 MB for 10,000 steps of Lil Gatsby and 5.19 GB for 200 steps of
 Wordybird.
 """
 
@@ -17,7 +17,7 @@ from trajstore.store.reading.run_info import information
 
 
 def main() -> None:
-    """Print a table of arrays, for each run."""
+    """Print a table of the arrays of each run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="*", default=[str(cache() / "wordybird-200" / "run.zarr")])
     rows: list[list[str]] = []

@@ -1,9 +1,9 @@
-"""A producer that is faster than the writer, for a minute: memory flat, every row there and right.
+"""A producer that is faster than the writer, for a minute: constant memory and correct rows.
 
 python benchmarks/stress.py [--seconds N]
 
-Rows of a real history are handed over as fast as the writer takes them. Afterwards every row is
-read again and compared with the crc32c that was taken when it was handed over.
+Rows of a real history are appended as fast as the writer takes them. Then every row is read and
+compared with the crc32c from the time of appending.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trajstore.store.reading.open_group import open_group
 
 
 def main() -> None:
-    """Print resident memory every tenth of the time, and what was found afterwards."""
+    """Print resident memory every tenth of the time, and the result of the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--steps", type=int, default=200, help="of the history that is repeated")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the repeated history")
     options = parser.parse_args()
     history = wordybird(options.steps)
-    # In memory, or the producer would be slowed down by the disk it reads from.
+    # In memory, because reading from the disk would slow down the producer.
     source = {name: np.array(history[name][40:56]) for name in MATRICES}
     path = cache() / "scratch-stress.zarr"
     shutil.rmtree(path, ignore_errors=True)
@@ -48,7 +48,7 @@ def main() -> None:
     ) as run:
         started = time.perf_counter()
         while (now := time.perf_counter() - started) < options.seconds:
-            # Never the same row at the same place of a block, nor the same block twice in a row.
+            # Never the same row at the same position of a block, nor the same block twice in a row.
             at = (len(expected) * 7 + len(expected) // 16) % 16
             run.append(step=len(expected), **{name: source[name][at] for name in MATRICES})
             expected.append(tuple(sums[name][at] for name in MATRICES))

@@ -2,8 +2,8 @@
 
 python benchmarks/verify.py [--run RUN] [--shape Gatsby|Wordybird] [--steps N] [--rounds N]
 
-Without a run, one is made of random walks of a few spacings a step, as training makes them. All
-read from the page cache: what is compared is decoding, not the disk.
+Without --run, a run of random walks is generated, with a few spacings per step as in training. All
+readers read from the page cache, so the comparison is of decoding, not of the disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
 
 def write(path: Path, shape: str, steps: int) -> None:
-    """A run in which half of the values stay from one step to the next."""
+    """Write a run in which half of the values do not change from one step to the next."""
     tokens, hidden = SHAPES[shape]
     rng = np.random.default_rng(0)
     row = rng.normal(scale=0.02, size=(tokens, hidden)).astype(np.float32).view(np.uint32) >> 16
@@ -48,7 +48,7 @@ def write(path: Path, shape: str, steps: int) -> None:
 
 
 def read_with_zarr(path: Path) -> None:
-    """Every variable, block by block, through zarr's own pipeline."""
+    """Read every variable, block by block, through zarr's own pipeline."""
     for name, array in zarr.open_group(path, mode="r").arrays():
         if name in VARIABLES:
             rows = (array.shards or array.chunks)[0]
@@ -57,7 +57,7 @@ def read_with_zarr(path: Path) -> None:
 
 
 def read_with_open_run(path: Path) -> None:
-    """Every variable, all chunks in parallel, each dropped when it is there."""
+    """Read every variable, all chunks in parallel; each is discarded after reading."""
     ds = open_run(path)
     done = [
         ds[name].data.map_blocks(lambda block: np.zeros((1,) * block.ndim), dtype=float)
@@ -68,7 +68,7 @@ def read_with_open_run(path: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """What is measured; a run that is not sound would be measured wrongly."""
+    """Verify a run, which has to be clean."""
     assert verify(path).clean
 
 
@@ -80,7 +80,7 @@ READERS: dict[str, Callable[[Path], None]] = {
 
 
 def peak(reader: str, path: Path) -> int:
-    """Bytes that a fresh process adds to its memory, at most."""
+    """Return the maximum memory that a new process adds, in bytes."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", reader, str(path)],
         capture_output=True,
@@ -133,7 +133,7 @@ def main() -> None:
                  f"{second / seconds['trajstore.verify']:.2f}", f"{peaks[name] / 2**20:,.0f}"]
             )  # fmt: skip
     columns = ["run", "reader", "s", "MB/s of float32", "× verify's time", "peak MiB"]
-    text = table("Verifying against reading", columns, rows)
+    text = table("Verifying compared with reading", columns, rows)
     save("verify", text, {"machine": facts, "runs": results})
     shutil.rmtree(folder)
 

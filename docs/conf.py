@@ -1,7 +1,7 @@
-"""How Sphinx makes the site of these pages: `make docs`.
+"""Sphinx configuration of the site: `make docs`.
 
-The pages are plain Markdown, which a forge shows as well. Nothing is fetched, neither while the
-site is built nor by the pages.
+The pages are plain Markdown, which a forge shows as well. Neither the build nor the pages fetch
+anything from the network.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ highlight_language = "text"
 smartquotes = False  # options begin with two hyphens
 
 autodoc_member_order = "groupwise"
-autodoc_typehints = "none"  # the sections of the docstrings say more than the annotations
+autodoc_typehints = "none"  # the docstrings describe more than the annotations
 napoleon_google_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# `name` in a docstring is a link where there is something of that name.
+# `name` in a docstring is a link if something has that name.
 default_role = "py:obj"
 nitpicky = True
-# What others have is described elsewhere, and so are shapes beside a type.
+# Names of other projects, and shapes next to a type, have no target.
 nitpick_ignore_regex = [("py:.*", r"(?!trajstore\.).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "trajstore"
-html_context = {"default_mode": "auto"}  # light or dark, as the reader has it
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_show_sourcelink = False
 html_copy_source = False
 html_show_sphinx = False
@@ -57,22 +57,22 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 # Pages without others below them.
-html_sidebars = {name: [] for name in ("index", "tutorial", "figures", "limits")}
+html_sidebars = {"index": []}
 
 
 def set_examples(app: Sphinx, context: object, lines: list[str]) -> None:
-    """Have the examples of a command be code; click's own mark for them is lost on the page."""
-    told, code = [line for line in lines if not line.startswith("|")], []
+    """Show the examples of a command as code; click's own mark for them is lost on the page."""
+    text, code = [line for line in lines if not line.startswith("|")], []
     for line in lines:
         if line.startswith("|   "):
             code.append(f"   {line[4:]}")
-    lines[:] = [*told, "", ".. code-block:: sh", "", *code, ""] if code else told
+    lines[:] = [*text, "", ".. code-block:: sh", "", *code, ""] if code else text
 
 
 def split_attributes(
     app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]
 ) -> None:
-    """Give each of several attributes of one line its own, as napoleon does for parameters."""
+    """Split a line of several attributes into one line each, as napoleon does for parameters."""
     section, written = "", []
     for number, line in enumerate(lines):
         if lines[number + 1 : number + 2] == ["-" * len(line)]:

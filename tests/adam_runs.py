@@ -99,8 +99,8 @@ def rounded(value: np.floating, native: str) -> np.floating:
     return np.float64(np.asarray(value).astype(getattr(ml_dtypes, native, native)))
 
 
-def blamed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
-    """What `freeze_blame` finds, token after token and step after step, in NumPy.
+def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
+    """What `freeze_attribution` finds, token after token and step after step, in NumPy.
 
     The change that Adam makes of two moments is the package's own, which has tests against torch.
     """
@@ -122,7 +122,7 @@ def blamed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
         exact = {name: values.astype(kind) for name, values in by_hand(ds).items()}
         norms = np.sqrt((ds.grad.values.astype(np.float64) ** 2).sum(-1)).astype(np.float32)
     live = [token for token in range(tokens) if "is_dead" in ds and not ds.is_dead.values[token]]
-    blame = np.zeros((5, tokens), np.int8)
+    attribution = np.zeros((5, tokens), np.int8)
     margin = np.full((5, tokens), np.nan)
     steps = np.zeros(tokens, np.int64)
     for token in range(tokens):
@@ -163,10 +163,10 @@ def blamed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
                 moves |= any(b != a for a, b in zip(before, after, strict=True) if b == b)
                 known = [hop for hop in [margin[number, token], *hops] if hop == hop]
                 margin[number, token] = max(known, default=np.nan)
-            blame[number, token] = 2 if moves else 1
+            attribution[number, token] = 2 if moves else 1
             if np.isnan(margin[number, token]):
-                blame[number, token] = 3
-    return {"blame": blame, "blame_margin": margin, "blame_steps": steps}
+                attribution[number, token] = 3
+    return {"attribution": attribution, "attribution_margin": margin, "attribution_steps": steps}
 
 
 def _nan_last(norm: np.floating) -> tuple[bool, float]:

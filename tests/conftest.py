@@ -21,12 +21,13 @@ from trajstore import RunWriter, compiled_loop
 # time, above all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Loops are compiled from their first number on, instead of after many millions; so the first try of
-# a test may take long.
+# No test has a time limit: on a busy machine, any example may take longer than Hypothesis allows.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+# Loops are compiled from their first number on, instead of after many millions.
 if "TRAJSTORE_COMPILED" in os.environ:
     compiled_loop._ENOUGH = 0
-    settings.register_profile("compiled", deadline=None)
-    settings.load_profile("compiled")
 
 # In the background of a script SIGINT is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

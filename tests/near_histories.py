@@ -1,4 +1,4 @@
-"""Histories whose vectors are near each other, for questions about neighbours."""
+"""Histories whose vectors are near each other, for questions about neighbors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of README, the tutorial and the gallery, from the runs that their commands record.
+"""Draw the figures of README, the tutorial and the gallery, from the runs of these commands.
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
 trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
@@ -8,9 +8,8 @@ trajstore record --fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zar
 trajstore sweep --preset gatsby --seeds 1:4 --set initialisation.sigma=1e-5,1e-2 --steps 60 -o runs
 python tools/documentation_figures.py FOLDER docs/figures
 
-FOLDER is where the runs are. Each figure is drawn by the command that stands before it on its
-page, and written with a palette of colours, which makes it three times smaller; but maps keep all
-of theirs, of which a palette makes steps.
+FOLDER holds the runs. The command before a figure on its page draws it. A palette of colors makes
+each file three times smaller. Maps keep all their colors, because a palette would show as steps.
 """
 
 from __future__ import annotations
@@ -27,30 +26,31 @@ from PIL import Image
 from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
-OPENING = {"readme-stratigraphy.png": "trajstore plot gatsby.zarr stratigraphy"}
-COLOURS = 64
-MAPS = ("stratigraphy", "speed-density", "moments", "parameters")
+OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
+SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --population dead"}
+COLORS = 64
+MAPS = ("heatmap", "speed-density", "moments", "parameters")
 
 
 def figures(page: str) -> dict[str, str]:
-    """The last command before each figure of a page, by the figure's file."""
+    """Command before each figure of a page, by the name of its file."""
     found, command = {}, ""
     for line in (DOCS / page).read_text().splitlines():
         if line.startswith("trajstore plot "):
             command = line
-        if image := re.match(r"!\[.*\]\(figures/(.+)\)", line):
+        if image := re.match(r"!\[.*\]\(\.\./figures/(.+)\)", line):
             found[image[1]] = command
     return found
 
 
 def draw(command: str, file: Path, dpi: int) -> None:
-    """Draw what a command draws; with a palette, if it is no map."""
+    """Draw the figure of a command, with a palette unless it is a map."""
     arguments = [*shlex.split(command)[1:], "--dpi", str(dpi), "-o", str(file), "--overwrite"]
     main(arguments, standalone_mode=False)
     with Image.open(file) as image:
         whole = image.convert("RGB")
     if not any(name in file.name for name in MAPS):
-        whole = whole.quantize(COLOURS, dither=Image.Dither.NONE)
+        whole = whole.quantize(COLORS, dither=Image.Dither.NONE)
     whole.save(file, optimize=True)
 
 
@@ -60,8 +60,9 @@ if __name__ == "__main__":
     os.chdir(runs)
     for drawn, dpi in (
         (OPENING, 150),
-        (figures("tutorial.md"), 120),
-        (figures("figures.md"), 100),
+        (figures("start/tutorial.md"), 120),
+        (figures("reference/figures.md"), 100),
+        (SEVERAL, 100),
     ):
         for file, command in drawn.items():
             draw(command, target / file, dpi)

@@ -1,6 +1,6 @@
-"""Have the system refuse the n-th call of each kind to each command, and see what it leaves.
+"""Let the system refuse the n-th call of each kind to each command, and check what remains.
 
-Linux, with a C compiler: `make faults`. The number of tries is TRAJSTORE_FAULTS (by default 600).
+Linux, with a C compiler: `make faults`. TRAJSTORE_FAULTS is the number of tries (default: 600).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEEPEST = 60
 
 
 def preloaded() -> Path:
-    """Start again with the shim in front of the C library; where it has been, its path."""
+    """Restart with the shim in front of the C library; after the restart, return its path."""
     shim = os.environ.get("TRAJSTORE_SHIM")
     if shim:
         return Path(shim)
@@ -41,7 +41,7 @@ def preloaded() -> Path:
 
 
 def main() -> int:
-    """Try, and print a table."""
+    """Run all tries, and print a table."""
     shim = ctypes.CDLL(str(preloaded()))
     import forked_trials
 
@@ -65,20 +65,20 @@ def main() -> int:
 
         child = forked_trials.forked(commands[name], folder, arm)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = folder.with_name("said").read_text()
+        output = folder.with_name("output").read_text()
         row = table[name]
         row["tries"] += 1
         row["failed"] += code != 0
         wrong = {
-            "tracebacks": ["Traceback" in said or "Exception ignored" in said],
-            "silent": [code != 0 and not said.strip()],
+            "tracebacks": ["Traceback" in output or "Exception ignored" in output],
+            "silent": [code != 0 and not output.strip()],
             "leftovers": _avoidable(kind, folder, forked_trials.leftovers_of(folder)),
-            "lost": forked_trials.apart(lambda: forked_trials.faults_of(folder), folder),
+            "lost": forked_trials.in_fork(lambda: forked_trials.faults_of(folder), folder),
         }
         for what, found in wrong.items():
             if any(found):
                 row[what] += 1
-                shown = found if what != "tracebacks" else said.strip()[-300:]
+                shown = found if what != "tracebacks" else output.strip()[-300:]
                 examples.append(
                     f"{name}, {errno.errorcode[number]} of {kind} {call}: {what}: {shown}"
                 )
@@ -91,10 +91,10 @@ def main() -> int:
 
 
 def _avoidable(kind: str, folder: Path, leftovers: list[str]) -> list[str]:
-    """What a command could have removed although all calls of a kind fail from some time on."""
+    """Return the leftovers that a command could remove while all calls of a kind fail."""
     if kind in ("rename", "create"):
         return []
-    # A folder cannot be emptied when none can be opened; the next command removes it.
+    # A folder cannot be emptied if none can be opened; the next command removes it.
     return [name for name in leftovers if not (kind == "open" and (folder / name).is_dir())]
 
 

@@ -1,4 +1,4 @@
-"""Commands that write, each carried out in a forked process, and what must be true afterwards."""
+"""Commands that write, each in a forked process, and the conditions that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def create(path: str, *, overwrite: bool = False, rows: int = ROWS) -> None:
 
 
 def resume() -> None:
-    """Go on with the run."""
+    """Resume the run."""
     with RunWriter.resume("run.zarr", commit_every=None) as run:
         for step in range(run.rows, run.rows + 5):
             run.append(**_row(step))
@@ -67,9 +67,9 @@ READING: dict[str, Callable[[], None]] = {
 
 
 def prepare(folder: Path) -> None:
-    """Make what the commands work on."""
+    """Create the inputs of the commands."""
     folder.mkdir(parents=True)
-    wrong = apart(lambda: _prepare(folder), folder)
+    wrong = in_fork(lambda: _prepare(folder), folder)
     if wrong:
         raise RuntimeError(wrong[0])
 
@@ -88,16 +88,16 @@ def _prepare(folder: Path) -> list[str]:
 
 
 def forked(
-    work: Callable[[], None], folder: Path, before: Callable[[], None], *, said: str = "said"
+    work: Callable[[], None], folder: Path, before: Callable[[], None], *, output: str = "output"
 ) -> int:
-    """Process that does it in a folder; what it says goes to a file beside the folder."""
+    """Start a process that works in a folder; its output goes to a file next to the folder."""
     child = os.fork()
     if child:
         return child
     code = 70
     try:
         os.chdir(folder)
-        file = os.open(folder.with_name(said), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        file = os.open(folder.with_name(output), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -107,7 +107,7 @@ def forked(
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except OSError as error:  # what the library raises, a script sees
+    except OSError as error:  # scripts get the errors of the library
         os.write(2, f"OSError: {error}\n".encode())
         code = 1
     except BaseException:
@@ -121,7 +121,7 @@ def forked(
 
 
 def faults_of(folder: Path, *, lost: int = ROWS) -> list[str]:
-    """What is wrong with the runs of a folder: rows that are not there, or not what they were."""
+    """Return the errors of the runs in a folder: missing or changed rows."""
     wrong = []
     for name in ("run.zarr", "other.zarr"):
         found = verify(folder / name)
@@ -135,30 +135,30 @@ def faults_of(folder: Path, *, lost: int = ROWS) -> list[str]:
                 wrong.append(f"{name} has other values")
     for name in ("new.zarr", "x.zarr", "y.zarr"):
         if (folder / name).exists() and not verify(folder / name).clean:
-            wrong.append(f"{name} is not sound")
+            wrong.append(f"{name} is damaged")
     return wrong
 
 
 def leftovers_of(folder: Path) -> list[str]:
-    """Hidden files that lie about."""
+    """Return the hidden files that remain."""
     return sorted(path.name for path in folder.rglob(".*"))
 
 
-def apart(work: Callable[[], list[str]], folder: Path) -> list[str]:
-    """What a function returns, called in a forked process: threads do not survive a fork."""
-    told = folder.with_name("told")
+def in_fork(work: Callable[[], list[str]], folder: Path) -> list[str]:
+    """Return the result of a function in a forked process, because threads end at a fork."""
+    result = folder.with_name("result")
 
     def write() -> None:
-        told.write_text(json.dumps(work()))
+        result.write_text(json.dumps(work()))
 
-    child = forked(write, folder, lambda: None, said="checked")
+    child = forked(write, folder, lambda: None, output="checked")
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         return [folder.with_name("checked").read_text().strip()[-300:]]
-    found: list[str] = json.loads(told.read_text())
+    found: list[str] = json.loads(result.read_text())
     return found
 
 
 def fresh(source: Path, folder: Path) -> None:
-    """Copy of a folder in which nothing has happened yet."""
+    """Replace a folder by a fresh copy."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)

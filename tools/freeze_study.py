@@ -1,4 +1,4 @@
-"""Table and figures of docs/freeze-study.md, from the runs that its commands make.
+"""Table and figures of docs/studies/freeze.md, from the runs of its commands.
 
 python tools/freeze_study.py FOLDER docs/figures
 """
@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from trajstore import open_run
 from trajstore.analysis import displacement, exact_moments, freeze, speed
 
-# Of Okabe and Ito, which people who do not see all colours tell apart.
+# Colors of Okabe and Ito, which color-blind readers can distinguish.
 RUNS = (
     ("recorded", "as recorded", "#000000", "-"),
     ("open-state", "open loop, float32 state", "#0072B2", "--"),
@@ -38,10 +38,10 @@ _WINDOW = 50
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curves:
-    """What is drawn of a run: medians over its dead tokens, (step,)."""
+    """Curves of a run: medians over its dead tokens, (step,)."""
 
     label: str
-    colour: str
+    color: str
     line: str
     steps: npt.NDArray[np.int64]
     distance: npt.NDArray[np.float64]
@@ -49,13 +49,13 @@ class Curves:
 
 
 def dead(values: xr.DataArray) -> xr.DataArray:
-    """Median over dead tokens."""
+    """Return the median over dead tokens."""
     return values.isel(token=np.flatnonzero(values.is_dead.values)).median("token")
 
 
 def row(name: str, label: str, ds: xr.Dataset, curves: Curves) -> str:
-    """One line of the table."""
-    found = freeze(ds, min_still=1).compute()  # the text says which of them the end decides
+    """Return one line of the table."""
+    found = freeze(ds, min_unchanged=1).compute()  # the text names those near the end of the run
     since = found.frozen_since
     cells = [label]
     for population, mask in (("dead", ds.is_dead), ("live", ~ds.is_dead)):
@@ -69,11 +69,11 @@ def row(name: str, label: str, ds: xr.Dataset, curves: Curves) -> str:
 
 
 def draw(axes: Axes, curves: list[Curves], quantity: str, title: str) -> None:
-    """One quantity of several runs."""
+    """Draw one quantity of several runs."""
     for run in curves:
         values = getattr(run, quantity)
         shown = np.where(values > 0, values, np.nan)
-        axes.plot(run.steps, shown, run.line, color=run.colour, label=run.label, lw=1.2)
+        axes.plot(run.steps, shown, run.line, color=run.color, label=run.label, lw=1.2)
     axes.set(xlabel="optimizer step", yscale="log", title=title)
     axes.legend(fontsize=8, frameon=False)
 
@@ -85,15 +85,15 @@ def main() -> None:
     parser.add_argument("figures", type=Path, help="folder for the figures")
     options = parser.parse_args()
     lines, curves = [], []
-    for name, label, colour, line in RUNS:
+    for name, label, color, line in RUNS:
         ds = open_run(options.runs / f"{name}.zarr")
         distance = dead(displacement(ds)).compute()
-        # Of bfloat16 weights most steps are no motion, and the others whole hops.
+        # In most steps a bfloat16 weight does not change; in the others it changes by whole ulps.
         pace = dead(speed(ds)).rolling(step=_WINDOW, center=True).mean().compute()
         curves.append(
             Curves(
                 label=label,
-                colour=colour,
+                color=color,
                 line=line,
                 steps=pace.step.values,
                 distance=distance.sel(step=pace.step).values,
@@ -101,13 +101,13 @@ def main() -> None:
             )
         )
         lines.append(row(name, label, ds, curves[-1]))
-    print("| run | frozen | frozen | distance of the dead | v that ever fell |")
+    print("| run | frozen | frozen | distance of the dead tokens | v that decreased |")
     print("| --- | --- | --- | --- | --- |")
     print("\n".join(lines))
     options.figures.mkdir(parents=True, exist_ok=True)
     for quantity, title in (
-        ("distance", "How far dead tokens travel (median of ‖W − W₀‖)"),
-        ("speed", f"How fast dead tokens move (‖ΔW‖, mean of {_WINDOW} steps)"),
+        ("distance", "Distance of dead tokens from their start (median of ‖W − W₀‖)"),
+        ("speed", f"Speed of dead tokens (‖ΔW‖, mean of {_WINDOW} steps)"),
     ):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         draw(axes, curves, quantity, title)
@@ -116,13 +116,13 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     exact = exact_moments(ds).exact_exp_avg_sq
     for label, moment, line in (("recorded, bfloat16", ds.exp_avg_sq, "-"), ("exact", exact, "--")):
-        for population, mask, colour in (
+        for population, mask, color in (
             ("dead", ds.is_dead.values, "#0072B2"),
             ("live", ~ds.is_dead.values, "#D55E00"),
         ):
             chosen = moment.isel(token=np.flatnonzero(mask))
             mean = np.sqrt(chosen.astype("f8").mean(["token", "hidden"])).compute()
-            axes.plot(ds.step, mean, line, color=colour, label=f"{population}, {label}", lw=1.2)
+            axes.plot(ds.step, mean, line, color=color, label=f"{population}, {label}", lw=1.2)
     axes.set(xlabel="optimizer step", yscale="log", title="√ of the mean second moment")
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(options.figures / "freeze-moment.png", dpi=110)

@@ -1,4 +1,4 @@
-"""Give commands what somebody made to do harm: how long it takes, in what memory, what they say.
+"""Run commands on malicious inputs: measure the time and memory, and check the messages.
 
 `make hostile`; Linux.
 """
@@ -22,16 +22,16 @@ from trajstore.cli.main import main as command
 
 MOST_SECONDS = 10
 MOST_MEMORY = 300 << 20
-MOST_PATIENCE = 60
+TIMEOUT = 60
 
-OF_STORES = (
+ON_STORES = (
     ("info", "run.zarr"),
     ("verify", "run.zarr"),
     ("repair", "run.zarr", "--yes"),
     ("summary", "run.zarr"),
     ("export", "run.zarr", "-o", "y.safetensors"),
 )
-OF_TEXTS = (
+ON_TEXTS = (
     ("info", "run.zarr"),
     ("summary", "run.zarr"),
     ("analyze", "run.zarr", "freeze"),
@@ -42,19 +42,19 @@ NEVER_PRINTED = ("\x1b[31m", "\x1b[2J", "\u202e", "\x07")
 
 
 def main() -> int:
-    """Try, and print a table."""
+    """Run all tries, and print a table."""
     for module in ("h5py", "xarray", "dask.array", "zarr", "trajstore.analysis.figures",
                    "trajstore.analysis.accessor", "trajstore.exchange.importing.import_file",
                    "trajstore.exchange.exporting.export"):  # fmt: skip
-        __import__(module)  # what is imported is no memory of what is read
+        __import__(module)  # so that imports do not count as memory of the command
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     root = Path(tempfile.mkdtemp(prefix="hostile-"))
     harm = []
-    print(f"{'input':34}{'command':10}{'seconds':>8}{'of CPU':>8}{'MB':>6}  what it says")
+    print(f"{'input':34}{'command':10}{'seconds':>8}{'of CPU':>8}{'MB':>6}  message")
     for name, make in STORES.items():
         if wanted not in name:
             continue
-        for arguments in OF_TEXTS if name == "texts with escapes" else OF_STORES:
+        for arguments in ON_TEXTS if name == "texts with escapes" else ON_STORES:
             harm += _row(root, name, make, arguments)
     for name, make in FILES.items():
         if wanted in name:
@@ -67,36 +67,36 @@ def main() -> int:
 def _row(
     root: Path, name: str, make: Callable[[Path], None], arguments: tuple[str, ...]
 ) -> list[str]:
-    """Carry out a command, print a row of the table, and tell what harm was done."""
+    """Run a command, print a row of the table, and return the harm done."""
     folder = root / "work"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    forked_trials.apart(lambda: _made(make, folder), folder)
+    forked_trials.in_fork(lambda: _made(make, folder), folder)
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     child = forked_trials.forked(lambda: _measured(arguments, folder), folder, _reset_peak)
-    code = _ended(child, begun + MOST_PATIENCE)
+    code = _ended(child, begun + TIMEOUT)
     seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    said = folder.with_name("said").read_text(errors="surrogateescape")
+    output = folder.with_name("output").read_text(errors="surrogateescape")
     memory = int(folder.with_name("peak").read_text()) if code != -signal.SIGKILL else 0
-    lines = [line.strip() for line in said.replace(f"{folder}/", "").splitlines() if line.strip()]
-    told = next((line for line in lines if line.startswith("trajstore:")), (lines or ["…"])[-1])
-    print(f"{name:34}{arguments[0]:10}{seconds:8.1f}{processor:8.1f}{memory / 1e6:6.0f}  {told}",
+    lines = [line.strip() for line in output.replace(f"{folder}/", "").splitlines() if line.strip()]
+    message = next((line for line in lines if line.startswith("trajstore:")), (lines or ["…"])[-1])
+    print(f"{name:34}{arguments[0]:10}{seconds:8.1f}{processor:8.1f}{memory / 1e6:6.0f}  {message}",
           flush=True)  # fmt: skip
     wrong = {
         f"took {processor:.1f} s": processor > MOST_SECONDS,
         f"took {memory >> 20} MiB": memory > MOST_MEMORY,
-        "was ended": code == -signal.SIGKILL,
-        "has a traceback": "Traceback" in said or code == 70,
-        "said nothing": not lines,
-        "printed what a terminal obeys": any(text in said for text in NEVER_PRINTED),
-        "touched what is somebody else's": _is_touched(folder),
+        "was killed": code == -signal.SIGKILL,
+        "has a traceback": "Traceback" in output or code == 70,
+        "printed nothing": not lines,
+        "printed terminal escapes": any(text in output for text in NEVER_PRINTED),
+        "changed files of others": _is_touched(folder),
     }
     return [f"{name}, {arguments[0]}: {what}" for what, is_so in wrong.items() if is_so]
 
 
 def _ended(child: int, end: float) -> int:
-    """Exit code of a process, which is killed if it does not end in time."""
+    """Return the exit code of a process, which is killed after a time limit."""
     while True:
         process, status = os.waitpid(child, os.WNOHANG)
         if process:
@@ -104,7 +104,7 @@ def _ended(child: int, end: float) -> int:
         if time.monotonic() > end:
             os.kill(child, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        time.sleep(0.02)  # between two looks: waitpid has no time limit
+        time.sleep(0.02)  # waitpid has no time limit
 
 
 def _made(make: Callable[[Path], None], folder: Path) -> list[str]:
@@ -125,7 +125,7 @@ def _reset_peak() -> None:
 
 
 def _memory(of: str) -> int:
-    """Bytes that this process has (VmRSS), or had at most (VmHWM)."""
+    """Return the memory of this process in bytes: now (VmRSS), or the maximum (VmHWM)."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(f"{of}:")[2].split()[0]) << 10
 

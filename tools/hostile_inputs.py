@@ -1,4 +1,4 @@
-"""Stores and files that somebody made to do harm, each made by one function in a folder."""
+"""Malicious stores and files, each made by one function in a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _run(folder: Path, change: Callable[[Path], None] = lambda run: None) -> Non
 
 
 def _edited(run: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
-    """Have a change made to the documents of arrays, and to their copies in the root."""
+    """Change the documents of arrays and their copies in the root."""
     root = json.loads((run / ROOT).read_text())
     for name in names:
         change(root["consolidated_metadata"]["metadata"][name])
@@ -80,15 +80,15 @@ def _pipe(path: Path) -> None:
 
 
 def _linked(run: Path) -> None:
-    """Have an array lie elsewhere, with something beside its shards that is somebody else's."""
+    """Move an array elsewhere, next to files that belong to others."""
     elsewhere = run.parent / "elsewhere"
     (run / "W").rename(elsewhere)
     (run / "W").symlink_to(elsewhere)
-    (elsewhere / "c.9.0.0").write_text("somebody else's")
-    (elsewhere / ".mine.1.partial").write_text("somebody else's")
+    (elsewhere / "c.9.0.0").write_text("another owner's")
+    (elsewhere / ".mine.1.partial").write_text("another owner's")
 
 
-def _told(folder: Path) -> None:
+def _escapes(folder: Path) -> None:
     from trajstore import RunWriter
 
     texts = [text for text in ESCAPES if text.isprintable() or text[0] != "\ud800"]
@@ -121,7 +121,7 @@ STORES: dict[str, Making] = {
     "a pipe as a document": partial(_run, change=lambda run: _pipe(run / ROOT)),
     "a pipe as a shard": partial(_run, change=lambda run: _pipe(run / "W" / "c.1.0.0")),
     "an array that is a link": partial(_run, change=_linked),
-    "texts with escapes": _told,
+    "texts with escapes": _escapes,
 }
 
 
@@ -133,7 +133,7 @@ def _hdf5(folder: Path, write: Callable[[Any], None]) -> None:
 
 
 def _bomb(file: Any, shape: tuple[int, ...], name: str = "W", **options: Any) -> None:
-    """A dataset of one chunk of zeros, as deflate makes it."""
+    """Write a dataset of one chunk of zeros, compressed by deflate."""
     dataset = file.create_dataset(name, shape, "u2", chunks=shape, compression="gzip", **options)
     packed = zlib.compressobj(9)
     size = 2 * int(np.prod(shape))
@@ -208,7 +208,7 @@ def _npz_bomb(folder: Path, shape: tuple[int, ...], name: str) -> None:
 
 def _npz_names(folder: Path) -> None:
     with zipfile.ZipFile(folder / "x", "w") as file:
-        # Out of the folder by a way up, and by an absolute path; nobody may write to either.
+        # Outside the folder, by a relative and by an absolute path; neither may be written to.
         for name in ("../../outside.npy", "/outside.npy", "W.npy"):
             with file.open(name, "w") as member:
                 np.lib.format.write_array(member, W)

@@ -1,8 +1,8 @@
-"""Print the rooms of each package, by floors: what a module imports lies on a floor below it.
+"""Print the import layers of the rooms of each package: each room imports only lower layers.
 
 A room is a folder of modules, or a module at the top of its package. ``--modules`` prints every
-module instead, ``--arrows`` lists who imports whom. An import from a lower package of one above it,
-or a circle, ends it with exit code 1.
+module instead. ``--arrows`` lists the imports. A cycle, or an import from a higher package, gives
+exit code 1.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ FOLDERS = {
     "trajstore.trainers": "trainers",
     "trajstore.analysis": "analysis",
 }
-"""Folder of each package, the lowest first; the other two may import the first one only."""
+"""Folder of each package, the lowest first; the other two may only import the first one."""
 
 Arrows = dict[str, set[str]]
 
 
 def modules_of(package: str) -> dict[str, Path]:
-    """File of each module, facades and the init files of rooms left out."""
+    """Return the file of each module, except facades and the init files of rooms."""
     root = Path(FOLDERS[package])
     return {
         ".".join((package, *path.relative_to(root).with_suffix("").parts)): path
-        for path in sorted(root.rglob("*.py"))  # which follows no links
+        for path in sorted(root.rglob("*.py"))  # rglob follows no links
         if path.name != "__init__.py"
     }
 
 
 def room_of(module: str) -> str:
-    """Folder that a module lies in; itself where it lies at the top of its package."""
+    """Return the folder of a module; a module at the top of its package is its own room."""
     folder = module.rpartition(".")[0]
     return module if folder in FOLDERS else folder
 
 
 def arrows_between(modules: dict[str, Path], graph: grimp.ImportGraph, *, rooms: bool) -> Arrows:
-    """Which of them imports which others."""
+    """Return the imports between rooms or modules."""
     name = room_of if rooms else str
     arrows: Arrows = {name(module): set() for module in modules}
     for module in modules:
@@ -52,12 +52,12 @@ def arrows_between(modules: dict[str, Path], graph: grimp.ImportGraph, *, rooms:
 
 
 def floors_of(arrows: Arrows) -> list[list[str]]:
-    """Names by floor, the lowest first.
+    """Return the names by layer, the lowest first.
 
     Raises
     ------
     CycleError
-        If there is a circle.
+        If there is a cycle.
     """
     floor: dict[str, int] = {}
     for name in TopologicalSorter(arrows).static_order():
@@ -69,7 +69,7 @@ def floors_of(arrows: Arrows) -> list[list[str]]:
 
 
 def print_map(package: str, graph: grimp.ImportGraph, *, rooms: bool, arrows_too: bool) -> bool:
-    """Print one package; whether its imports have no circle."""
+    """Print one package; return True if its imports have no cycle."""
     modules = modules_of(package)
     lines = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
     arrows = arrows_between(modules, graph, rooms=rooms)
@@ -79,10 +79,10 @@ def print_map(package: str, graph: grimp.ImportGraph, *, rooms: bool, arrows_too
     try:
         floors = floors_of(arrows)
     except CycleError as error:
-        circle = " → ".join(error.args[1])
-        print(f"{head}; {len(arrows)} {unit}, {count} arrows, a circle: {circle}")
+        cycle = " → ".join(error.args[1])
+        print(f"{head}; {len(arrows)} {unit}, {count} arrows, a cycle: {cycle}")
         return False
-    print(f"{head}; {len(arrows)} {unit} on {len(floors)} floors, {count} arrows, no circle")
+    print(f"{head}; {len(arrows)} {unit} on {len(floors)} layers, {count} arrows, no cycle")
     for number, names in reversed(list(enumerate(floors, 1))):
         shown = []
         for name in names:
@@ -99,7 +99,7 @@ def print_map(package: str, graph: grimp.ImportGraph, *, rooms: bool, arrows_too
 
 
 def upward(graph: grimp.ImportGraph) -> list[str]:
-    """Imports of one package by another that is not above it."""
+    """Return the imports from a package that is not lower."""
     package_of = {module: package for package in FOLDERS for module in modules_of(package)}
     return [
         f"{module} → {imported}"
@@ -112,8 +112,8 @@ def upward(graph: grimp.ImportGraph) -> list[str]:
 def main() -> int:
     """Print every package."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modules", action="store_true", help="every module is a room")
-    parser.add_argument("--arrows", action="store_true", help="list who imports whom")
+    parser.add_argument("--modules", action="store_true", help="print modules instead of rooms")
+    parser.add_argument("--arrows", action="store_true", help="list the imports of each room")
     chosen = parser.parse_args()
     graph = grimp.build_graph("trajstore", cache_dir=None)
     sound = [
@@ -121,7 +121,7 @@ def main() -> int:
         for package in FOLDERS
     ]
     arrows = upward(graph)
-    print("\n".join(arrows) or "No import leads from a package to one above or beside it.")
+    print("\n".join(arrows) or "No package imports a higher package.")
     return int(bool(arrows) or not all(sound))
 
 

@@ -1,6 +1,6 @@
-"""Kill commands that write, at random times, while four readers look on; then count what was lost.
+"""Kill writing commands at random times while four readers read; then count the lost rows.
 
-`make soak`; the minutes are TRAJSTORE_MINUTES (by default 5).
+`make soak`; TRAJSTORE_MINUTES is the duration (default: 5).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST = 1.5
 
 
 def _read_on(folder: Path) -> None:
-    """Open the runs again and again; every value that is seen must be what was written."""
+    """Open the runs repeatedly; every value must be the written one."""
     import numpy as np
 
     from trajstore import TrajstoreError, open_run
@@ -36,12 +36,12 @@ def _read_on(folder: Path) -> None:
                 wrong += bool((values != np.arange(len(values)) % 128).any())
                 looks += 1
             except (TrajstoreError, OSError):
-                gone += 1  # not there yet, or replaced by a shorter one meanwhile
+                gone += 1  # it does not exist yet, or was replaced by a shorter one
     print(f"{looks} {wrong} {gone}")
 
 
 def main() -> int:
-    """Kill, and print a table."""
+    """Kill commands, and print a table."""
     minutes = float(os.environ.get("TRAJSTORE_MINUTES", "5"))
     chance = random.Random()
     root = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -50,7 +50,7 @@ def main() -> int:
     forked_trials.fresh(base, folder)
     readers = [
         forked_trials.forked(
-            lambda: _read_on(folder), folder, lambda: None, said=f"reader-{number}"
+            lambda: _read_on(folder), folder, lambda: None, output=f"reader-{number}"
         )
         for number in range(READERS)
     ]
@@ -61,7 +61,7 @@ def main() -> int:
         name = chance.choice(list(forked_trials.WRITING))
         row = table[name]
         child = forked_trials.forked(forked_trials.WRITING[name], folder, lambda: None)
-        time.sleep(chance.uniform(0, LONGEST))  # any moment of its life may be its last
+        time.sleep(chance.uniform(0, LONGEST))  # a random moment for the kill
         killed = os.waitpid(child, os.WNOHANG)[0] == 0
         if killed:
             os.kill(child, signal.SIGKILL)
@@ -69,22 +69,22 @@ def main() -> int:
         row["tries"] += 1
         row["killed"] += killed
         row["left"] += bool(forked_trials.leftovers_of(folder))
-        # The same command again, to its end, removes what the killed one has left.
+        # The same command, run to its end, removes the leftovers of the killed one.
         again = forked_trials.forked(_repeated(name), folder, lambda: None)
         code = os.waitstatus_to_exitcode(os.waitpid(again, 0)[1])
-        said = folder.with_name("said").read_text()
+        output = folder.with_name("output").read_text()
         wrong = {
-            "tracebacks": ["Traceback" in said],
-            "failed": [f"{code}: {said.strip()[-300:]}"] if code else [],
+            "tracebacks": ["Traceback" in output],
+            "failed": [f"{code}: {output.strip()[-300:]}"] if code else [],
             "leftovers": forked_trials.leftovers_of(folder),
-            "lost": forked_trials.apart(lambda: forked_trials.faults_of(folder), folder),
+            "lost": forked_trials.in_fork(lambda: forked_trials.faults_of(folder), folder),
         }
         for what, found in wrong.items():
             if any(found):
                 row[what] += 1
                 examples.append(f"{name}: {what}: {found}")
         if wrong["leftovers"] or chance.random() < 1 / 20:
-            _begin_anew(base, folder)
+            _restore(base, folder)
     folder.with_name("stop").touch()
     for reader in readers:
         os.waitpid(reader, 0)
@@ -93,10 +93,10 @@ def main() -> int:
     for name, row in table.items():
         print(f"{name:20}", *(f"{row[column]:>10}" for column in columns))
     for number in range(READERS):
-        said = root / f"reader-{number}"
-        looks, wrong_looks, gone = said.read_text().split()[-3:]
-        print(f"reader {number}: {looks} looks, {wrong_looks} of them wrong, {gone} refused")
-        examples += [f"reader {number} saw other values"] if wrong_looks != "0" else []
+        output = root / f"reader-{number}"
+        looks, wrong_looks, gone = output.read_text().split()[-3:]
+        print(f"reader {number}: {looks} reads, {wrong_looks} of them wrong, {gone} refused")
+        examples += [f"reader {number} read wrong values"] if wrong_looks != "0" else []
     print(*examples[:20], sep="\n")
     return 1 if examples else 0
 
@@ -107,8 +107,8 @@ def _repeated(name: str) -> Callable[[], None]:
     return forked_trials.WRITING[name]
 
 
-def _begin_anew(base: Path, folder: Path) -> None:
-    """Put the runs back to what they were, in place of the others, while the readers look on."""
+def _restore(base: Path, folder: Path) -> None:
+    """Replace the runs by the original ones while the readers read."""
     import shutil
 
     for entry in folder.iterdir():

@@ -1,6 +1,6 @@
-"""Training runs that record themselves.
+"""Train models and record every optimizer step.
 
-Names are imported on first use: `import trajstore.trainers` needs no torch.
+Names are imported on first use, so `import trajstore.trainers` does not need torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen, validated, and enough to run it again."""
+"""The configuration of a run: immutable, validated and complete."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from trajstore.store.writing.commit_timer import COMMIT_EVERY
 __all__ = [
     "MAY_CHANGE",
     "DataConfig",
-    "InitialisationConfig",
+    "InitializationConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RecordingConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",
+    "field_name",
 ]
 
 MAY_CHANGE = frozenset(
@@ -49,7 +50,10 @@ MAY_CHANGE = frozenset(
         "recording.checkpoint_every",
     }
 )
-"""Fields that a run may change when it goes on."""
+"""Fields that may change when a run is resumed."""
+
+_RENAMED = {"initialisation": "initialization"}
+"""Earlier names of sections, which recorded runs and users' files still have."""
 
 _COMMENT = 98  # columns of a comment in TOML
 
@@ -66,13 +70,13 @@ def _size(text: str) -> str:
 
 
 def _record(names: tuple[str, ...]) -> tuple[str, ...]:
-    # Tiers stay what they are: of a tier, what a run does not have is left out.
+    # The names of tiers are kept: variables of a tier that a run lacks are left out later.
     resolve_record(names)
     return names
 
 
 def _populations(given: Any) -> Any:
-    """Texts NAME=EXPRESSION as they are; a table of them as such texts."""
+    """Return texts NAME=EXPRESSION; a table becomes a list of such texts."""
     if isinstance(given, Mapping):
         given = [f"{name}={text}" for name, text in given.items()]
     if not isinstance(given, list | tuple) or not all(
@@ -95,99 +99,106 @@ class ModelConfig(_Section):
     layers: int = Field(default=2, ge=1)
     heads: int = Field(default=2, ge=1)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights and gradients, and of the optimizer's state unless that has its own."""
+    """Type of the weights, the gradients and, unless optimizer.state_dtype is set, the optimizer's
+    state."""
 
     @property
     def parameters(self) -> int:
-        """Number of its parameter tensors: twelve a layer, two embeddings, the last norm's two."""
+        """Number of parameter tensors: 12 per layer, 2 embeddings and 2 of the last norm."""
         return 12 * self.layers + 4
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
         if self.hidden % self.heads:
-            raise ValueError(f"{self.heads} heads do not divide {self.hidden} hidden dimensions")
+            raise ValueError(
+                f"{self.heads} heads do not divide {self.hidden} hidden dimensions; set "
+                "model.heads to a divisor of model.hidden"
+            )
         return self
 
 
 class DataConfig(_Section):
-    """What is trained on."""
+    """The text and its tokens."""
 
     corpus: Literal["gatsby", "fineweb"] = "gatsby"
-    """Which text is meant; a path given to `record` takes its place."""
+    """Text to train on; a path given to `record` replaces it."""
     tokenizer: Literal["ascii", "gpt2", "none"] = "ascii"
-    """One token per ASCII byte, GPT-2's, or none of its own; a path given to `record` takes its
-    place."""
+    """One token per ASCII byte, the tokenizer of GPT-2, or no tokenizer. A path given to `record`
+    replaces it."""
     target_offset: Literal[1, 2] = 1
-    """How far ahead the predicted token lies. The notebooks shift their labels by one and GPT-2
-    shifts them again inside its loss: 2, the token after next."""
+    """Distance in tokens from a position to its target. The notebooks shift their labels by one and
+    GPT-2 shifts them again inside its loss. So 2 predicts the token after next."""
     live_tokens: int = Field(default=30_590, ge=1)
-    """Distinct ids of the embedded stream of ids, which takes the place of a text where a
-    tokenizer other than ascii is wanted and there is no text. A text has its own."""
+    """Distinct ids of the embedded stream of ids. The stream replaces a missing text if the
+    tokenizer is not ascii."""
     mostly_dead: int | None = Field(default=None, ge=1)
-    """Occurrences in the text up to which a token counts as mostly dead, if it is not dead: a
-    population of its own in every analysis. Without it there is none."""
+    """Largest number of occurrences of a mostly dead token that is not dead. These tokens become a
+    population in every analysis. Without a value there is no such population."""
     skipped_shuffles: int = Field(default=0, ge=0)
-    """Orders of the examples that the plain loop draws and passes over before it trains: notebook
-    1.12a draws one for a batch that it only looks at."""
+    """Shuffles of the examples that the plain loop discards before it trains. Notebook 1.12a
+    discards one."""
 
 
-class InitialisationConfig(_Section):
-    """How the embedding matrix starts; everything else starts as GPT-2 does."""
+class InitializationConfig(_Section):
+    """Initial values of the embedding matrix; other parameters start as in GPT-2."""
 
     kind: Literal["point", "normal", "default"] = "point"
-    """One random unit vector for all tokens plus noise; every element drawn by itself; or GPT-2's
-    own."""
+    """point: one random unit vector for all tokens, plus noise; normal: independent elements;
+    default: as in GPT-2."""
     sigma: float = Field(default=1e-5, ge=0)
     """Standard deviation of the noise (point) or of the elements (normal)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which it is drawn and added, before it is rounded to the weights' type."""
+    """Type in which the values are drawn and added, before rounding to the weights' type."""
     reseed: bool = False
     """Seed again, with training.seed, right before the embedding is drawn."""
 
 
 class OptimizerConfig(_Section):
-    """The optimizer; biases and layer norms are spared the weight decay, as the Trainer does."""
+    """The optimizer. Biases and layer norms have no weight decay, as in the Trainer."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adam adds the decay to the gradient, adamw takes it from the weights."""
+    """adam adds the decay to the gradient; adamw subtracts it from the weights."""
     lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
         0.9,
         0.999,
     )
-    """Of Adam's moments, each at least 0 and less than 1."""
+    """Decay rates of Adam's two moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Of Adam."""
+    """Term that Adam adds to the denominator."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: float = Field(default=0.01, ge=0)
     state_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type of the optimizer's state; that of the weights without it. With another one each step is
-    computed in float32, and weights and state are rounded once after it."""
+    """Type of the optimizer's state; default: the type of the weights. If the types differ, each
+    step is computed in float32, and weights and state are rounded once after it."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Of weights and state: stochastic rounds up or down at random, seeded by training.seed, so
-    that the mean is what was to be rounded; once after each step, which is computed in float32."""
+    """Rounding of weights and state after each step. stochastic rounds up or down at random, with
+    the exact value as the mean, seeded by training.seed; the step is computed in float32."""
 
     @model_validator(mode="after")
     def _momentum_is_of_sgd(self) -> Self:
         if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum = {self.momentum} is of sgd; {self.name} has betas")
+            raise ValueError(
+                f"momentum = {self.momentum} needs sgd; {self.name} has betas: leave out momentum "
+                "or set optimizer.name=sgd"
+            )
         return self
 
 
 class ScheduleConfig(_Section):
-    """How the learning rate changes over the run."""
+    """The learning rate over the run."""
 
     name: Literal["linear", "cosine", "constant"] = "linear"
-    """Decay to zero along a line or half a cosine, or none."""
+    """Decay to zero along a line or half a cosine, or no decay."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear growth from zero before that."""
+    """Steps of linear growth from zero before the decay."""
     steps: int | None = Field(default=None, ge=1)
-    """Step at which the decay ends; training.steps without it."""
+    """Step at which the decay ends; default: training.steps."""
 
 
 class TrainingConfig(_Section):
-    """The loop."""
+    """The training loop."""
 
     loop: Literal["trainer", "plain"] = "trainer"
     """The Hugging Face Trainer, or a plain PyTorch loop."""
@@ -197,15 +208,15 @@ class TrainingConfig(_Section):
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches of one optimizer step."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are clipped to this global norm; 0 leaves them."""
+    """Global norm to which gradients are clipped; 0 disables clipping."""
     autocast: Literal["none", "bfloat16", "float16"] = "bfloat16"
-    """Mixed precision of the forward pass; float16 brings a gradient scaler."""
+    """Mixed precision of the forward pass; float16 adds a gradient scaler."""
     seed: int = Field(default=42, ge=0)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
 
 
 class RecordingConfig(_Section):
-    """What is recorded, and in which blocks."""
+    """The recorded variables and their storage."""
 
     record: Annotated[tuple[str, ...], AfterValidator(_record)] = Field(
         default=("all",),
@@ -217,24 +228,25 @@ class RecordingConfig(_Section):
     tokens: str = "all"
     """all, dead, live, or a file of token ids."""
     populations: Annotated[tuple[str, ...], BeforeValidator(_populations)] = ()
-    """Groups of tokens, NAME=EXPRESSION over what is known of them, or NAME=FILE; also a table."""
+    """Groups of tokens: NAME=EXPRESSION over the coordinates of the tokens, or NAME=FILE; a list or
+    a table."""
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
-    """For all buffers of the recorder together, such as 512MiB."""
+    """Memory of all buffers of the recorder together, such as 512MiB."""
     block_rows: int | None = Field(default=None, ge=1)
-    """Rows of a block; planned from the memory without it."""
+    """Rows of a block; default: planned from the memory."""
     commit_every: float = Field(default=COMMIT_EVERY, ge=0)
-    """Seconds after a commit at which rows are committed that are no whole block yet; 0 for whole
-    blocks only."""
+    """Maximum seconds between commits, also of an incomplete block; 0 commits complete blocks
+    only."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps from one checkpoint to the next at least, each at the end of a block; without it they
-    are taken by time, at least 10 s apart and for at most a hundredth of it. There is always one
-    when the training ends or is interrupted."""
+    """Minimum steps between checkpoints, which are taken at the end of a block. Default: at least
+    10 s apart and at most a hundredth of the time. The end or an interruption of the training also
+    takes one."""
 
 
 class RunConfig(_Section):
-    """Everything that determines a run, apart from the text itself.
+    """Everything that determines a run, except the text itself.
 
     Examples
     --------
@@ -245,7 +257,7 @@ class RunConfig(_Section):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    initialisation: InitialisationConfig = InitialisationConfig()
+    initialization: InitializationConfig = InitializationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()
@@ -258,36 +270,39 @@ class RunConfig(_Section):
 
     @property
     def examples(self) -> int:
-        """Examples of one optimizer step, of all its micro-batches."""
+        """Examples of one optimizer step, over all its micro-batches."""
         return self.training.batch_size * self.training.accumulation
 
     @property
     def records_batch(self) -> bool:
-        """Whether the indices of a step's examples are recorded."""
+        """True if the indices of a step's examples are recorded."""
         return "batch" in resolve_record(self.recording.record)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Configuration from nested values.
+        """Return the configuration of nested values.
 
         Raises
         ------
         ConfigError
-            Naming the first field that is unknown or impossible, its value and what is allowed.
+            If a field is unknown or impossible; the message has its value and what is allowed.
         """
+        for old, new in _RENAMED.items():
+            if old in values and new in values:
+                raise ConfigError(f"got both [{old}] and [{new}], its new name; leave out [{old}]")
         try:
-            return cls.model_validate(values)
+            return cls.model_validate({_RENAMED.get(n, n): v for n, v in values.items()})
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
-        """Configuration from a TOML file, as `to_toml` writes it.
+        """Read the configuration from a TOML file, as `to_toml` writes it.
 
         Raises
         ------
         ConfigError
-            If the file cannot be read, is no TOML, or holds an impossible value.
+            If the file cannot be read, is not TOML, or has an impossible value.
         """
         try:
             with open(path, "rb") as file:
@@ -299,7 +314,7 @@ class RunConfig(_Section):
         return cls.parse(values)
 
     def flat(self) -> dict[str, Any]:
-        """JSON values of all fields, by ``section.field``."""
+        """Return JSON values of all fields, by ``section.field``."""
         return {
             f"{section}.{field}": value
             for section, fields in self.model_dump(mode="json").items()
@@ -307,9 +322,9 @@ class RunConfig(_Section):
         }
 
     def to_toml(self) -> str:
-        """All fields as TOML, with what each means and may be in comments.
+        """Return all fields as TOML, with their meaning and allowed values in comments.
 
-        A field that is not set is a comment itself, as TOML has no null.
+        A field without a value is a comment, because TOML has no null.
         """
         lines = []
         for section, fields in self.model_dump(mode="json").items():
@@ -318,14 +333,14 @@ class RunConfig(_Section):
             for name, value in fields.items():
                 field = kind.model_fields[name]
                 lines += _comment(field.description or "")
-                said = ["not set"] * (value is None) + _allowed(field)
+                notes = ["not set"] * (value is None) + _allowed(field)
                 shown = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
-                lines.append(f"{shown}  # {', '.join(said)}" if said else shown)
+                lines.append(f"{shown}  # {', '.join(notes)}" if notes else shown)
             lines.append("")
         return "\n".join(lines)
 
     def with_values(self, assignments: Iterable[str]) -> Self:
-        """Configuration with single fields changed.
+        """Return the configuration with single fields changed.
 
         Parameters
         ----------
@@ -335,7 +350,7 @@ class RunConfig(_Section):
         Raises
         ------
         ConfigError
-            If an assignment has another form, or names an unknown field or impossible value.
+            If an assignment has another form, an unknown field or an impossible value.
         """
         listed = isinstance(assignments, Iterable) and not isinstance(assignments, str | Mapping)
         given = list(assignments) if listed else []
@@ -347,7 +362,7 @@ class RunConfig(_Section):
         values = self.model_dump()
         for assignment in given:
             name, equals, text = assignment.partition("=")
-            section, dot, field = name.strip().partition(".")
+            section, dot, field = field_name(assignment).partition(".")
             if not (equals and dot and section and field):
                 meant = _elsewhere(name.strip(), type(self)) if equals else ""
                 raise ConfigError(
@@ -358,34 +373,44 @@ class RunConfig(_Section):
         return self.parse(values)
 
 
+def field_name(assignment: str) -> str:
+    """Return the field of an assignment, ``section.field``, with the current name of the section.
+
+    >>> field_name("initialisation.sigma=1e-5")
+    'initialization.sigma'
+    """
+    section, dot, field = assignment.partition("=")[0].strip().partition(".")
+    return f"{_RENAMED.get(section, section)}{dot}{field}"
+
+
 def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), _COMMENT)]
 
 
 def _literal(value: Any) -> str:
-    """A value as TOML has it, on one line."""
+    """Return a value as TOML on one line."""
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
     return tomli_w.dumps({"value": value}).partition(" = ")[2].strip()
 
 
 def _allowed(field: FieldInfo) -> list[str]:
-    """What a field may be: its choices, and its bounds."""
+    """Return the choices and bounds of a field."""
     annotation = field.annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     choices = [str(choice) for kind in kinds for choice in get_args(kind)
                if get_origin(kind) is Literal]  # fmt: skip
     if bool in kinds:
         choices += ["true", "false"]
-    said = [f"one of {', '.join(choices)}"] if choices else []
+    limits = [f"one of {', '.join(choices)}"] if choices else []
     bounds = {"gt": "more than", "ge": "at least", "lt": "less than"}
-    said += [
+    limits += [
         f"{words} {getattr(bound, name)}"
         for bound in field.metadata
         for name, words in bounds.items()
         if hasattr(bound, name)
     ]
-    return said
+    return limits
 
 
 def _toml_value(text: str) -> Any:
@@ -405,11 +430,13 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             owner = owner.model_fields[part].annotation
         meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
         if not meant and len(path) == 1 and isinstance(first["input"], dict):
-            # No such section; perhaps another has what was to be set in it.
+            # There is no such section; another section may have the field that was to be set.
             meant = next((found for key in first["input"] if (found := _elsewhere(key, model))), "")
-        return f"there is no field {name}{meant}; there are {', '.join(owner.model_fields)}"
+        return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]
+    if len(path) == 1 and isinstance(given, Mapping):  # a section whose fields do not fit together
+        return f"{name}: {reason[0].lower()}{reason[1:]}"
     shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
     if first["type"] == "literal_error":
         reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
@@ -417,11 +444,11 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _elsewhere(field: str, model: type[BaseModel]) -> str:
-    """Which section has a field of that name."""
+    """Return a suggestion of the section that has a field of this name."""
     sections: dict[str, Any] = {name: one.annotation for name, one in model.model_fields.items()}
     names = [f"{name}.{field}" for name, kind in sections.items() if field in kind.model_fields]
     return f" (did you mean {names[0]!r}?)" if names else ""
 
 
-# Errors of the store's own validators reach pydantic as ValueError, which is what they are.
+# Errors of the store's own validators are ValueErrors, which pydantic collects.
 assert issubclass(InvalidArgument, ValueError)

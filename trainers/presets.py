@@ -1,4 +1,4 @@
-"""The recorded systems, each a function that returns a complete configuration."""
+"""Presets: functions that each return a complete configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.trainers.config import (
     DataConfig,
-    InitialisationConfig,
+    InitializationConfig,
     ModelConfig,
     OptimizerConfig,
     RecordingConfig,
@@ -22,11 +22,11 @@ __all__ = ["PRESETS", "preset"]
 
 
 def gatsby() -> RunConfig:
-    """Lil Gatsby, everything recorded: 128 ASCII tokens that start as one point (15.1a)."""
+    """Lil Gatsby, all variables: 128 ASCII tokens that start at one point (15.1a)."""
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2),
-        initialisation=InitialisationConfig(kind="point", sigma=1e-5),
+        initialization=InitializationConfig(kind="point", sigma=1e-5),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=10_000, batch_size=32, max_grad_norm=1.0, seed=42),
@@ -35,17 +35,17 @@ def gatsby() -> RunConfig:
 
 
 def gatsby_gradients() -> RunConfig:
-    """Lil Gatsby, W and its gradient only: what moves a dead token (14.1a)."""
+    """Lil Gatsby, W and its gradient only: shows what moves a dead token (14.1a)."""
     recording = RecordingConfig(record=("W", "grad", "loss", "lr", "grad_norm", "clip_coef"))
     return gatsby().model_copy(update={"recording": recording})
 
 
 def gatsby_adam() -> RunConfig:
-    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's own start, mean logits (1.12a)."""
+    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's initialization, mean logits (1.12a)."""
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2, skipped_shuffles=1),
-        initialisation=InitialisationConfig(kind="default"),
+        initialization=InitializationConfig(kind="default"),
         optimizer=OptimizerConfig(name="adam", lr=1e-3, weight_decay=0.0),
         schedule=ScheduleConfig(name="constant"),
         training=TrainingConfig(
@@ -60,7 +60,7 @@ def wordybird_1() -> RunConfig:
     return RunConfig(
         model=ModelConfig(vocab_size=50_257, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="fineweb", tokenizer="gpt2", target_offset=2),
-        initialisation=InitialisationConfig(kind="normal", sigma=0.02, reseed=True),
+        initialization=InitializationConfig(kind="normal", sigma=0.02, reseed=True),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=100, batch_size=32, max_grad_norm=1.0, seed=42),
@@ -69,7 +69,7 @@ def wordybird_1() -> RunConfig:
 
 
 def wordybird_1b() -> RunConfig:
-    """Wordybird 1b: the same for 200 steps without a seam (1.12f)."""
+    """Wordybird 1b: Wordybird 1 with 200 steps in one recording (1.12f)."""
     config = wordybird_1()
     return config.model_copy(update={"training": config.training.model_copy(update={"steps": 200})})
 
@@ -81,7 +81,7 @@ def duckling() -> RunConfig:
             vocab_size=8_192, context=128, hidden=128, layers=2, heads=4, dtype="float32"
         ),
         data=DataConfig(corpus="fineweb", tokenizer="none", live_tokens=6_500, mostly_dead=10),
-        initialisation=InitialisationConfig(kind="normal", sigma=0.02),
+        initialization=InitializationConfig(kind="normal", sigma=0.02),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=300, batch_size=32, max_grad_norm=1.0, seed=42),
@@ -97,12 +97,12 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 @checks_types
 def preset(name: str) -> RunConfig:
-    """Configuration of that name.
+    """Return the configuration of a preset.
 
     Raises
     ------
     InvalidArgument
-        If there is none; the message names those there are.
+        If there is no preset of this name; the message lists the presets.
 
     Examples
     --------
@@ -113,6 +113,6 @@ def preset(name: str) -> RunConfig:
         return PRESETS[name]()
     except KeyError:
         raise InvalidArgument(
-            f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; "
+            f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; "
             f"choose from {', '.join(PRESETS)}"
         ) from None

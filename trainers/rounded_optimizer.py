@@ -1,9 +1,9 @@
-"""Optimizers of `torch.optim` whose state is of a type of its own, and which round once a step.
+"""Optimizers of `torch.optim` with a separate type for the state and one rounding per step.
 
 `torch.optim` keeps an optimizer's state in the type of its parameter, and in a 16-bit type rounds
-every intermediate result. Here each parameter, its gradient and its state are widened, the real
-class steps, and what comes out is rounded: the parameter to its own type, the state to the type
-that is asked for, both to nearest or at random.
+every intermediate result. Here each parameter, its gradient and its state are widened before the
+real class takes the step. Then the parameter is rounded to its own type and the state to the chosen
+type, to nearest or at random.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = [
 ]
 
 STATE_DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""Types that the state may be of, by their names."""
+"""Names of the types that the state may have."""
 
 ROUNDINGS = ("nearest", "stochastic")
 
 _OWN = ("state_dtype", "rounding", "rounding_seed")
 _REFUSED = {
-    # Their kernels round in an order of their own, and torch chooses them by device.
+    # Their kernels round in another order, and torch chooses them by device.
     "foreach": "steps one parameter at a time, so that its bits do not depend on the others",
     "fused": "steps with the plain kernels, whose rounding is the same on every device",
     "capturable": "seeds its rounding on the host",
     "differentiable": "rounds, which has no gradient",
 }
-_STEP = "step"  # a count, not to be rounded
+_STEP = "step"  # a count, which is not rounded
 _SIGNED = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class RoundedOptimizer(Optimizer):
-    """What the optimizers of this module have in common.
+    """Base class of the optimizers of this module.
 
     ``state_dtype``, ``rounding`` and ``rounding_seed`` are entries of every parameter group, and
     may differ between groups. The state is ``optimizer.state[parameter]`` under the names that the
@@ -57,26 +57,26 @@ class RoundedOptimizer(Optimizer):
     params : iterable
         Parameters or groups of them, of floating-point types.
     *args, **settings
-        Of the real class, such as ``lr``.
+        Arguments of the real class, such as ``lr``.
     state_dtype : {'bfloat16', 'float16', 'float32', 'float64'}
         Type of the state.
     rounding : {'nearest', 'stochastic'}
-        Of the parameter and of the state, after each step: to nearest, ties to even, or as
-        `round_stochastically` does.
+        Rounding of the parameter and of the state after each step: to nearest with ties to even,
+        or as in `round_stochastically`.
     rounding_seed : int
-        Of the random numbers. They are a function of it, the number of the step, the shape of the
-        parameter and the place in it; parameters of one shape are rounded with the same ones, so
-        that no parameter's bits depend on what is trained beside it.
+        Seed of the random numbers. They depend on the seed, the number of the step, the shape of
+        the parameter and the position in it. Parameters of one shape use the same numbers, so no
+        parameter's bits depend on the other parameters.
 
     Attributes
     ----------
     real_class : type of Optimizer
-        That steps.
+        Class of `torch.optim` that takes the steps.
 
     Raises
     ------
     InvalidArgument
-        If one of these is impossible, a parameter has no floating-point type, or ``foreach``,
+        If an argument is impossible, a parameter has no floating-point type, or ``foreach``,
         ``fused``, ``capturable`` or ``differentiable`` is set.
     """
 
@@ -97,18 +97,18 @@ class RoundedOptimizer(Optimizer):
     ) -> None:
         own = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": rounding_seed}
         _check_settings(type(self).__name__, settings | own)
-        # Names, checks and defaults of the settings are the real class's.
+        # The real class defines names, checks and defaults of the settings.
         real = self.real_class([torch.empty(0)], *args, **settings)
         super().__init__(params, real.defaults | own)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # which may be of a state dict of the real class
+        for group in self.param_groups:  # they may come from a state dict of the real class
             for name in _OWN:
                 group.setdefault(name, self.defaults[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with settings of its own for what it names."""
+        """Add a group of parameters, which may have its own settings."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -124,18 +124,18 @@ class RoundedOptimizer(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, every value in the type that it has there.
+        """Load a state and keep the types of its values.
 
-        The first step rounds it to ``state_dtype``, where it is of another type.
+        The first step rounds values of other types to ``state_dtype``.
         """
         given: dict[str, Any] = {}
-        # The last of the hooks, so it sees what the others have made of the state.
+        # The last hook gets the state as the other hooks changed it.
         handle = self.register_load_state_dict_pre_hook(lambda _, last: given.update(last))
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        # Copies, and in their types: what was loaded is of the parameters'.
+        # Copies keep the loaded types; the base class converted the values to the parameters' type.
         saved = [index for group in given["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(saved, parameters, strict=True):
@@ -146,16 +146,16 @@ class RoundedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step once.
+        """Take one step.
 
         Parameters
         ----------
         closure : callable, optional
-            Makes the gradients, and returns the loss.
+            Computes the gradients and returns the loss.
 
         Returns
         -------
-        The loss, where there is a closure.
+        The loss, if there is a closure.
 
         Raises
         ------
@@ -182,14 +182,14 @@ class RoundedOptimizer(Optimizer):
         group: dict[str, Any],
         parameter: torch.Tensor,
     ) -> None:
-        """Step one parameter, by the real optimizer that has it alone and none of the history."""
+        """Step one parameter with a temporary real optimizer that has no other parameter."""
         if parameter.grad.is_sparse:  # type: ignore[union-attr]
             raise InvalidArgument(
                 f"{type(self).__name__}: got a sparse gradient, expected a dense one; build the "
                 "embedding with sparse=False"
             )
         state = self.state[parameter]
-        if self.real_class is SGD and group["rounding"] == "stochastic":  # which does not count
+        if self.real_class is SGD and group["rounding"] == "stochastic":  # SGD counts no steps
             state[_STEP] = state.get(_STEP, torch.zeros(())) + 1
         state_dtype = getattr(torch, group["state_dtype"])
         held = {parameter.dtype, state_dtype}
@@ -214,12 +214,12 @@ class RoundedOptimizer(Optimizer):
 def round_stochastically(
     values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Round at random to one of the two neighbours in a type, so that the mean is the value.
+    """Round at random to one of the two neighbors in a type, so that the mean is the value.
 
-    The neighbour further from zero is taken with the probability of the fraction that rounding
-    toward zero would discard, in steps of 2⁻²⁴ (2⁻⁵³ for float64). Values that the type holds stay.
-    Beyond its largest number there is no second neighbour: those are rounded to nearest, as
-    infinities and NaN are.
+    The neighbor further from zero has the probability of the fraction that rounding toward zero
+    discards, in steps of 2⁻²⁴ (2⁻⁵³ for float64). Values that the type can represent do not change.
+    Values beyond its largest number have no second neighbor. They are rounded to nearest, as are
+    infinities and NaN.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def round_stochastically(
     dtype : torch.dtype
         A narrower floating-point type.
     generator : torch.Generator
-        Of the device of the values.
+        Generator on the device of the values.
 
     Returns
     -------
@@ -253,7 +253,7 @@ def round_stochastically(
         )
     magnitude = values.abs()
     nearest = values.to(dtype)
-    # Of a sign and a magnitude, the bits of the next number away from zero are the next integer.
+    # The bits of the next number away from zero, as sign and magnitude, are the next integer.
     bits = nearest.view(_SIGNED[dtype])
     low = bits - (nearest.to(values.dtype).abs() > magnitude).to(bits.dtype)
     below = low.view(dtype).to(values.dtype).abs()
@@ -267,23 +267,23 @@ def round_stochastically(
 def _rounded(
     values: torch.Tensor, dtype: torch.dtype, group: dict[str, Any], number: int, name: str
 ) -> torch.Tensor:
-    """Values rounded as a group asks for, after its step of that number."""
+    """Round values with the settings of a group, after a step with this number."""
     if values.dtype == dtype or group["rounding"] == "nearest":
         return values.to(dtype)
     key = repr((group["rounding_seed"], number, tuple(values.shape), name))
-    # A hash, because the generator of the CPU looks at 32 bits of its seed.
+    # A hash, because the generator of the CPU uses only 32 bits of its seed.
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
     generator = torch.Generator(values.device).manual_seed(seed)
     return round_stochastically(values, dtype, generator)
 
 
 def _is_rounded(name: str, value: Any) -> bool:
-    """Whether that entry of a state is."""
+    """Return True if an entry of a state is rounded."""
     return name != _STEP and isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _check_settings(name: str, settings: dict[str, Any]) -> None:
-    """Refuse what is impossible of the settings of a group.
+    """Check the settings of a group.
 
     Raises
     ------
@@ -303,7 +303,7 @@ def _check_settings(name: str, settings: dict[str, Any]) -> None:
 
 
 def _signature(real_class: type[Any]) -> inspect.Signature:
-    """Of the real class, and the settings that are added to it."""
+    """Return the signature of the real class with the added settings."""
     real = inspect.signature(real_class).parameters
     added = inspect.signature(RoundedOptimizer.__init__).parameters
     own = [added[name] for name in _OWN]
@@ -311,9 +311,9 @@ def _signature(real_class: type[Any]) -> inspect.Signature:
 
 
 class RoundedAdam(RoundedOptimizer):
-    """`torch.optim.Adam` with a type for its state, which rounds once a step.
+    """`torch.optim.Adam` with a separate type for its state and one rounding per step.
 
-    Takes what Adam takes, and what `RoundedOptimizer` adds.
+    Takes the arguments of Adam and of `RoundedOptimizer`.
 
     Examples
     --------
@@ -329,9 +329,9 @@ class RoundedAdam(RoundedOptimizer):
 
 
 class RoundedAdamW(RoundedOptimizer):
-    """`torch.optim.AdamW` with a type for its state, which rounds once a step.
+    """`torch.optim.AdamW` with a separate type for its state and one rounding per step.
 
-    Takes what AdamW takes, and what `RoundedOptimizer` adds.
+    Takes the arguments of AdamW and of `RoundedOptimizer`.
 
     Examples
     --------
@@ -345,10 +345,10 @@ class RoundedAdamW(RoundedOptimizer):
 
 
 class RoundedSGD(RoundedOptimizer):
-    """`torch.optim.SGD` with a type for its state, which rounds once a step.
+    """`torch.optim.SGD` with a separate type for its state and one rounding per step.
 
-    Takes what SGD takes, and what `RoundedOptimizer` adds. With stochastic rounding its state has a
-    count ``step``, as that of Adam has anyway.
+    Takes the arguments of SGD and of `RoundedOptimizer`. With stochastic rounding its state has a
+    count ``step``, as that of Adam.
 
     Examples
     --------

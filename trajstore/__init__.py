@@ -1,7 +1,7 @@
 """Record every optimizer step of a training run into compressed Zarr arrays, and read it back.
 
-Nothing here is imported before it is asked for: zarr loads the codec of a run through this package,
-and need not load xarray, dask and the rest for it.
+Each name is imported at its first use: zarr loads the codec of a run through this package and does
+not need xarray, dask and the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trajstore.errors import (
 )
 from trajstore.version import __version__
 
-TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
+TYPE_CHECKING = False  # importing typing would take most of the time of this module
 if TYPE_CHECKING:
     from typing import Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trajstore.exchange.importing.import_file import Imported, import_file
     from trajstore.integrity.repair import Repair, repair
     from trajstore.integrity.verify import Verification, verify
+    from trajstore.sample_run import sample_run
     from trajstore.store.reading.open_run import open_run
     from trajstore.store.reading.open_runs import open_runs
     from trajstore.store.writing.writer import RunWriter
@@ -65,6 +66,7 @@ __all__ = [
     "open_run",
     "open_runs",
     "repair",
+    "sample_run",
     "to_torch",
     "verify",
 ]
@@ -80,6 +82,7 @@ _HOME = {
     "open_run": "trajstore.store.reading.open_run",
     "open_runs": "trajstore.store.reading.open_runs",
     "repair": "trajstore.integrity.repair",
+    "sample_run": "trajstore.sample_run",
     "to_torch": "trajstore.exchange.exporting.to_torch",
     "verify": "trajstore.integrity.verify",
 }
@@ -91,7 +94,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     found = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = found  # asked once
+    globals()[name] = found  # so that this function is called once
     return found
 
 

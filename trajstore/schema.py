@@ -33,6 +33,7 @@ __all__ = [
     "Variable",
     "along_token",
     "coordinate",
+    "entry_of",
     "resolve_record",
     "room_for_examples",
     "variable",
@@ -208,6 +209,11 @@ def coordinate(name: str) -> Coordinate | None:
         return COORDINATES.get(name)
     attributes = {"long_name": f"the token is of the population {name[len(POPULATION) :]}"}
     return Coordinate(name, ("token",), "bool", False, attributes)
+
+
+def entry_of(name: str) -> Variable | Coordinate | None:
+    """What the schema defines of an array of that name; None if it does not know it."""
+    return STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
 
 
 def along_token(names: Iterable[str]) -> tuple[str, ...]:

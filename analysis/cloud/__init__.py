@@ -3,13 +3,13 @@
 ``alignments``
     Angles between the vectors of tokens and other vectors, and their statistics.
 ``identical_vectors``
-    Tokens that have become one: groups with bit-identical vectors, and what becomes of them.
+    Groups of tokens with bit-identical vectors, and how the groups change.
 ``near_cells``
-    Which tokens are in near cells of the lattice: a graph of distinct vectors.
+    Graph of distinct vectors in nearby cells of the lattice.
 ``nearest_vectors``
-    The nearest other vector of each token, and what the distances say of the density.
+    Distance to the nearest other vector of each token, and the entropy of the cloud.
 ``projections``
-    Shadows of the cloud of tokens on any axes, and what lies across them.
+    Projections of tokens on given axes, and their orthogonal parts.
 ``shape``
-    Shape of the cloud of tokens: its principal axes, and its inertia at each step.
+    Shape of the cloud of tokens: principal axes, and inertia at each step.
 """

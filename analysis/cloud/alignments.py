@@ -30,18 +30,18 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def _cosines(vectors: Array, others: Array) -> Wide:
-    """Cosine of each vector with its partner, (row, token); NaN without a direction."""
+    """Cosine of each vector with its partner, (row, token); NaN for zero vectors."""
     result = np.empty(vectors.shape[:2])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for row, (these, those) in enumerate(zip(vectors, others, strict=True)):
             one, other = these.astype(np.float64), those.astype(np.float64)
             lengths = vector_norm(one) * vector_norm(other)
             result[row] = hidden_sum(one * other) / lengths
-    return np.clip(result, -1, 1)  # rounding may lead beyond; NaN stays
+    return np.clip(result, -1, 1)  # rounding may exceed the range; NaN is kept
 
 
 def _change(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Wide:
-    """Way from the row before, (row, token, hidden); NaN where there is none."""
+    """Change from the previous row, (row, token, hidden); NaN without one."""
     before = np.concatenate([boundary, block[:-1]])
     with np.errstate(invalid="ignore"):
         change = np.subtract(block, before, dtype=np.float64)
@@ -50,14 +50,14 @@ def _change(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Wide
 
 
 def _earlier(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Array:
-    """Row before each, (row, token, hidden); NaN where there is none."""
+    """Previous row of each row, (row, token, hidden); NaN without one."""
     before = np.concatenate([boundary, block[:-1]])
     before[~start.ravel()] = np.nan
     return before
 
 
 def _statistics(cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide) -> Wide:
-    """Number, mean and quantiles over the tokens with a cosine, (row, population, statistic)."""
+    """Number, mean and quantiles over tokens with a cosine, (row, population, statistic)."""
     result = np.full((len(cosines), len(groups), 2 + levels.size), np.nan)
     for row, number in np.ndindex(result.shape[:2]):
         known = cosines[row, groups[number]]
@@ -82,31 +82,31 @@ def alignment(
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden), and what is asked for.
+        With ``W`` (step, token, hidden), and the selected variables.
     with_ : {'hidden_mean', 'centroid', 'grad', 'delta', 'previous'}
-        The other vector: the recorded h̄ of the step; the mean of W over `population` (all tokens
-        without it); the token's gradient; its motion ΔW; or `of` itself, in the row before.
+        The other vector: the recorded h̄ of the step; the mean of W over `population` (default: all
+        tokens); the token's gradient; its change ΔW; or `of` itself in the previous row.
     of : {'W', 'delta', 'grad'}
-        The vector: W, its motion since the row before, or its gradient.
+        The vector: W, its change from the previous row, or its gradient.
     population : str, optional
-        Only this one; the statistics then have no dimension population.
+        A single population. The statistics then have no dimension population.
     quantiles : float or sequence of float
-        Between 0 and 1, linearly interpolated.
+        From 0 to 1, with linear interpolation.
 
     Returns
     -------
     Dataset, float64
-        ``cosine`` (step, token), from −1 to 1, NaN where one of the two is zero or not finite, or
-        there is no row before; over (step, population) ``alignment``, its mean,
-        ``alignment_quantiles`` (…, quantile), both over the tokens that have a cosine, and
-        ``aligned_tokens``, int64, how many these are.
+        ``cosine`` (step, token), from −1 to 1, NaN if one of the vectors is zero or not finite, or
+        a previous row is missing. Over (step, population): ``alignment``, the mean cosine,
+        ``alignment_quantiles`` (…, quantile), and ``aligned_tokens``, int64, the number of tokens
+        with a cosine. Statistics are over these tokens.
 
     Raises
     ------
     VariableNotRecorded
-        If the run does not hold one of the two.
+        If the run does not hold one of the vectors.
     InvalidArgument
-        For other vectors, the same twice, another population, or quantiles beyond 0 and 1.
+        For unknown or equal vectors, an unknown population, or quantiles outside 0 to 1.
 
     Examples
     --------
@@ -116,8 +116,8 @@ def alignment(
     """
     if of not in VECTORS or with_ not in PARTNERS or of == with_:
         raise InvalidArgument(
-            f"got of={of!r} and with_={with_!r}, expected two different ones: of among "
-            f"{', '.join(VECTORS)}; with_ among {', '.join(PARTNERS)}"
+            f"got of={of!r} and with_={with_!r}, expected two different vectors: of from "
+            f"{', '.join(VECTORS)}; with_ from {', '.join(PARTNERS)}"
         )
     levels = input_checks.quantile_levels(quantiles)
     names, groups = chosen_populations(scan.ds, population)
@@ -140,7 +140,7 @@ def alignment(
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     dims = ("step", "population", "quantile")
     count = table[..., 0].astype(np.int64)
-    told = {
+    columns = {
         "alignment": (table[..., 1], f"mean {label}"),
         "alignment_quantiles": (table[..., 2:], f"quantiles of the {label}"),
         "aligned_tokens": (count, "tokens with a cosine"),
@@ -151,7 +151,7 @@ def alignment(
             name: xr.DataArray(
                 data, dims=dims[: data.ndim], attrs={"long_name": long_name, "units": "1"}
             )
-            for name, (data, long_name) in told.items()
+            for name, (data, long_name) in columns.items()
         },
         coords={"step": scan.ds["step"], "population": names, "quantile": levels},
     )
@@ -159,7 +159,7 @@ def alignment(
 
 
 def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
-    """A vector of each token, chunked as a variable, (step, token, hidden)."""
+    """A vector of each token with the chunks of a variable, (step, token, hidden)."""
     if name != "delta":
         return scan.aligned(like, name)
     return _with_rows_before(_change, scan.aligned(like, "W"), np.dtype(np.float64))
@@ -184,13 +184,13 @@ def _with_partner(
         other = _with_rows_before(_earlier, vectors, vectors.dtype)
     else:
         other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
-        # One vector for all tokens of a step: as many blocks along token as they have, by name.
+        # One vector for all tokens of a step, broadcast to their chunks along token.
         other = da.broadcast_to(other, vectors.shape, chunks=vectors.chunks)
     return over_hidden(_cosines, vectors, other, dtype=np.float64)
 
 
 def _of_steps(scan: Scan, name: str, population: str | None) -> da.Array:
-    """One vector of each step, (step, hidden)."""
+    """One vector per step, (step, hidden)."""
     if name == "centroid":
         return centroid(scan, population or "all")["centroid"].data
     input_checks.variables(scan.ds, name)

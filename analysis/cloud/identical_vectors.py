@@ -1,8 +1,8 @@
-"""Tokens that have become one: groups with bit-identical vectors, and what becomes of them.
+"""Groups of tokens with bit-identical vectors, and how the groups change.
 
-A row is divided into groups by a hash of the bits, which is checked: each vector is compared with
-the first one of its group, and a row in which two vectors only share their hash is divided by all
-of its bits.
+Vectors of a row are grouped by a hash of their bits. The hash is checked: each vector is compared
+with the first vector of its group. If two different vectors share a hash, the row is grouped by all
+bits instead.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Array = npt.NDArray[Any]
 Numbers = npt.NDArray[np.int64]
 
 EVENTS = ("birth", "merge", "fission", "death")
-"""What can become of a group from one row to the next."""
+"""Changes of a group from one row to the next."""
 
-# For each of the 64 bits of a product to depend on all bits of a value.
+# Seed of the random factors of the hash.
 _SEED = 20_17
 
 
 def _hashes(bits: Array) -> npt.NDArray[np.uint64]:
     """Hash of each vector of unsigned integers, (token, hidden) to (token).
 
-    Sum of products with random 64-bit numbers, modulo 2⁶⁴. Values are taken in halves of at most
-    32 bits, for a product with the highest of 64 bits would hold only one bit of the number.
+    The hash is the sum of products with random 64-bit numbers, modulo 2⁶⁴. Values are split into
+    32-bit halves, so that each bit affects many bits of the product.
     """
     halves = np.ascontiguousarray(bits).view(np.uint32)
     numbers = np.random.default_rng(_SEED).integers(1, 1 << 63, halves.shape[1], np.uint64)
-    # A product of matrices of whole numbers is made column by column, and holds no copy.
+    # NumPy multiplies integer matrices column by column, without a copy.
     return np.asarray(halves.astype(np.uint64) @ (2 * numbers + 1))
 
 
@@ -57,7 +57,7 @@ def divide(vectors: Array) -> tuple[Numbers, Numbers]:
     Returns
     -------
     first : ndarray of int64, (group)
-        A vector of each group: the one that comes first.
+        Index of the first vector of each group.
     group : ndarray of int64, (token)
         The group of each vector.
     """
@@ -77,7 +77,7 @@ def _smallest_members(group: Numbers, count: int, labels: Numbers) -> Numbers:
 
 
 def _membership(chunks: list[list[Array]], labels: Numbers, members: Numbers) -> Numbers:
-    """Which group each token is in, (row, token); −1 for those that are not looked at."""
+    """Group of each token, (row, token); −1 for tokens outside `members`."""
     parts = [part[0] for part in chunks]
     result = np.full((len(parts[0]), len(labels)), -1, np.int64)
     for row in range(len(result)):
@@ -90,14 +90,14 @@ def _membership(chunks: list[list[Array]], labels: Numbers, members: Numbers) ->
 
 
 def _sizes(ids: Numbers) -> Numbers:
-    """Sizes of the groups of one row, singles among them, the largest first."""
+    """Sizes of the groups of one row, including single tokens, largest first."""
     ordered = np.sort(ids)
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: ids.size])
     return np.asarray(np.sort(np.diff(starts, append=ids.size))[::-1])
 
 
 def _facts(ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]) -> Array:
-    """How the tokens of each population are divided, (row, population)."""
+    """Group statistics of each population, (row, population)."""
     result = np.zeros((len(ids), len(groups)), record)
     result["herfindahl"] = np.nan
     ranks = record["group_sizes"].shape[0]
@@ -114,9 +114,10 @@ def _facts(ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]) -
 
 
 def _bonds(before: Numbers, now: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Tokens that were together and are: group before and now, size, and which of them each is in.
+    """Bonds: tokens that share a group in both rows.
 
-    The last is (token); tokens that share both with nobody have a bond of size 1.
+    Returns the old group, new group and size of each bond, and the bond of each token. A token that
+    shares both groups with no other token has a bond of size 1.
     """
     olds, old = np.unique(before, return_inverse=True)
     news, new = np.unique(now, return_inverse=True)
@@ -125,7 +126,7 @@ def _bonds(before: Numbers, now: Numbers) -> tuple[Numbers, Numbers, Numbers, Nu
 
 
 def _largest(owner: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
-    """Whether each bond is the largest of its group, the first of several; with two tokens."""
+    """True for the largest bond of each group (the first of several) with two tokens or more."""
     order = np.lexsort((np.arange(sizes.size), -sizes, owner))
     first = np.ones(order.size, bool)
     first[1:] = owner[order][1:] != owner[order][:-1]
@@ -135,7 +136,7 @@ def _largest(owner: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _events_of_row(before: Numbers, now: Numbers) -> list[int]:
-    """How many groups of two tokens and more had each of `EVENTS`."""
+    """Number of groups of two tokens or more with each of `EVENTS`."""
     if np.array_equal(before, now):
         return [0] * len(EVENTS)
     old, new, sizes, _ = _bonds(before, now)
@@ -152,7 +153,7 @@ def _events_of_row(before: Numbers, now: Numbers) -> list[int]:
 def _events(
     ids: Numbers, boundary: Numbers, start: Numbers, groups: npt.NDArray[np.bool_]
 ) -> Numbers:
-    """`EVENTS` of each population, (row, population, event); −1 where there is no row before."""
+    """`EVENTS` of each population, (row, population, event); −1 without a previous row."""
     before = np.concatenate([boundary, ids[:-1]])
     result = np.full((len(ids), len(groups), len(EVENTS)), -1, np.int64)
     for row, number in np.ndindex(result.shape[:2]):
@@ -165,7 +166,7 @@ def _events(
 
 
 def _moves(ids: Numbers, boundary: Numbers, start: Numbers, leaving: bool) -> Numbers:
-    """Group that each token has left, or joined, (row, token); −1 if none."""
+    """Group that each token left or joined, (row, token); −1 if none."""
     before = np.concatenate([boundary, ids[:-1]])
     result = np.full(ids.shape, -1, np.int64)
     for row in np.nonzero(start & (before != ids).any(1))[0]:
@@ -180,7 +181,7 @@ def _moves(ids: Numbers, boundary: Numbers, start: Numbers, leaving: bool) -> Nu
 
 
 def token_labels(ds: xr.Dataset) -> Numbers:
-    """Label of each token: the coordinate ``token``, or its position where there is none."""
+    """Label of each token: the coordinate ``token``, or its position if it is missing."""
     if "token" in ds.coords and np.issubdtype(ds["token"].dtype, np.integer):
         return np.asarray(ds["token"].values, np.int64)
     return np.arange(ds.sizes["token"])
@@ -190,43 +191,43 @@ def token_labels(ds: xr.Dataset) -> Numbers:
 def clusters(
     scan: Scan, population: str | None = None, lattice: str = "native", ranks: int = 10
 ) -> xr.Dataset:
-    """Groups of tokens with bit-identical vectors: how many, how large, and what becomes of them.
+    """Groups of tokens with bit-identical vectors: number, sizes, and changes between rows.
 
-    Between two rows, tokens that were in one group and still are hold a bond. A group of two or
-    more tokens is *born* where none of its tokens were together before, and *dies* where none of
-    them stay together; it is a *merge* of two or more bonds, or a *fission* into two or more.
+    Tokens that share a group in two consecutive rows have a bond. A group of two or more tokens is
+    *born* if none of its tokens were together in the previous row, and *dies* if none of them stay
+    together. It is a *merge* of two or more bonds, or a *fission* into two or more.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : str, optional
-        Only this one; the result then has no dimension population, and the groups are those of its
-        tokens alone.
+        A single population. Groups then consist of its tokens only, and the result has no dimension
+        population.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to.
+        Round W to this type.
     ranks : int
-        How many of the largest groups have their sizes told.
+        Number of largest groups in ``group_sizes``.
 
     Returns
     -------
     Dataset
-        int64 (step, token): ``cluster``, the group that a token is in, named after the smallest
-        token in it (its ``token``; itself, if it is single; −1 outside the population); ``left``,
-        the group of the row before that it is no longer in, because it is not in the largest part
-        that stayed together (of several, the one in the group of the smallest name), −1 if none;
-        ``joined``, likewise, the group it came to. Over (step, population): int64 ``groups`` of
-        two or more tokens, ``singles``, ``group_sizes`` (…, rank), 0 where there are fewer, and
-        ``events`` (…, event), how many groups each happened to since the row before, −1 in the
-        first row, which has none before it (leave that out of sums); float64 ``herfindahl``,
-        Σ(n_k/n)² over all groups and singles, the probability that two draws of a token are alike.
-        −0.0 and +0.0 are different bits.
+        int64 (step, token): ``cluster``, the group of a token, named by the smallest ``token`` in
+        it (the token itself if single; −1 outside the population); ``left``, the group of the
+        previous row that the token left, −1 if none; ``joined``, the group that it joined, −1 if
+        none. The largest part of a group that stays together neither leaves nor joins; of equally
+        large parts, this is the one in the group with the smallest name.
+        Over (step, population): int64 ``groups`` of two or more tokens, ``singles``,
+        ``group_sizes`` (…, rank), 0 if there are fewer groups, and ``events`` (…, event), the
+        number of groups with each event since the previous row, −1 in the first row (exclude it
+        from sums); float64 ``herfindahl``, Σ(n_k/n)² over all groups and singles, the probability
+        that two random tokens have identical vectors. −0.0 and +0.0 have different bits.
 
     Raises
     ------
     InvalidArgument
-        For another population or lattice, fewer than one rank, or where W is not of its
-        ``native_dtype``.
+        For an unknown population or lattice, fewer than one rank, or if W holds values that its
+        ``native_dtype`` does not.
 
     Examples
     --------
@@ -292,7 +293,7 @@ def _of_populations(
     groups: npt.NDArray[np.bool_],
     ranks: int,
 ) -> dict[str, xr.DataArray]:
-    """What is told of each population, (step, population)."""
+    """Variables of each population, (step, population)."""
     record = np.dtype(
         [
             ("groups", "i8"),
@@ -329,14 +330,14 @@ def _of_populations(
         align_arrays=False,
         meta=np.empty((0, 0, 0), np.int64),
     )
-    told = {
+    columns = {
         "groups": "groups of two or more identical tokens",
-        "singles": "tokens with a vector of their own",
-        "herfindahl": "probability that two draws are identical",
+        "singles": "tokens with a unique vector",
+        "herfindahl": "probability that two random tokens are identical",
         "group_sizes": "tokens of the largest groups",
     }
     result = {}
-    for name, long_name in told.items():
+    for name, long_name in columns.items():
         data = field(facts, name)
         dims = ("step", "population", "rank")[: data.ndim]
         result[name] = xr.DataArray(data, dims=dims, attrs={"long_name": long_name})
@@ -344,7 +345,7 @@ def _of_populations(
         events,
         dims=("step", "population", "event"),
         attrs={
-            "long_name": "groups to which this happened since the row before",
+            "long_name": "groups with this event since the previous row",
             **flag_attributes({-1: NO_ROW_BEFORE}),
         },
     )

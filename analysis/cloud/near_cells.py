@@ -1,6 +1,6 @@
-"""Which tokens are in near cells of the lattice: a graph of distinct vectors.
+"""Graph of distinct vectors in nearby cells of the lattice.
 
-Tokens that have become one are one point of it.
+Identical tokens are one vertex of the graph.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from trajstore.values.ulp_lattice import ordinal
 __all__ = ["adjacency"]
 
 _ALL_CELLS = 1 << 32
-"""No two values of 32 bits are further from each other."""
+"""Upper limit of the distance between two 32-bit values, in values."""
 
 Array = npt.NDArray[Any]
 Numbers = npt.NDArray[np.int64]
 Groups = npt.NDArray[np.bool_]
 
-# Pairs of neighbours that are held at a time, at some 50 bytes each.
+# Maximum pairs of neighbors in memory, at about 50 bytes each.
 _PAIRS = 1 << 21
-# Pairs of vectors that are compared at a time: few enough for a processor's own memory.
+# Pairs of vectors per comparison, few enough for the processor's cache.
 _COMPARED = 1 << 19
-# Of which all dimensions are compared, in groups of so many, when one in so many is left.
+# When one candidate in _FEW is left, the remaining dimensions are compared in groups of _AT_ONCE.
 _AT_ONCE = 8
 _FEW = 64
 
 _RECORD = [
     ("vertices", "i8", "distinct vectors"),
-    ("edges", "i8", "pairs of neighbours"),
-    ("mean_degree", "f8", "mean number of neighbours of a vector"),
+    ("edges", "i8", "pairs of neighbors"),
+    ("mean_degree", "f8", "mean number of neighbors of a vector"),
     ("components", "i8", "connected components"),
-    ("isolated", "i8", "vectors without a neighbour"),
+    ("isolated", "i8", "vectors without a neighbor"),
     ("largest_component", "i8", "vectors in the largest component"),
     ("largest_component_tokens", "i8", "tokens in the largest component"),
 ]
@@ -57,16 +57,16 @@ def _scipy() -> tuple[Any, Any]:
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
     except ImportError as error:
-        raise MissingExtra("adjacency needs scipy; install trajstore[graph]") from error
+        raise MissingExtra("adjacency requires scipy; install trajstore[graph]") from error
     return coo_array, connected_components
 
 
 def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
-    """Neighbours, (pair, 2), some at a time; each pair once.
+    """Yield pairs of neighbors in batches, (pair, 2); each pair once.
 
-    Sorted along the dimension in which the fewest are near, a block of vectors is compared with
-    those that can be near to it: of all of these one dimension after the other, by the lowest bits
-    alone, while many are left; then of each pair that is left the numbers themselves.
+    Vectors are sorted along the dimension with the fewest close pairs. A block of vectors is
+    compared with its possible neighbors, one dimension at a time, by the lowest bits only. When few
+    pairs are left, their complete values are compared.
     """
     count, hidden = cells.shape
     ordered = np.sort(cells, axis=0)
@@ -97,15 +97,15 @@ def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
 
 
 def _lowest_bits(k: int) -> type[np.unsignedinteger[Any]]:
-    """Smallest type in which numbers that differ by k or less are few among all."""
+    """Smallest type in which few random numbers differ by k or less."""
     types = (np.uint8, np.uint16, np.uint32)
     return next((kind for kind in types if 8 * k < np.iinfo(kind).max), np.uint64)
 
 
 def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
-    """Which of the vectors from `start` to `end` may be near to which of those up to `stop`.
+    """Candidate pairs of vectors from `start` to `stop` with vectors from `start` to `end`.
 
-    Whole numbers wrap round, so that none is missed, and some are found that are not near.
+    Integer arithmetic wraps around, so no neighbor is missed, but some candidates are no neighbors.
     """
     near = np.ones((stop - start, end - start), bool)
     away = np.empty(near.shape, low.dtype)
@@ -120,7 +120,7 @@ def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
 
 
 def _joined(labels: Numbers, pairs: Numbers) -> Numbers:
-    """Components, when these pairs are joined, too."""
+    """Components after adding these pairs."""
     coo_array, connected_components = _scipy()
     count = len(labels)
     first, second = labels[pairs].T
@@ -133,8 +133,8 @@ def _joined(labels: Numbers, pairs: Numbers) -> Numbers:
 
 
 def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numbers, Numbers]:
-    """Degree and component of each vector, within each population: both (population, vector)."""
-    _scipy()  # says that it is missing, also where no two are near
+    """Degree and component of each vector within each population: both (population, vector)."""
+    _scipy()  # raises if scipy is missing, even without neighbors
     degree = np.zeros(inside.shape, np.int64)
     labels = np.tile(np.arange(len(usable)), (len(inside), 1))
     places = np.nonzero(usable)[0]
@@ -151,9 +151,9 @@ def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numb
 def _adjacency_of_row(
     values: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
 ) -> tuple[Array, Numbers, Numbers]:
-    """Facts about each population, and of the first one degree and component of each token."""
+    """Facts about each population, and degree and component of each token of the last one."""
     points = ordinal(values, native)
-    # −0 and +0 are one cell, and so one point.
+    # −0 and +0 are one cell, and thus one vertex.
     first, vector = divide(points.astype(np.float64))
     usable = np.asarray(np.isfinite(values[first]).all(1))
     inside = np.zeros((len(groups), first.size), bool)
@@ -178,10 +178,10 @@ def _adjacency_of_row(
 
 
 def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
-    """What `_RECORD` lists, of one population."""
+    """The values of `_RECORD` for one population."""
     found, sizes = np.unique(labels, return_counts=True)
-    tokens = np.unique(of_tokens, return_counts=True)[1]  # of the same components
-    # Of components with as many vectors, the one with more tokens.
+    tokens = np.unique(of_tokens, return_counts=True)[1]  # in the same order
+    # Of components with equally many vectors, the one with more tokens.
     largest = np.lexsort((tokens, sizes))[-1]
     return (
         degree.size,
@@ -197,7 +197,7 @@ def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, .
 def _adjacency_kernel(
     block: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
 ) -> Array:
-    """One row: a record with the facts of all populations and the numbers of all tokens."""
+    """A record per row, with the facts of all populations and the numbers of all tokens."""
     result = np.empty(len(block), record)
     for row, values in enumerate(block):
         result[row] = _adjacency_of_row(values, native, groups, names, k, record["facts"].base)
@@ -214,42 +214,42 @@ def adjacency(
 ) -> xr.Dataset:
     """Graph of the distinct vectors that are within k cells of each other in every element.
 
-    Two vectors are neighbours if no element of the one is further than k values of the type from
-    that of the other, counted as in ``lattice_displacement(metric="ordinal")``: L∞ ≤ k. That of a
-    population is the graph of its vectors alone.
+    Two vectors are neighbors if each pair of elements is at most k values of the type apart,
+    counted as in ``lattice_displacement(metric="ordinal")``: L∞ ≤ k. The graph of a population
+    contains only its vectors.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
     k : int
-        At least 1.
+        Maximum distance in cells, at least 1.
     steps : int or sequence of int, optional
-        Rows to look at; all without it. Each costs seconds where there are many tokens.
+        Steps to compute; default: all. With many tokens, each step takes seconds.
     population : str, optional
-        Only this one; the result then has no dimension population.
+        A single population. The result then has no dimension population.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type whose values are the cells.
+        Round W to this type, whose values are the cells.
 
     Returns
     -------
     Dataset
-        Over (step, population), int64: ``vertices``, the distinct vectors (−0.0 and +0.0 are one
-        value); ``edges``; ``components``, ``isolated`` ones among them,
-        ``largest_component`` in vectors, and ``largest_component_tokens``, how many tokens are
-        there; float64 ``mean_degree``. Over (step, token), int64, of the population, or of all
-        tokens: ``degree``, and ``connected_component``, named after the smallest token in it; −1
-        outside the population. A vector with a NaN or an infinity has no neighbours.
+        Over (step, population), int64: ``vertices``, the number of distinct vectors (−0.0 and +0.0
+        are equal); ``edges``; ``components``; ``isolated``, the number of vectors without a
+        neighbor; ``largest_component`` in vectors, and ``largest_component_tokens`` in tokens;
+        float64 ``mean_degree``. Over (step, token), int64, for the population or all tokens:
+        ``degree``, and ``connected_component``, named by the smallest token in it; −1 outside the
+        population. A vector with a NaN or an infinity has no neighbors.
 
     Raises
     ------
     InvalidArgument
-        For k below 1, another population or lattice, float64, or where W is not of its
-        ``native_dtype``.
+        For k below 1, an unknown population or lattice, float64, or if W holds values that its
+        ``native_dtype`` does not.
     StepNotFound
-        If one of the steps was not recorded.
+        If a step was not recorded.
     MissingExtra
-        When computed, without scipy.
+        When computed, if scipy is not installed.
 
     Examples
     --------
@@ -261,19 +261,19 @@ def adjacency(
         raise InvalidArgument(f"got k={k}, expected at least 1 cell")
     k = min(k, _ALL_CELLS)
     names, groups = chosen_populations(scan.ds, population)
-    looked_at = groups if population is not None else _with_all_last(names, groups)
+    members = groups if population is not None else _with_all_last(names, groups)
     points, rows = scan.points(lattice), input_checks.rows_of_steps(scan.ds, steps)
     if points.type == "float64":
         raise InvalidArgument(
-            "adjacency counts cells in 64-bit integers, which do not hold those of float64; look "
-            "at W on another lattice, such as lattice='float32'"
+            "adjacency counts cells in 64-bit integers, which cannot count float64 values; use "
+            "another lattice, such as lattice='float32'"
         )
     blocks = whole_rows(points.blocks, rows)
     tokens = blocks.shape[1]
     facts = np.dtype([(name, kind) for name, kind, _ in _RECORD])
     record = np.dtype(
         [
-            ("facts", facts, (len(looked_at),)),
+            ("facts", facts, (len(members),)),
             ("degree", "i8", (tokens,)),
             ("connected_component", "i8", (tokens,)),
         ]
@@ -281,7 +281,7 @@ def adjacency(
     found = blocks.map_blocks(
         _adjacency_kernel,
         native=points.type,
-        groups=shared(looked_at),
+        groups=shared(members),
         names=shared(token_labels(scan.ds)),
         k=k,
         record=record,
@@ -298,7 +298,7 @@ def adjacency(
         array = array.assign_coords(population=names)
         result[name] = array.assign_attrs(long_name=long_name)
     for name, long_name in (
-        ("degree", "number of neighbours"),
+        ("degree", "number of neighbors"),
         ("connected_component", "connected component, by its smallest token"),
     ):
         array = scan.wrap(field(found, name), points.variable, rows=rows)
@@ -309,5 +309,5 @@ def adjacency(
 
 
 def _with_all_last(names: list[str], groups: Groups) -> Groups:
-    """The same, and at the end all tokens, of which the numbers per token are."""
+    """The groups and, as the last group, all tokens, which define the values per token."""
     return np.concatenate([groups, np.ones_like(groups[:1])])

@@ -1,6 +1,6 @@
-"""The nearest other vector of each token, and what the distances say of the density.
+"""Distance to the nearest other vector of each token, and the entropy of the cloud.
 
-Tokens that have become one are one vector, and have the same nearest one.
+Identical tokens count as one vector and have the same nearest vector.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Numbers = npt.NDArray[np.int64]
 Wide = npt.NDArray[np.float64]
 Groups = npt.NDArray[np.bool_]
 
-# Distances that are held at a time.
+# Maximum distances in memory.
 _DISTANCES = 1 << 23
 
 
 def _nearest(vectors: Wide) -> Wide:
-    """Distance of each vector to the nearest other one; vectors are finite and distinct.
+    """Distance of each vector to the nearest other one, for finite, distinct vectors.
 
-    |y|² − 2x·y tells which are nearest but for rounding; the distance to all of which that may
-    be true is then taken from differences.
+    |y|² − 2x·y selects the candidates for the nearest vector, up to rounding. Their distances are
+    then computed from differences.
     """
     count = len(vectors)
     if count < 2:
@@ -43,7 +43,7 @@ def _nearest(vectors: Wide) -> Wide:
     about = vectors - vectors.mean(0)
     squares = (about * about).sum(1)
     result = np.empty(count)
-    # Each of the sums is off by no more than its length times the largest of its terms.
+    # The error of each sum is at most its length times its largest term, times epsilon.
     slack = 4 * (about.shape[1] + 4) * np.finfo(np.float64).eps * squares.max()
     size = max(1, _DISTANCES // count)
     for start in range(0, count, size):
@@ -65,8 +65,8 @@ def _exact(vectors: Wide, start: int, candidates: Groups) -> Wide:
     rows, others = np.nonzero(candidates)
     for at in range(0, rows.size, most):
         one, other = rows[at : at + most], others[at : at + most]
-        way = vectors[start + one] - vectors[other]
-        np.minimum.at(result, one, np.sqrt((way * way).sum(1)))
+        difference = vectors[start + one] - vectors[other]
+        np.minimum.at(result, one, np.sqrt((difference * difference).sum(1)))
     return result
 
 
@@ -82,12 +82,12 @@ def _entropy(distances: Wide, hidden: int) -> float:
 
 
 def _nearest_kernel(block: Array, members: Numbers) -> Wide:
-    """Distance of each token, and behind them the entropy: (row, token + 1)."""
+    """Distance of each token, followed by the entropy: (row, token + 1)."""
     result = np.full((len(block), block.shape[1] + 1), np.nan)
     for row, values in enumerate(block):
         if not members.size:
             continue
-        # −0 and +0 are no distance apart.
+        # −0 and +0 have distance 0.
         wide = values[members].astype(np.float64) + 0.0
         first, vector = divide(wide)
         usable = np.isfinite(wide[first]).all(1)
@@ -109,25 +109,25 @@ def nearest_distance(
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : str
-        Among whose vectors; tokens outside it have NaN.
+        Population of the vectors. Other tokens have NaN.
     steps : int or sequence of int, optional
-        Rows to look at; all without it. The work grows with the square of the number of vectors.
+        Steps to compute; default: all. The cost grows with the square of the number of vectors.
 
     Returns
     -------
     Dataset, float64
-        ``nearest_distance`` (step, token), ‖W_i − W_j‖₂ to the nearest j with another vector:
-        identical tokens have the same one. NaN where there is none, or W is not finite.
+        ``nearest_distance`` (step, token), ‖W_i − W_j‖₂ to the nearest j with a different vector;
+        equal for identical tokens. NaN if there is none, or W is not finite.
         ``nearest_entropy`` (step), Kozachenko and Leonenko's estimate of the differential entropy
         of the n distinct finite vectors, D⟨ln d⟩ + ln V_D + ψ(n) − ψ(1), V_D the volume of the unit
-        ball: nat, for W in its units.
+        ball. In nat, for W in its units.
 
     Raises
     ------
     InvalidArgument
-        For another population.
+        For an unknown population.
     StepNotFound
-        If one of the steps was not recorded.
+        If a step was not recorded.
 
     Examples
     --------

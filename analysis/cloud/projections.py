@@ -1,4 +1,4 @@
-"""Shadows of the cloud of tokens on any axes, and what lies across them."""
+"""Projections of tokens on given axes, and their orthogonal parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Wide = npt.NDArray[np.float64]
 
 
 def _orthonormal(axes: Wide) -> Wide:
-    """Unit vectors that span the same space, as rows; NaN where an axis is not finite or zero."""
+    """Orthonormal rows that span the same space; NaN if an axis is zero or not finite."""
     with np.errstate(invalid="ignore", divide="ignore"):
         unit = axes / vector_norm(axes)[:, None]
     if not np.isfinite(unit).all():
@@ -36,7 +36,7 @@ def _orthonormal(axes: Wide) -> Wide:
 
 
 def _project(W: Array, axes: Wide) -> Wide:
-    """Of each vector: along each axis, and the length of what is across all of them."""
+    """Coordinates of each vector along each axis, and the length of its orthogonal part."""
     axes = np.broadcast_to(axes, (len(W), *axes.shape[1:]))
     rows, tokens, _ = W.shape
     count = axes.shape[1]
@@ -46,7 +46,7 @@ def _project(W: Array, axes: Wide) -> Wide:
             wide = W[row].astype(np.float64)
             for number, axis in enumerate(axes[row]):
                 result[row, :, number] = hidden_sum(wide * (axis / vector_norm(axis)))
-            # Twice, for what is left of a vector along the axes is rounding.
+            # Twice, to remove the remaining rounding error along the axes.
             for axis in (*_orthonormal(axes[row]),) * 2:
                 wide -= hidden_sum(wide * axis)[:, None] * axis
             result[row, :, count] = vector_norm(wide)
@@ -58,28 +58,28 @@ Axes = str | npt.ArrayLike | xr.DataArray
 
 @quantity()
 def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
-    """Each token along any vectors, and across them: in their orthogonal complement.
+    """Coordinates of each token along given vectors, and the length of its orthogonal part.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     axes : {'centroid', 'hidden_mean'}, array (hidden) or (axis, hidden), or DataArray
-        What to project on; lengths do not count. The centroid is that of all tokens at the same
-        step, ``hidden_mean`` the recorded h̄ of the step; a DataArray has a dimension hidden, and
-        may have step (each of `ds`) and axis.
+        Axes to project on, of any length. ``centroid`` is that of all tokens at the same step,
+        ``hidden_mean`` the recorded h̄ of the step. A DataArray has the dimension hidden, and
+        optionally step (every step of `ds`) and axis.
 
     Returns
     -------
     Dataset, float64
         ``projection`` (step, token, axis), W·a/‖a‖; ``across`` (step, token), the length of the
-        part of W that is orthogonal to all axes. Units of W. NaN where an axis is zero or not
-        finite, as h̄ of row 0.
+        part of W that is orthogonal to all axes. Units of W. NaN if an axis is zero or not finite,
+        such as h̄ of row 0.
 
     Raises
     ------
     InvalidArgument
-        If the axes are none of these, or of other sizes than W.
+        If the axes are unknown or do not match the size of W.
     VariableNotRecorded
         If ``hidden_mean`` was not recorded.
 
@@ -127,7 +127,7 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
 
 
 def _directions(scan: Scan, axes: Axes) -> xr.DataArray:
-    """Vectors to project on, (axis, hidden), perhaps with step."""
+    """Vectors to project on, (axis, hidden), optionally with step."""
     hidden = scan.variable("W").sizes["hidden"]
     if isinstance(axes, str):
         return _named_direction(scan, axes).expand_dims("axis").assign_coords(axis=[axes])
@@ -149,21 +149,21 @@ def _directions(scan: Scan, axes: Axes) -> xr.DataArray:
     wrong = {dim: size for dim, size in axes.sizes.items() if expected.get(dim, size) != size}
     if wrong or not {"axis", "hidden"} <= set(axes.dims) <= {"step", "axis", "hidden"}:
         raise InvalidArgument(
-            f"got axes with {dict(axes.sizes)}, expected hidden={hidden}, and perhaps axis and "
+            f"got axes with {dict(axes.sizes)}, expected hidden={hidden}, and optionally axis and "
             f"step={scan.rows}"
         )
     return axes.astype(np.float64)
 
 
 def _named_direction(scan: Scan, name: str) -> xr.DataArray:
-    """One vector of each step by its name, float64 (step, hidden).
+    """A named vector per step, float64 (step, hidden).
 
     Raises
     ------
     InvalidArgument
-        For another name.
+        For an unknown name.
     VariableNotRecorded
-        If it was not recorded.
+        If the vector was not recorded.
     """
     if name == "centroid":
         return centroid(scan, "all")["centroid"].drop_vars("population")

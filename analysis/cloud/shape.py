@@ -1,4 +1,4 @@
-"""Shape of the cloud of tokens: its principal axes, and its inertia at each step."""
+"""Shape of the cloud of tokens: principal axes, and inertia at each step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["inertia", "pca", "scores_along_axes"]
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 
-# Scatters of rows that are made by one task, and wait to be added up.
+# Maximum bytes of scatter matrices per task.
 _SCATTER_BYTES = 8 << 20
 
 
 def _scatter(vectors: Array) -> tuple[Wide, Wide]:
-    """Mean, and sum of the products of the deviations from it."""
+    """Mean, and sum of products of the deviations from it."""
     wide = vectors.astype(np.float64)
     mean = wide.mean(0)
     wide -= mean
@@ -38,21 +38,21 @@ def _scatter(vectors: Array) -> tuple[Wide, Wide]:
 
 
 def _principal(covariance: Wide) -> tuple[Wide, Wide]:
-    """Eigenvalues, the largest first, and eigenvectors as rows; NaN of what is not finite.
+    """Eigenvalues, largest first, and eigenvectors as rows; NaN if not finite.
 
-    Of the two directions of an axis, the one in which its largest element is positive.
+    The sign of an eigenvector makes its largest element positive.
     """
     if not np.isfinite(covariance).all():
         return np.full(len(covariance), np.nan), np.full(covariance.shape, np.nan)
     values, vectors = np.linalg.eigh(covariance)
     axes = vectors.T[::-1]
     largest = np.take_along_axis(axes, np.abs(axes).argmax(1)[:, None], 1)
-    # What is below zero is rounding.
+    # Values below zero are rounding errors.
     return np.maximum(values[::-1], 0), axes * np.where(largest < 0, -1.0, 1.0)
 
 
 def _ranks(spectrum: Wide) -> tuple[float, float]:
-    """Effective rank and participation ratio of a spectrum; NaN where there is no spread."""
+    """Effective rank and participation ratio of a spectrum; NaN without any variance."""
     total = spectrum.sum()
     if not total > 0:
         return np.nan, np.nan
@@ -68,7 +68,7 @@ def _scatters(chunks: list[Array], members: Array) -> list[tuple[int, Wide, Wide
         for row in range(len(chunks[0])):
             vectors = np.concatenate([chunk[row] for chunk in chunks])
             vectors = vectors if members.size == len(vectors) else vectors[members]
-            if not np.isfinite(vectors).all():  # rare, and looking is faster than choosing
+            if not np.isfinite(vectors).all():  # rare; the check is faster than a selection
                 vectors = vectors[np.isfinite(vectors).all(1)]
             if len(vectors):
                 result.append((len(vectors), *_scatter(vectors)))
@@ -78,9 +78,9 @@ def _scatters(chunks: list[Array], members: Array) -> list[tuple[int, Wide, Wide
 def _gather(
     state: tuple[int, Wide, Wide] | None, rows: list[tuple[int, Wide, Wide]]
 ) -> tuple[int, Wide, Wide] | None:
-    """Number, mean and scatter of all vectors so far, with those of some rows; None of none.
+    """Add some rows to the number, mean and scatter of all vectors; None without any.
 
-    One row after the other, so that the sums do not depend on the blocks.
+    Rows are added in sequence, so that the sums do not depend on the blocks.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         for own in rows:
@@ -91,9 +91,9 @@ def _gather(
 def _both(one: tuple[int, Wide, Wide], other: tuple[int, Wide, Wide]) -> tuple[int, Wide, Wide]:
     """Pairwise combination of sums of squares: Chan, Golub and LeVeque, 1983."""
     total = one[0] + other[0]
-    way = other[1] - one[1]
-    scatter = one[2] + other[2] + np.outer(way, way) * (one[0] * other[0] / total)
-    return total, one[1] + way * (other[0] / total), scatter
+    difference = other[1] - one[1]
+    scatter = one[2] + other[2] + np.outer(difference, difference) * (one[0] * other[0] / total)
+    return total, one[1] + difference * (other[0] / total), scatter
 
 
 def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:
@@ -106,12 +106,12 @@ def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:
 
 
 def _with_first(made: Wide, first: Wide) -> Wide:
-    """As `_axes_of` gives it, with this first axis, and then the principal ones across it."""
+    """Replace the axes of `_axes_of` by a given first axis, and principal axes orthogonal to it."""
     spectrum, axes = made[1], made[2:]
     covariance = (axes.T * spectrum) @ axes
     whole, taken = np.trace(covariance), np.outer(first, first)
     across = np.eye(len(first)) - taken
-    # Below zero along the first axis, so that it is the last one, which is left out.
+    # A negative variance along the first axis makes it the last one, which is dropped.
     values, others = _principal(across @ covariance @ across - taken * (whole or 1))
     variances = [first @ covariance @ first, *(values[:-1] if whole else 0 * values[:-1])]
     return np.concatenate([made[:1], [variances], first[None], others[:-1]])
@@ -137,50 +137,50 @@ def pca(
     basis: str | int = "all",
     first: Literal["hidden_mean"] | None = None,
 ) -> xr.Dataset:
-    """Principal axes of a population, one fixed basis for all steps, and each token along them.
+    """Principal axes of a population, one basis for all steps, and all tokens projected on them.
 
-    The covariance is gathered row by row, so that never more than a block of rows is held.
+    The covariance is accumulated row by row, so memory holds at most a block of rows.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : str
-        Whose vectors make the basis.
+        Population whose vectors define the basis.
     components : int
-        How many axes tokens are projected on.
+        Number of axes to project tokens on.
     basis : {'all', 'last'} or int
-        Rows that make it: all of them, the last one, or the row of that step.
+        Rows that define the basis: all, the last one, or the row of a step.
     first : 'hidden_mean', optional
-        Have the first axis be the direction of h̄, its mean over the steps, and the others those of
-        the largest spread orthogonal to it.
+        Use the direction of h̄, averaged over the steps, as the first axis. The others are principal
+        axes orthogonal to it.
 
     Returns
     -------
     Dataset, float64
         ``spectrum`` (principal), eigenvalues of the covariance Σ(W − W̄)(W − W̄)ᵀ/n over tokens and
-        rows, the largest first, in units of W squared (with `first`, the variance along each axis);
-        ``effective_rank``, exp(−Σ p ln p) of their
-        shares p (Roy and Vetterli, EUSIPCO 2007), and ``participation_ratio``, 1/Σp²;
-        ``basis_mean`` (hidden) and ``basis`` (component, hidden), of unit length, the largest
-        element positive; ``scores`` (step, token, component) of *all* tokens, (W − W̄)·basis, of
-        the type of a norm. A vector that is not finite has no part in the basis, and no scores.
-        NaN where the population has no others; the ranks also where all vectors are one.
+        rows, largest first, in units of W squared (with `first`, the variance along each axis);
+        ``effective_rank``, exp(−Σ p ln p) of their fractions p (Roy and Vetterli, EUSIPCO 2007),
+        and ``participation_ratio``, 1/Σp²; ``basis_mean`` (hidden) and ``basis`` (component,
+        hidden), of unit length, with a positive largest element; ``scores`` (step, token,
+        component) of *all* tokens, (W − W̄)·basis, of the type of a norm. Vectors that are not
+        finite are excluded from the basis, and their scores are NaN. All results are NaN if the
+        population has no finite vectors; the ranks also if all vectors are equal.
 
     Raises
     ------
     InvalidArgument
-        For another population, basis or first axis, or a number of components that is not within
-        1 and hidden.
+        For an unknown population, basis or first axis, or a number of components that is not from 1
+        to hidden.
     StepNotFound
         If the step of the basis was not recorded.
     VariableNotRecorded
-        If h̄ was not, and is to be the first axis.
+        If h̄ is the first axis and was not recorded.
 
     Examples
     --------
     >>> found = pca(ds, "dead", components=2)
-    >>> found.effective_rank.values.round(3).item()  # they move along one line
+    >>> found.effective_rank.values.round(3).item()  # dead tokens move along one line
     1.0
     """
     blocks = scan.blocks("W")
@@ -206,7 +206,7 @@ def pca(
     scores = da.blockwise(
         of_only_blocks,
         "stc",
-        # Read a second time, when the basis is known: all blocks would wait for it otherwise.
+        # Read again after the basis is known. Otherwise all blocks would stay in memory.
         read_again(blocks, made),
         "sth",
         made,
@@ -240,14 +240,14 @@ def pca(
 
 
 def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
-    """Coordinates of all tokens of a prepared Dataset along axes that are known.
+    """Coordinates of all tokens of a prepared Dataset along known axes.
 
     Parameters
     ----------
     scan : Scan
-        With ``W``; its rows and tokens need not be those that the axes were made of.
+        With ``W``. Its rows and tokens may differ from those that defined the axes.
     found : Dataset
-        ``basis`` and ``basis_mean`` as of `pca`, computed.
+        Computed ``basis`` and ``basis_mean`` of `pca`.
 
     Returns
     -------
@@ -304,32 +304,32 @@ def _inertia_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]
 
 @quantity()
 def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
-    """How far each population is spread along its own principal axes, at each step.
+    """Variance of each population along its own principal axes at each step.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : str, optional
-        Only this one; the result then has no dimension population.
+        A single population. The result then has no dimension population.
 
     Returns
     -------
     Dataset, float64
-        ``inertia`` (step, population, principal), eigenvalues of the covariance of the tokens of
-        that step, the largest first, in units of W squared: their sum is the mean square distance
-        from the centroid. ``inertia_rank`` (step, population), their effective rank, as for `pca`;
-        NaN where all tokens are one. A population without tokens has NaN.
+        ``inertia`` (step, population, principal), eigenvalues of the covariance of the tokens at a
+        step, largest first, in units of W squared. Their sum is the mean square distance from the
+        centroid. ``inertia_rank`` (step, population), their effective rank as in `pca`, NaN if all
+        tokens are equal. A population without tokens has NaN.
 
     Raises
     ------
     InvalidArgument
-        For another population.
+        For an unknown population.
 
     Examples
     --------
     >>> found = inertia(ds, "all").inertia.isel(step=0, principal=slice(2)).values
-    >>> found.round(3)  # two points at first, on one line
+    >>> found.round(3)  # two distinct vectors at first
     array([0.162, 0.   ])
     """
     unit = scan.units

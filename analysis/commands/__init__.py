@@ -1,4 +1,4 @@
-"""Commands of the command line that analyze runs.
+"""Commands that analyze runs.
 
 ``analyze``
     The command `analyze`.
@@ -11,7 +11,7 @@
 ``report``
     The command `report`.
 ``step_options``
-    Options about steps: which are shown, and how many without motion are rest.
+    Options that select steps, and the number of unchanged steps of a frozen token.
 ``summary``
     The command `summary`.
 """

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
@@ -27,7 +27,7 @@ __all__ = ["analyze"]
 
 
 def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
-    """Print what `analyze` can be asked for, and end."""
+    """Print the quantities that `analyze` computes, and exit."""
     if not wanted:
         return
     from trajstore import analysis
@@ -38,7 +38,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
         options = ", ".join(quantity.options)
         out.print(f"{name}  {summary}{f' Options: {options}.' if options else ''}")
     for name, function in ACROSS_RUNS.items():
-        out.print(f"{name}  {(function.__doc__ or '').splitlines()[0]} Of several runs.")
+        out.print(f"{name}  {(function.__doc__ or '').splitlines()[0]} Requires several runs.")
     ctx.exit()
 
 
@@ -49,31 +49,31 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     is_eager=True,
     expose_value=False,
     callback=_list_quantities,
-    help="List the quantities with their options, and end.",
+    help="List the quantities with their options, and exit.",
 )
 @click.argument("words", nargs=-1, required=True, metavar="RUN… QUANTITY…")
 @click.option(
     "-o",
     "--output",
     type=click.Path(),
-    help="What to write, streamed: .nc, .zarr, or .csv (a file for each set of dimensions).",
+    help="File to write: .nc, .zarr, or .csv (one file per set of dimensions).",
 )
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="NAME=VALUE",
-    help="An option of a single quantity, such as since=previous. Repeatable.",
+    help="Option of a single quantity, such as since=previous. Repeatable.",
 )
 @STEPS
 @WITHIN
-@STILLNESS
+@UNCHANGED
 @COMMON_STEPS
-@click.option("--by-population", is_flag=True, help="Statistics over each population.")
+@click.option("--by-population", is_flag=True, help="Compute statistics over each population.")
 @LATTICE
 @POPULATIONS
-@click.option("--scheduler", metavar="ADDRESS", help="A dask cluster to compute on.")
-@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@click.option("--scheduler", metavar="ADDRESS", help="Scheduler of a dask cluster to compute on.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @JSON
 @sentences
 def analyze(
@@ -82,7 +82,7 @@ def analyze(
     assignments: tuple[str, ...],
     steps: str | None,
     within: bool,
-    min_still: int | None,
+    min_unchanged: int | None,
     common_steps: bool,
     by_population: bool,
     lattice: str,
@@ -91,15 +91,15 @@ def analyze(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Compute quantities of a run in one pass, and write them or tell what they are like.
+    """Compute quantities of a run in one pass. Write them, or print a summary.
 
-    Of several runs, of each of them, along run.
+    For several runs, computes the quantities of each, along the dimension run.
 
     \b
     Example:
       trajstore analyze --list
       trajstore analyze gatsby.zarr freeze
-      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-still 10
+      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-unchanged 10
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
@@ -123,7 +123,7 @@ def analyze(
     runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
     if not quantities:
         raise InvalidArgument(
-            "name a quantity after the run, such as freeze; trajstore analyze --list lists them"
+            "no quantity given; add one after the run, such as freeze (trajstore analyze --list)"
         )
     ds = analysis.with_populations(
         opened(runs, common_steps=common_steps), given_populations(populations)
@@ -136,7 +136,7 @@ def analyze(
         lattice=lattice,
         steps=steps,
         within=within,
-        min_still=min_still,
+        min_unchanged=min_unchanged,
     )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
@@ -151,9 +151,7 @@ def analyze(
         sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
         print_notes(without_tokens(sizes))
         if steps is not None and not within:
-            print_notes(
-                ["every value is that of the whole run; --within computes from --steps alone"]
-            )
+            print_notes(["values are those of the whole run; --within computes from --steps only"])
     elif as_json:
         print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
     else:
@@ -161,8 +159,8 @@ def analyze(
 
 
 def print_description(facts: dict[str, Any]) -> None:
-    """Print what `describe` found: a line for each population."""
-    printed = table("", "variable", "dimensions", "least", "mean", "largest", "NaN", "units")
+    """Print the result of `describe`, one line per population."""
+    printed = table("", "variable", "dimensions", "min", "mean", "max", "NaN", "units")
     for name, fact in facts.items():
         parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
         dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
@@ -175,13 +173,13 @@ def print_description(facts: dict[str, Any]) -> None:
     _print_flags(facts)
     for name, fact in facts.items():
         if "values" in fact:
-            _print_census(name, fact["labels"], fact["values"])
+            _print_counts(name, fact["labels"], fact["values"])
 
 
 def _print_flags(facts: dict[str, Any]) -> None:
-    """Print how many values are categories, or stand for no number, where there are any."""
+    """Print the counts of categories and of special values, if there are any."""
     printed = table(
-        "Values that are no numbers", "variable", "value", "count", "share", words=(0, 1)
+        "Categories and special values", "variable", "value", "count", "fraction", words=(0, 1)
     )
     for name, fact in facts.items():
         parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
@@ -194,8 +192,8 @@ def _print_flags(facts: dict[str, Any]) -> None:
         print_table(printed)
 
 
-def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
-    """Print a table of counts: the labels of its last dimension are the columns."""
+def _print_counts(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
+    """Print a table of counts. Its columns are the labels of the last dimension."""
     *dims, last = labels
     printed = table(name, *dims, *labels[last], words=(0, *range(len(dims))))
     for place in itertools.product(*(range(len(labels[dim])) for dim in dims)):

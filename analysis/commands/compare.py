@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
-_SETTINGS = 12  # that differ and are named
+_SETTINGS = 12  # maximum differing settings to print
 
 
 @click.command()
@@ -28,10 +28,10 @@ _SETTINGS = 12  # that differ and are named
 @JSON
 @sentences
 def compare(run: str, other: str, as_json: bool) -> None:
-    """Tell at which step two runs first differ in any bit, in what, and how far they go apart.
+    """Print the first step at which two runs differ in any bit, where, and how far they diverge.
 
-    Runs of one content digest hold the same rows, and are not read. Exits with 0 also when they
-    differ; scripts read that from --json.
+    Runs with the same content digest hold the same rows and are not read. Exits with 0 even if the
+    runs differ; scripts can read the result from --json.
 
     \b
     Example:
@@ -80,12 +80,12 @@ def compare(run: str, other: str, as_json: bool) -> None:
 
 
 def _of_common_tokens(first: xr.Dataset, second: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
-    """Two runs, with the tokens that both have, where they are not the same.
+    """Restrict two runs to their common tokens.
 
     Raises
     ------
     InvalidArgument
-        If they have none in common.
+        If they have no common token.
     """
     import numpy as np
 
@@ -95,16 +95,16 @@ def _of_common_tokens(first: xr.Dataset, second: xr.Dataset) -> tuple[xr.Dataset
     if np.array_equal(first["token"].values, second["token"].values):
         return first, second
     if not ids.size:
-        raise InvalidArgument("these runs have no token in common, so nothing can be compared")
+        raise InvalidArgument("the runs have no common token; compare runs with common token ids")
     return first.isel(token=one), second.isel(token=other)
 
 
 def print_comparison(facts: dict[str, Any]) -> None:
-    """Print what `analysis.compare` found, as the command `compare` puts it."""
+    """Print the result of `analysis.compare`."""
     common, first, second = (facts["steps"][key] for key in ("common", "first", "second"))
     differing = [name for name, fact in facts["variables"].items() if fact["differing_steps"]]
     verdict = f"differ in {', '.join(differing)}" if differing else "are identical, bit for bit"
-    unread = ", by their content digests; nothing was read (`trajstore verify` does)"
+    unread = " according to their content digests; no row was read (`trajstore verify` reads all)"
     out.print(
         f"Over {counted(common, 'common step')} and "
         f"{counted(len(facts['variables']), 'common variable')}, the runs {verdict}"
@@ -114,7 +114,7 @@ def print_comparison(facts: dict[str, Any]) -> None:
     if not tokens["common"] == tokens["first"] == tokens["second"]:
         out.print(
             f"The first run has {tokens['first']:,} tokens, the second {tokens['second']:,}; only "
-            f"the {tokens['common']:,} that both have are compared."
+            f"the {tokens['common']:,} common tokens are compared."
         )
     if not common == first == second:
         out.print(f"The first run has {counted(first, 'row')}, the second {second:,}.")
@@ -129,7 +129,13 @@ def print_comparison(facts: dict[str, Any]) -> None:
     if not differing:
         return
     printed = table(
-        "", "variable", "first differs at step", "steps", "distance there", "largest", "at the end"
+        "",
+        "variable",
+        "first differing step",
+        "differing steps",
+        "distance at first",
+        "largest",
+        "at last",
     )
     for name in differing:
         fact = facts["variables"][name]

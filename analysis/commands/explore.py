@@ -1,4 +1,4 @@
-"""The command that shows a run in a browser: explore."""
+"""The command `explore`, which shows a run in a browser."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["explore"]
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; by default only this machine can look.",
+    help="Address to listen on. The default allows connections from this machine only.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=5006,
     show_default=True,
-    help="Port to listen on; 0 for a free one.",
+    help="Port to listen on; 0 selects a free port.",
 )
 @click.option("--open", "browse", is_flag=True, help="Open the page in a browser.")
 @sentences
 def explore(run: str, host: str, port: int, browse: bool) -> None:
-    """Show a run in a browser: tokens in a plane, step by step, layers, curves, single tokens.
+    """Show a run in a browser: token positions per step, heatmap, curves, single tokens.
 
-    The run is read once, and then its page is served, until Ctrl-C. Also while it is recorded: new
-    rows come by themselves. The page asks nothing of the network.
+    Reads the run once and serves its page until Ctrl-C. Works during recording: new rows appear
+    automatically. The page loads nothing from the network.
 
     \b
     Example:
@@ -53,7 +53,7 @@ def explore(run: str, host: str, port: int, browse: bool) -> None:
     with AnalysisProgress() as progress:
         live = LiveRun(run, progress.show)
     with live, serving(live, host, port) as serve:
-        out.print(Text(f"{run} is shown at {address(host, port)} until Ctrl-C."))
+        out.print(Text(f"Serving {run} at {address(host, port)} until Ctrl-C."))
         if browse:
             webbrowser.open(address(host, port))
         number = serve()

@@ -9,8 +9,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
@@ -25,7 +25,7 @@ class _Size(click.ParamType[tuple[float, float]]):
     name = "WxH"
 
     def convert(self, value: str, param: Any, ctx: Any) -> tuple[float, float]:
-        """Numbers of a text such as 8x5."""
+        """Parse a text such as 8x5."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", value)
         width, height = map(float, found.groups()) if found else (0.0, 0.0)
         if not 1 <= min(width, height) <= max(width, height) <= 100:
@@ -33,52 +33,60 @@ class _Size(click.ParamType[tuple[float, float]]):
         return width, height
 
 
-@click.command()
+def _american(word: str) -> str:
+    """The option name in American spelling."""
+    return "color" if word == "colour" else word
+
+
+@click.command(context_settings={"token_normalize_func": _american})
 @click.argument("words", nargs=-1, required=True, metavar="RUN… KIND…")
 @click.option(
     "-o",
     "--output",
     type=click.Path(),
-    help="PNG, SVG or PDF by its ending; default: RUN-KIND.png, of several RUN-figures.png.",
+    help="File to write: .png, .svg or .pdf; default: RUN-KIND.png, or RUN-figures.png for several "
+    "kinds.",
 )
 @STEPS
 @WITHIN
-@click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Only these tokens.")
+@click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Show only these tokens.")
 @click.option(
     "--population",
     metavar="NAME|NAME=EXPR|NAME=FILE",
-    help="Only dead, live, all or mostly_dead tokens, or those of an expression or file, such as "
-    "'rare=token_count < 10'.",
+    help="Show only dead, live, all or mostly_dead tokens, or those of an expression or file, "
+    "such as 'rare=token_count < 10'.",
 )
 @click.option(
     "--log",
     type=Choice(("none", "x", "y", "xy")),
-    help="Which axes are logarithmic; default: what suits the figure.",
+    help="Logarithmic axes; default: chosen by the figure.",
 )
-@STILLNESS
+@UNCHANGED
 @LATTICE
 @click.option(
-    "--colour",
+    "--color",
     type=Choice(("regime", "hop")),
     default="regime",
-    help="What the colours of stratigraphy say.",
+    help="Colors of the heatmap: regime, or mean hop.",
 )
 @click.option(
     "--plane",
     type=Choice(("principal", "hidden_mean")),
     default="principal",
-    help="Plane of trajectory.",
+    help="Plane of projection for trajectory.",
 )
 @COMMON_STEPS
-@click.option("--with", "other", type=click.Path(), help="One more run, also with other steps.")
+@click.option(
+    "--with", "other", type=click.Path(), help="Additional run, which may have other steps."
+)
 @click.option(
     "--label",
     "labels",
     multiple=True,
-    help="Of each run, in their order; default: the settings in which they differ. Runs of one "
-    "label are shown as their mean and spread.",
+    help="Label of each run, in order; default: the differing settings. Runs with the same label "
+    "are shown as mean and spread. Repeatable.",
 )
-@click.option("--title", help="In place of what is shown, and of which run.")
+@click.option("--title", help="Title of the figure; default: kind and run.")
 @click.option("--size", type=_Size(), help="Width and height in inches, such as 8x5.")
 @click.option(
     "--style",
@@ -87,7 +95,7 @@ class _Size(click.ParamType[tuple[float, float]]):
     help="Dark ink on white, or light ink on black.",
 )
 @click.option("--dpi", type=int, default=150, help="Dots per inch; default: 150.")
-@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @sentences
 def plot(
     words: tuple[str, ...],
@@ -97,9 +105,9 @@ def plot(
     tokens: str | None,
     population: str | None,
     log: str | None,
-    min_still: int | None,
+    min_unchanged: int | None,
     lattice: str,
-    colour: str,
+    color: str,
     plane: str,
     common_steps: bool,
     other: str | None,
@@ -110,20 +118,21 @@ def plot(
     dpi: int,
     overwrite: bool,
 ) -> None:
-    """Draw figures of a run; several kinds, or `all`, make one sheet. Also while it is recorded.
+    """Draw figures of a run. Several kinds, or `all`, make one sheet. Works during recording.
 
-    Of several runs each has a line, labeled by the settings in which they differ; of more than
-    eight, those that differ in their seeds only have a mean and its spread. Kinds without lines
-    show each run in a panel of its own.
+    For several runs, each has a line with its differing settings as label. Of more than eight runs,
+    those that differ only in their seeds are shown as mean and spread. Kinds without lines show
+    each run in its own panel.
 
-    Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
-    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, clusters, logits, parameters, seams; of several runs divergence.
+    Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
+    hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
+    autocorrelation, moments, clusters, logits, parameters, discontinuities;
+    for several runs also divergence.
 
     \b
     Example:
       trajstore plot gatsby.zarr gradients
-      trajstore plot gatsby.zarr freeze last-motion causes -o rest.pdf
+      trajstore plot gatsby.zarr freeze last-motion causes -o freeze.pdf
       trajstore plot gatsby.zarr all --style dark
       trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
       trajstore plot runs/*.zarr gradients --population dead -o dead.png
@@ -155,11 +164,11 @@ def plot(
     options = Options(
         population=chosen,
         lattice=lattice,
-        colour=colour,
+        color=color,
         plane=plane,
         steps=steps,
         within=within,
-        min_still=min_still or MIN_STILL,
+        min_unchanged=min_unchanged or MIN_UNCHANGED,
     )
     if "all" not in kinds:
         for figure in figures:
@@ -182,4 +191,4 @@ def plot(
     canvas = draw_sheet(found, style=style, log=log, title=title, size=size)
     save(canvas, target, dpi=dpi, overwrite=overwrite)
     out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
-    print_notes(f"without {name}, for {why}" for name, why in found.left_out.items())
+    print_notes(f"{name} is left out: {why}" for name, why in found.left_out.items())

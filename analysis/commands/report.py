@@ -8,8 +8,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import RUNS
 from trajstore.cli.progress import AnalysisProgress
@@ -21,27 +21,32 @@ __all__ = ["report"]
 @click.command()
 @RUNS
 @click.option(
-    "-o", "--output", type=click.Path(), help="The page; default: RUN.html, of several runs.html."
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="File to write; default: RUN.html, or runs.html for several runs.",
 )
 @STEPS
 @WITHIN
-@STILLNESS
-@click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
-@click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
+@UNCHANGED
+@click.option(
+    "--verify", "check", is_flag=True, help="Verify every stored byte and report the result."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing page.")
 @sentences
 def report(
     runs: tuple[str, ...],
     output: str | None,
     steps: str | None,
     within: bool,
-    min_still: int | None,
+    min_unchanged: int | None,
     check: bool,
     overwrite: bool,
 ) -> None:
-    """Write a page about a run: what happened, tables, figures, and how to reproduce it.
+    """Write an HTML report on a run: main results, tables, figures, and how to reproduce it.
 
-    One file of HTML, which asks nothing of the network. Of several runs, or the folder of a sweep,
-    one page that compares them.
+    The report is a single file that loads nothing from the network. For several runs or the folder
+    of a sweep, it compares them.
 
     \b
     Example:
@@ -60,7 +65,7 @@ def report(
         how: Any = {
             "steps": steps,
             "within": within,
-            "min_still": min_still or MIN_STILL,
+            "min_unchanged": min_unchanged or MIN_UNCHANGED,
             "check": check,
             "overwrite": overwrite,
             "report": progress.show,

@@ -1,26 +1,27 @@
-"""Options about steps: which are shown, and how many without motion are rest."""
+"""Options that select steps, and the number of unchanged steps of a frozen token."""
 
 from __future__ import annotations
 
 import click
 
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 
-__all__ = ["STEPS", "STILLNESS", "WITHIN"]
+__all__ = ["STEPS", "UNCHANGED", "WITHIN"]
 
 STEPS = click.option(
     "--steps",
     metavar="A:B:K",
-    help="Show these steps only, such as 0:500 or 0:10000:10, of what the whole run gives.",
+    help="Show only these steps, such as 0:500 or 0:10000:10. Values are still those of the "
+    "whole run.",
 )
 WITHIN = click.option(
     "--within",
     is_flag=True,
-    help="Compute from --steps alone, as if the run had no other steps.",
+    help="Compute from --steps only, as if the run had no other steps.",
 )
-STILLNESS = click.option(
-    "--min-still",
+UNCHANGED = click.option(
+    "--min-unchanged",
     type=click.IntRange(1),
-    help="Steps without motion, up to the last one, that make a token frozen; "
-    f"default: {MIN_STILL}.",
+    help="Minimum steps without motion at the end of the run for a frozen token; "
+    f"default: {MIN_UNCHANGED}.",
 )

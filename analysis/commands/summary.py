@@ -27,9 +27,10 @@ __all__ = ["summary"]
 def summary(
     runs: tuple[str, ...], lattice: str, populations: tuple[str, ...], as_json: bool
 ) -> None:
-    """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
+    """Print gradients, displacement, centroid, logits and loss at the first and last step.
 
-    Of several runs, or the folder of a sweep, a table with a line for each, or a list with --json.
+    For several runs or the folder of a sweep, prints one table with a line per run, or a list with
+    --json.
 
     \b
     Example:
@@ -77,12 +78,12 @@ def _json_facts(facts: xr.Dataset) -> dict[str, dict[str, Any]]:
 
 
 def print_summary(summary: xr.Dataset) -> None:
-    """Print what `analysis.summary` computed.
+    """Print the result of `analysis.summary`.
 
     Parameters
     ----------
     summary : Dataset
-        Computed.
+        A computed result.
     """
     steps = dict(zip(("first", "last"), summary["when_step"].values.tolist(), strict=True))
     tokens = dict(
@@ -94,8 +95,8 @@ def print_summary(summary: xr.Dataset) -> None:
     )
     if "grad_norms" in summary:
         printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
-        told = [name for name in tokens if name != "all" and tokens[name]] or ["all"]
-        for population in told:
+        shown = [name for name in tokens if name != "all" and tokens[name]] or ["all"]
+        for population in shown:
             for when, step in steps.items():
                 norms = summary["grad_norms"].sel(population=population, when=when)
                 values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
@@ -107,7 +108,7 @@ def print_summary(summary: xr.Dataset) -> None:
         if "dead" not in tokens:
             pass
         elif not tokens["dead"]:
-            out.print("There are no dead tokens: every id occurs in the text.")
+            out.print("There are no dead tokens: every token occurs in the corpus.")
         elif largest == 0:
             out.print("Dead token gradients are EXACTLY ZERO: only weight decay can move them.")
         else:
@@ -144,4 +145,4 @@ def print_summary(summary: xr.Dataset) -> None:
         out.print(f"Loss: {losses}")
     print_notes(without_tokens({n: tokens[n] for n in tokens if n not in ("dead", "live", "all")}))
     if "dead" not in tokens:
-        out.print("Nothing says which tokens are dead; tell it with: trajstore annotate --help")
+        out.print("Dead tokens are not labeled; label them with trajstore annotate.")

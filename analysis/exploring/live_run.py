@@ -103,12 +103,12 @@ class LiveRun:
             history = grown(seen.history, open_run(self._path))
             self.seen = self._whole(seen.version + 1, history, look)
             self._attributes = look.attributes
-        elif look.standing != seen.standing or seen.trouble:
-            self.seen = replace(seen, version=seen.version + 1, standing=look.standing, trouble="")
+        elif look.status != seen.standing or seen.trouble:
+            self.seen = replace(seen, version=seen.version + 1, standing=look.status, trouble="")
 
     def _look(self) -> Look:
         look = self._follower.look()
-        if look.standing == "absent":
+        if look.status == "absent":
             path = os.fspath(self._path)
             raise RunNotFound(f"there is no run at {path}{runs_beside(Path(path))}")
         return look
@@ -120,7 +120,7 @@ class LiveRun:
             history=history,
             tokens=TokenList(ds),
             ds=ds,
-            standing=look.standing,
+            standing=look.status,
         )
 
     def _follow(self) -> None:

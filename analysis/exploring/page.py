@@ -13,7 +13,7 @@ import numpy as np
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.tokens import cause_sentences, nearest, token_history
-from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, population_color
 from trajstore.analysis.figures.titles import titled_runs
 
 __all__ = ["Page"]
@@ -117,7 +117,7 @@ class Page:
             return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
 
         names = self._seen.history.populations
-        colours = {name: population_colour(name) for name in names}
+        colours = {name: population_color(name) for name in names}
         share = self._seen.history.plane["share"].values
         plane = f"the plane of the largest spread of W ({share[0]:.1%} and {share[1]:.1%} of it)"
         curves = [
@@ -125,7 +125,7 @@ class Page:
             for name, title in _CURVES.items()
             if name in self._seen.history.curves
         ]
-        causes = dict(list(CAUSE_COLOURS.items())[1:])
+        causes = dict(list(CAUSE_COLORS.items())[1:])
         of_token = [
             titled(title, self._token_curve(name), causes if name == "hop" else None)
             for name, title in _OF_TOKEN.items()
@@ -141,7 +141,7 @@ class Page:
                 wide(self._search, self._found, self._table, self._token),
             ),
             row(*of_token),
-            row(titled(layers, self._layers(), REGIME_COLOURS), *curves),
+            row(titled(layers, self._layers(), REGIME_COLORS), *curves),
             sizing_mode="stretch_width",
         )
 

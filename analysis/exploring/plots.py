@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.exploring.run_history import RunHistory
-from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, population_color
 from trajstore.analysis.optimizer.freeze_causes import CAUSES
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 
@@ -67,7 +67,7 @@ def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> An
 
 
 def _colours(of_kind: npt.NDArray[np.str_]) -> dict[str, str]:
-    return {str(name): population_colour(str(name)) for name in np.unique(of_kind)}
+    return {str(name): population_color(str(name)) for name in np.unique(of_kind)}
 
 
 def shaded(points: Any, of_kind: npt.NDArray[np.str_], xlim: Limits, ylim: Limits) -> Any:
@@ -111,8 +111,8 @@ def layer_plot(layers: xr.Dataset) -> Any:
     # Steps may have gaps, and pixels have not: each shows the group that its beginning lies in.
     places = steps[0] + np.arange(cells) * (stop - steps[0]) / cells
     group = np.searchsorted(steps, places, side="right") - 1
-    colours = np.array([_rgb(REGIME_COLOURS[name]) for name in REGIMES], np.uint8)
-    picture = colours[layers["stratum"].transpose("layer", "step").values[:, group]]
+    colours = np.array([_rgb(REGIME_COLORS[name]) for name in REGIMES], np.uint8)
+    picture = colours[layers["update_size"].transpose("group", "step").values[:, group]]
     tokens = int(layers["tokens"].sum())
     return hv.RGB(
         np.ascontiguousarray(picture[::-1]),
@@ -135,7 +135,7 @@ def curve_plot(curves: xr.Dataset, name: str) -> Any:
     parts = []
     for population in curves["population"].values.tolist():
         values = curves[name].sel(population=population)
-        colour = population_colour(population)
+        colour = population_color(population)
         if "statistic" in values.dims:
             mean, low, high = (
                 values.sel(statistic=part).values for part in ("mean", "low", "high")
@@ -189,5 +189,5 @@ def _causes(token: xr.Dataset, shown: npt.NDArray[np.float64], value: str) -> li
     for number, name in enumerate(CAUSES[1:], 1):
         at = steps[causes == number]
         squares = hv.Scatter((at, np.full(at.size, below)), "step", value)
-        rows.append(squares.opts(color=CAUSE_COLOURS[name], marker="square", size=5))
+        rows.append(squares.opts(color=CAUSE_COLORS[name], marker="square", size=5))
     return rows

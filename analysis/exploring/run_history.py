@@ -14,9 +14,9 @@ from trajstore.analysis.cloud.shape import pca, scores_along_axes
 from trajstore.analysis.figures.figure import Options, compute_together
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.norms import displacement, grad_norms
-from trajstore.analysis.motion.rest_layers import pool_layers
-from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.motion.ulp_motion import regimes
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
+from trajstore.analysis.motion.update_heatmap import pool_heatmap
 from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.population_statistics import by_population
@@ -60,7 +60,7 @@ class RunHistory:
     last_motion, moves : DataArray, int64 (token)
         As of `analysis.freeze`.
     layers : Dataset
-        As of `analysis.stratigraphy`.
+        As of `analysis.heatmap`.
     curves : Dataset
         ``loss`` (step); ``gradient`` and ``displacement`` (step, population, statistic): mean,
         5 % and 95 % of the tokens; ``still`` and ``frozen`` (step, population). Those there are.
@@ -151,7 +151,7 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
         cause=found.get("cause"),
         last_motion=found["last_motion"],
         moves=found["moves"],
-        layers=pool_layers(found["regime"], found["last_motion"]).compute(),
+        layers=pool_heatmap(found["regime"], found["last_motion"]).compute(),
         curves=_with_frozen(_curves(found), found["last_motion"], ds),
         populations=Options().populations(Scan(ds)),
         unknown=unknown,
@@ -203,7 +203,7 @@ def grown(history: RunHistory, ds: xr.Dataset, report: Report | None = None) -> 
         cause=None if history.cause is None else _joined(history.cause, found["cause"]),
         last_motion=last_motion,
         moves=history.moves + found["moves"],
-        layers=pool_layers(regime, last_motion).compute(),
+        layers=pool_heatmap(regime, last_motion).compute(),
         curves=_with_frozen(curves, last_motion, ds),
     )
 
@@ -242,7 +242,7 @@ def _measure(
         "regime": regimes(pairs)["regime"],
         "last_motion": rest["last_motion"],
         "moves": rest["moves"],
-        "still": rest["still_fraction"].sel(population=shown),
+        "still": rest["unchanged_fraction"].sel(population=shown),
     }
     unknown: dict[str, str] = {}
     questions: dict[str, Callable[[], xr.DataArray]] = {
@@ -306,7 +306,7 @@ def _with_frozen(curves: xr.Dataset, last_motion: xr.DataArray, ds: xr.Dataset) 
     names, groups = populations(ds)
     steps = curves["step"].values
     last = last_motion.values
-    frozen = steps[-1] - np.maximum(last, steps[0]) >= MIN_STILL
+    frozen = steps[-1] - np.maximum(last, steps[0]) >= MIN_UNCHANGED
     shares = [
         np.searchsorted(np.sort(last[frozen & groups[names.index(name)]]), steps)
         / groups[names.index(name)].sum()

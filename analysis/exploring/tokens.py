@@ -160,7 +160,7 @@ def cause_sentences(token: xr.Dataset) -> list[str]:
     >>> import xarray as xr
     >>> token = {"hop": ("step", [float("nan"), 3, 0]), "cause": ("step", [-1, 0, 2])}
     >>> cause_sentences(xr.Dataset(token, {"step": [0, 1, 2]}))
-    ['It moved last at step 1, and has stood still for 1 row since: underflow.']
+    ['It moved last at step 1, and has stood still for 1 row since: lost update.']
     """
     moved = np.flatnonzero(token["hop"].values[1:] != 0) + 1  # a hop of NaN is one
     ways = token.sizes["step"] - 1

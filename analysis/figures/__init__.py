@@ -1,16 +1,15 @@
 """Figures of a run, drawn with matplotlib (the extra "plot").
 
-Each kind is a `Figure`: a function that takes a Dataset and an Axes, and returns the Axes. What it
-draws is what the functions of `analysis` compute, and nothing else; ``figure`` keeps what it
-collects, lazily, apart from how that is drawn, ``across_runs`` has the curves of several
-runs, their mean and spread. ``registry`` has all of them by name, ``sheet`` several in one pass,
-``style`` the colours, which are the same everywhere, ``titles`` the names of runs, and
-``axes_marks`` what is drawn in many places. The figures: ``training`` (loss, logits, moments,
-parameters), ``motion`` (gradients, displacement,
-speed, bulk-thermal, autocorrelation, seams), ``densities`` (hops, speed-density), ``freezing``
-(freeze, last-motion, lifecycle, stratigraphy), ``regimes`` (regimes, causes), ``cloud`` (centroid,
-trajectory, spectrum, clusters), and ``divergence``, which is between runs. A new one goes into one
-of these, and into the registry.
+Each `Figure` takes a Dataset and an Axes, and returns the Axes. The functions of `analysis` compute
+all that it draws. ``figure`` separates lazy data from drawing. ``across_runs`` groups several runs.
+``registry`` holds all figures by name. ``sheet`` draws several figures in one pass. ``style`` holds
+the colors, ``titles`` the names, and ``axes_marks`` the parts that figures share.
+
+The figures are in ``training`` (loss, logits, moments, parameters), ``motion`` (gradients,
+displacement, speed, bulk-thermal, autocorrelation, discontinuities), ``densities`` (hops,
+speed-density), ``freezing`` (freeze, last-motion, lifecycle, heatmap), ``regimes`` (regimes,
+causes), ``cloud`` (centroid, spectrum, clusters), ``trajectory`` and ``divergence``. A new figure
+goes into one of these modules, and into the registry.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()

@@ -1,4 +1,4 @@
-"""Several runs in one figure: which curve is of which of them, and their mean and spread."""
+"""Several runs in one figure: the runs of each curve, their mean and spread."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from trajstore.store.reading.run_settings import SEED, differing_settings, run_l
 __all__ = ["MOST_CURVES", "Group", "mean_and_spread", "run_groups"]
 
 MOST_CURVES = 8
-"""Runs up to which each has a curve of its own; of more, those that differ in their seeds only
-have one. So many have a place in one axes."""
+"""Most curves in one axes. With more runs, those that differ only in their seeds share a curve."""
 
 _NO_SEED = frozenset({SEED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Runs that one curve is of.
+    """Runs of one curve.
 
     Attributes
     ----------
     label : str
-        What they have in common and others have not, ``sigma=1e-05``; of several also how many.
+        Settings that differ from other groups, ``sigma=1e-05``, and the number of several runs.
     members : tuple of int
-        Their places among the runs.
+        Their positions among the runs.
     """
 
     label: str
@@ -37,21 +36,21 @@ class Group:
 
 
 def run_groups(runs: Sequence[xr.Dataset], labels: Sequence[str] | None = None) -> list[Group]:
-    """Curves of several runs: each run by itself, or if they are many, those of one setting.
+    """Groups of runs that share a curve: single runs, or with many runs those of one setting.
 
     Parameters
     ----------
     runs : sequence of Dataset
     labels : sequence of str, optional
-        Of the runs, in place of their settings; those of one label have one curve.
+        Labels of the runs, by default their settings. Runs of one label share a curve.
 
     Raises
     ------
     InvalidArgument
-        If there are not as many labels as runs.
+        Unless there is one label per run.
     """
     if labels is not None and len(labels) != len(runs):
-        raise InvalidArgument(f"got {len(labels)} labels of {len(runs)} runs; give one for each")
+        raise InvalidArgument(f"got {len(labels)} labels for {len(runs)} runs; give one per run")
     if len(runs) == 1:
         return [Group(label="", members=(0,))]
     attributes = [run.attrs for run in runs]
@@ -87,26 +86,26 @@ def _counted(label: str, members: Sequence[int]) -> str:
 def mean_and_spread(
     data: Sequence[xr.Dataset], bounds: tuple[float, float]
 ) -> tuple[xr.Dataset, tuple[xr.Dataset, xr.Dataset]]:
-    """Mean over runs of what a figure shows, and the band of one standard deviation about it.
+    """Mean over runs of a figure's data, and a band of one standard deviation about it.
 
     Parameters
     ----------
     data : sequence of Dataset
-        Computed, one for each of several runs.
+        Computed data of each run.
     bounds : tuple of float
-        Least and largest value that there can be: the band ends there.
+        Smallest and largest possible value, at which the band ends.
 
     Returns
     -------
     mean : Dataset
     band : tuple of Dataset
-        Its lower and upper edge. The deviation is that of a sample (with n − 1). A NaN of any run
-        is one of the mean and the band.
+        Its lower and upper edge, from the deviation of a sample (n − 1). A NaN of any run makes
+        the mean and the band NaN.
 
     Raises
     ------
     InvalidArgument
-        If the runs do not have the same steps.
+        If the runs have different steps.
     """
     try:
         joined = xr.concat(
@@ -114,7 +113,7 @@ def mean_and_spread(
         )
     except ValueError as error:
         raise InvalidArgument(
-            f"these runs have no mean, as they have different steps or populations: {error}"
+            f"runs with different steps or populations have no mean: {error}"
         ) from error
     mean = joined.mean("run", skipna=False, keep_attrs=True)
     for name, array in data[0].data_vars.items():

@@ -1,4 +1,4 @@
-"""Counts over orders of magnitude: hops, and speeds at every step."""
+"""Histograms with logarithmic classes: lengths of hops, and speeds at every step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
+    central_range,
     log_scale,
     name_kinds,
     named,
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
 __all__ = ["hops", "log_histogram", "pooled_steps", "speed_density"]
 
 _COLUMNS = 1000
-"""Columns of a map, at most: about one to each dot."""
+"""Most columns of a map: about one per dot."""
 
 _HOP_CLASSES = 4
-"""To a decade: more would have classes between two whole numbers."""
+"""Classes per decade: with more, some would hold no whole number."""
 
 
 def _class_counts(
     values: npt.NDArray[Any], groups: npt.NDArray[np.bool_], edges: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """From (…, token) to (…, population, kind): the classes, then zero, outside and NaN."""
+    """Counts (…, population, kind) of values (…, token): classes, then zero, outside and NaN."""
     classes = edges.size - 1
     rows = values.reshape(-1, values.shape[-1])
     kind = np.searchsorted(edges, rows, side="right") - 1
@@ -55,31 +56,31 @@ def _class_counts(
 def log_histogram(
     da: xr.DataArray, lowest: float = -12, highest: float = 6, per_decade: int = 10
 ) -> xr.Dataset:
-    """Count the tokens of each population whose value lies in each of many classes of one ratio.
+    """Count the tokens of each population by value, in classes of one ratio.
 
-    Every token is counted once: in a class, as zero, as outside of all classes, or as NaN.
+    Every token counts once: in a class, as zero, as outside all classes, or as NaN.
 
     Parameters
     ----------
     da : DataArray, (…, token)
-        Lengths, or anything else that is not negative.
+        Lengths, or other values that are not negative.
     lowest, highest : float
-        Powers of ten between which the classes lie.
+        Powers of ten at the ends of the classes.
     per_decade : int
-        Classes to each factor of ten.
+        Classes per factor of ten.
 
     Returns
     -------
     Dataset, int64
         ``count`` (…, population, value_class), class i being lower ≤ value < upper with the
         coordinates ``lower`` and ``upper``; (…, population): ``zero``, ``outside`` (negative values
-        and infinities among them) and ``nan``. Where nothing says which tokens are dead, the only
-        population is ``all``.
+        and infinities among them) and ``nan``. Without ``is_dead`` the only population is
+        ``all``.
 
     Raises
     ------
     InvalidArgument
-        If there is no dimension token, or no class.
+        Without a dimension token, or for bounds that leave no class.
 
     Examples
     --------
@@ -92,8 +93,8 @@ def log_histogram(
         raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
     if per_decade < 1 or not lowest < highest:
         raise InvalidArgument(
-            f"got classes from 10^{lowest} to 10^{highest}, {per_decade} to a decade; expected "
-            "the second power to be larger, and at least one class"
+            f"got classes from 10^{lowest} to 10^{highest}, {per_decade} per decade; expected "
+            "a larger second power and at least one class per decade"
         )
     edges = np.logspace(lowest, highest, round((highest - lowest) * per_decade) + 1)
     size = edges.size + 2
@@ -127,47 +128,59 @@ def _hops(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_hops, measures=("ulp_1",), on_lattice=True, overlays=True)
 def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Lengths of the hops from step to step."""
+    """Lengths of the hops between consecutive steps."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
     populations = data["population"].values.tolist()
     for kind, population in enumerate(populations):
         part = data.sel(population=population)
         total = sum(int(part[name].sum()) for name in ("count", "zero", "outside", "nan"))
-        still = int(part["zero"]) / total if total else np.nan
+        unchanged = int(part["zero"]) / total if total else np.nan
         ax.stairs(
             part["count"].values,
             edges,
-            color=look.colour(population),
+            color=look.color(population),
             ls=look.line(kind),
             lw=1.4,
-            label=look.label(f"{named(population)}: still in {still:.1%} of {total:,}", kind),
+            label=look.label(
+                f"{named(population)}: unchanged in {unchanged:.1%} of {total:,}", kind
+            ),
         )
         lost = int(part["outside"] + part["nan"])
         if lost:
             run = f"{look.run}: " if look.run else ""
-            note(ax, f"{run}{named(population)}: {lost:,} beyond the axis or NaN")
+            note(ax, f"{run}{named(population)}: {lost:,} beyond all classes or NaN")
     name_kinds(ax, look, [named(population) for population in populations])
-    if data["count"].values[:, edges[1:] < 1].any():
-        note(ax, "below 1: down across a power of two, where the neighbour is half a spacing away")
     counted = data["count"].values.sum(0)
     ax.set_xlabel(f"length of a hop (L1 norm) / {data.attrs['units']}")
-    ax.set_ylabel("tokens × steps")
+    ax.set_ylabel("count, tokens × steps")
     log_scale(ax, "x", counted * edges[1:])
     log_scale(ax, "y", counted)
-    _crop(ax, "x", edges, counted)
+    _crop(ax, "x", edges, counted, look)
+    if counted.any() and ax.get_xlim()[0] < 1:
+        note(ax, "below 1: down across a power of two, where the spacing halves")
     ax.grid(True)
     with_legend(ax)
 
 
-def _crop(ax: Axes, axis: str, edges: Any, counted: Any) -> None:
-    """Show the classes in which there is something."""
-    at = np.flatnonzero(counted)
-    if at.size:
-        getattr(ax, f"set_{axis}lim")(edges[at[0]], edges[at[-1] + 1])
+def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: Look) -> None:
+    """Limit an axis to all counts but the outliers at each end, and note how many those are."""
+    if not counted.any():
+        return
+    low, high = central_range(edges, counted)
+    if not look.alone:  # room for every run, and for what is an outlier of one only
+        held = np.flatnonzero(counted)
+        low, high = edges[held[0]], edges[held[-1] + 1]
+        if look.number:
+            before = getattr(ax, f"get_{axis}lim")()
+            low, high = min(low, before[0]), max(high, before[1])
+    getattr(ax, f"set_{axis}lim")(low, high)
+    below, above = int(counted[edges[1:] <= low].sum()), int(counted[edges[:-1] >= high].sum())
+    if below or above:
+        note(ax, f"outliers beyond the axis: {below:,} smaller, {above:,} larger")
 
 
 def pooled_steps(counts: xr.DataArray) -> tuple[xr.DataArray, int]:
-    """Counts of so many steps together that a map has a column for each, and how many they are."""
+    """Counts summed over as many steps as one column of a map takes, and that number."""
     width = -(-counts.sizes["step"] // _COLUMNS)
     pooled: xr.DataArray = counts.coarsen(step=width, boundary="pad").sum() if width > 1 else counts
     return pooled.assign_coords(step=counts["step"].values[::width]), width
@@ -182,7 +195,7 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_speed_density, measures=("step_norm",))
 def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Speeds of all tokens at every step."""
+    """Distribution of the tokens' speeds at every step."""
     from matplotlib.colors import LogNorm
 
     counts, width = pooled_steps(data["count"])
@@ -201,12 +214,12 @@ def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
             rasterized=True,
         )
         bar = ax.figure.colorbar(mesh, ax=ax)
-        bar.set_label("tokens" if width == 1 else f"tokens × steps, {width} steps to a column")
+        bar.set_label("tokens" if width == 1 else f"tokens × steps, {width} steps per column")
     log_scale(ax, "y", counted)
-    _crop(ax, "y", edges, counted)
-    still, lost = int(data["zero"].sum()), int((data["outside"] + data["nan"]).sum())
-    total = int(data["count"].sum()) + still + lost
-    text = f"{named(str(data['population'].item()))}; still, not shown: {still / total:.1%}"
-    note(ax, text + (f"; {lost:,} beyond the axis or NaN" if lost else ""))
+    _crop(ax, "y", edges, counted, look)
+    unchanged, lost = int(data["zero"].sum()), int((data["outside"] + data["nan"]).sum())
+    total = int(data["count"].sum()) + unchanged + lost
+    text = f"{named(str(data['population'].item()))}; unchanged, not shown: {unchanged / total:.1%}"
+    note(ax, text + (f"; {lost:,} beyond all classes or NaN" if lost else ""))
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(with_units("speed", data.attrs["units"]))

@@ -1,4 +1,4 @@
-"""How far runs go apart, from the first step at which they differ."""
+"""Distance between runs, from the first step at which they differ."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
 
 @figure(_divergence, rows=1, reading="runs", overlays=True, averages=True, between=True)
 def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Distance of W from that of the first run, from their first difference on."""
+    """Distance of W from the first run, since their first difference."""
     steps = data["step"].values
     populations = data["population"].values.tolist()
-    for kind, population in enumerate(populations):
+    texts = [f"{named(population)}: distance" for population in populations]
+    for kind, (population, text) in enumerate(zip(populations, texts, strict=True)):
         part = data.sel(population=population)
         spread_edges(ax, steps, look, "distance", population)
         ax.plot(
             steps,
             part["distance"].values,
             look.line(kind),
-            color=look.colour(population),
-            label=look.label(f"{named(population)}: distance", kind),
+            color=look.color(population),
+            label=text if look.alone else look.label(text, kind),
         )
-    name_kinds(ax, look, [f"{named(population)}: distance" for population in populations])
-    along_steps(ax, "L2 distance of W from the first run", data["distance"].attrs["units"])
+    name_kinds(ax, look, texts)
+    along_steps(ax, f"L2 distance of W from {data.attrs['first']}", data["distance"].attrs["units"])
     spread_note(ax, look)
     apart = np.isfinite(data["distance"].values).any(-1)
     if apart.any():
@@ -71,10 +72,10 @@ def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
                 steps,
                 data["differing"].sel(population=population).values,
                 ":",
-                color=look.colour(population),
-                label=f"{named(population)}: share of the elements that differ in bits",
+                color=look.color(population),
+                label=f"{named(population)}: fraction of elements that differ in bits",
             )
-        others[0].set_ylabel("share of the elements")
+        others[0].set_ylabel("fraction of elements that differ")
         others[0].set_ylim(-0.02, 1.02)
         others[0].margins(x=0.01)
     with_legend(ax, *others)

@@ -1,4 +1,4 @@
-"""What a figure is: what it computes, lazily, and how that is drawn, apart from each other."""
+"""A figure: its data, computed lazily, and its drawing, separate from each other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from trajstore.analysis.figures.across_runs import (
     mean_and_spread,
     run_groups,
 )
-from trajstore.analysis.figures.style import STYLES, Style, population_colour, style
+from trajstore.analysis.figures.axes_marks import set_title
+from trajstore.analysis.figures.style import STYLES, Style, population_color, style
 from trajstore.analysis.figures.titles import titled_runs
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.analysis.scan.window import windowed_scan
@@ -44,67 +45,67 @@ __all__ = [
 ]
 
 _LINES = ("-", "--", ":", "-.")
-"""Of several runs, which have a colour each: kinds of curves, as of dead and of live tokens."""
+"""Line styles of several runs, one for each kind of curve such as dead and live tokens."""
 
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
 
 _ALONE = "alone"
-"""Attribute of what is drawn: which rows alone were looked at."""
+"""Attribute of data that were computed from the rows of a window alone."""
 
 LOGS = ("none", "x", "y", "xy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked of a run, the same for every figure.
+    """Options that all figures share.
 
     Attributes
     ----------
     population : str, optional
-        Only this one; by default what the figure is about, dead and live tokens mostly.
+        By default those of the figure, usually dead and live tokens.
     lattice : str
-        For the figures that have one.
-    colour : {'regime', 'hop'}
-        Of the map of tokens and steps.
+        Floating-point grid, for figures that depend on one.
+    color : {'regime', 'hop'}
+        Colors of the heatmap.
     plane : {'principal', 'hidden_mean'}
-        Of the paths.
+        Plane of the trajectory.
     steps : str, int, slice or iterable of int, optional
-        Window that is shown, of facts of the whole run.
+        Window of steps to show; facts come from the whole run.
     within : bool
         Compute everything from the rows of the window alone.
-    min_still : int
-        Steps without motion that make a token frozen, as for `analysis.freeze`.
+    min_unchanged : int
+        Unchanged steps that make a token frozen, as for `analysis.freeze`.
     """
 
     population: str | None = None
     lattice: str = "native"
-    colour: str = "regime"
+    color: str = "regime"
     plane: str = "principal"
     steps: Steps = None
     within: bool = False
-    min_still: int = MIN_STILL
+    min_unchanged: int = MIN_UNCHANGED
 
     def __post_init__(self) -> None:
-        for name, known in (("colour", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
+        for name, known in (("color", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
             if getattr(self, name) not in known:
                 raise InvalidArgument(
                     f"got {name}={getattr(self, name)!r}, expected {' or '.join(known)}"
                 )
 
     def populations(self, scan: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
-        """Names of those to be shown: such as have tokens.
+        """Names of the populations to show, which have tokens.
 
         Parameters
         ----------
         scan : Scan
         usual : sequence of str
-            Without a choice; ``all`` where the run says nothing of them.
+            Default; ``all`` for a run without populations.
 
         Raises
         ------
         InvalidArgument
-            If the run does not know the chosen one, or no token belongs to it.
+            If the run lacks the chosen population, or no token belongs to it.
         """
         names, groups = populations(scan.ds)
         there = [name for name, group in zip(names, groups, strict=True) if group.any()]
@@ -120,19 +121,19 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a figure is drawn.
+    """Style of a figure, and the run that it draws.
 
     Attributes
     ----------
     style : Style
     run : str
-        Label of the run, or of several, where there are others in the figure.
+        Label of the run or runs, if the figure shows others.
     number : int
-        Place of this run among those of the axes.
+        Position of this run among those of the axes.
     runs : int
-        How many there are: if it is one, colours are those of the populations.
+        Number of runs. A single run has the colors of the populations.
     band : tuple of Dataset, optional
-        Of the mean of several runs: lower and upper edge of the spread between them.
+        Lower and upper edge of the spread between runs, for a mean of several.
     """
 
     style: Style = field(default_factory=lambda: STYLES["light"])
@@ -143,24 +144,24 @@ class Look:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only run of the axes, or the mean of all."""
+        """True for the only run of the axes, or the mean of all."""
         return self.runs == 1
 
     @property
-    def run_colour(self) -> str:
-        """Colour of this run, among others."""
+    def run_color(self) -> str:
+        """Color of this run among several."""
         return self.style.runs[self.number]
 
-    def colour(self, population: str) -> str:
-        """Colour of a population; of several runs that of the run."""
-        return population_colour(population) if self.alone else self.run_colour
+    def color(self, population: str) -> str:
+        """Color of a population, or with several runs that of the run."""
+        return population_color(population) if self.alone else self.run_color
 
     def line(self, kind: int) -> str:
-        """Style of the lines of each kind of curve, such as those of dead and of live tokens."""
+        """Line style of a kind of curve, such as dead or live tokens."""
         return "-" if self.alone else _LINES[kind % len(_LINES)]
 
     def label(self, text: str, kind: int = 0) -> str:
-        """Label in a legend; of several runs, each has one, whatever kinds of curves there are."""
+        """Label in a legend; with several runs, one label per run."""
         if self.alone:
             return f"{self.run}: {text}" if self.run else text
         return "" if kind else self.run
@@ -170,38 +171,38 @@ class Look:
 class Figure:
     """One kind of figure.
 
-    It can be called: ``gradients(ds, ax)`` draws it into an Axes and returns that.
+    Call it to draw: ``gradients(ds, ax)`` draws into an Axes and returns it.
 
     Attributes
     ----------
     name, title : str
     collect : callable
-        From a prepared Dataset and `Options` to what is drawn, lazy.
+        Takes a `Scan` and `Options`; returns lazy data.
     draw : callable
-        From an Axes, what `collect` found, computed, and a `Look`.
+        Takes an Axes, the computed data and a `Look`.
     rows : int
-        Without so many rows there is nothing to draw.
+        Smallest number of rows.
     measures : tuple of str
-        What it needs of the way between rows, as a `Quantity` does.
+        Measures between consecutive rows, as for a `Quantity`.
     on_lattice : bool
-        Whether it can be asked on a lattice.
+        True if it depends on a lattice.
     overlays : bool
-        Whether several runs go into one axes; of other figures, each run has a panel.
+        True if one axes shows several runs; else each run has a panel.
     averages : bool
-        Whether it can show the mean and the spread of many runs.
+        True if it can show the mean and spread of many runs.
     bounds : tuple of float
-        Least and largest value that there can be: a spread ends there.
+        Smallest and largest possible value, at which a spread ends.
     between : bool
-        Whether it shows how runs differ from the first, which `collect` takes, too.
+        True if it compares runs with the first, which `collect` takes as third argument.
     scales : bool
-        Whether the scales of its axes are a matter of choice.
+        True if users can choose the scales of its axes.
     of_populations : bool
-        Whether it can show a single population.
+        True if it can show a single population.
     of_window : bool
-        Whether it describes the rows of a window as if there were no others, as `Quantity` does.
+        True if it is computed from the rows of a window alone, as for `Quantity`.
     reading : str
-        Figures of one reading of the run are computed together. What holds all tokens of a block
-        at once has its own, so that not everything is held at once.
+        Name of the pass over the run that computes it. Figures that need much memory have a pass
+        of their own.
     """
 
     name: str
@@ -221,14 +222,14 @@ class Figure:
     reading: str = "blocks"
 
     def data(self, scans: Sequence[Scan], options: Options) -> list[xr.Dataset]:
-        """What is drawn of each run, lazy; or of each but the first, how it differs from that.
+        """Lazy data of each run, or of each run but the first how it differs from the first.
 
         Raises
         ------
         InvalidArgument
             If there are too few rows, or runs.
         VariableNotRecorded
-            If a run does not hold what it is about.
+            If a run lacks a variable.
         """
         for scan in scans:
             if scan.window.size < self.rows:
@@ -240,9 +241,7 @@ class Figure:
             return [self._one(scan, options) for scan in scans]
         first, *others = scans
         if not others:
-            raise InvalidArgument(
-                f"{self.name} is between runs, and there is one; name another, --with OTHER"
-            )
+            raise InvalidArgument(f"{self.name} compares runs, got one; add another (--with OTHER)")
         return [self._one(scan, options, first) for scan in others]
 
     def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
@@ -269,25 +268,25 @@ class Figure:
         Parameters
         ----------
         ds : Dataset
-            A run, or a part of it; or several along ``run``: each has a line, and of more than
-            eight, those that differ in their seeds only have a mean and its spread.
+            A run or a part of it, or several runs along ``run``. Each run has a line. With more
+            than eight, those that differ only in their seeds share a mean and its spread.
         ax : Axes of matplotlib, optional
-            By default those of a new figure.
+            By default a new figure.
         other : Dataset, optional
             One more run in the same axes.
         style : {'light', 'dark'}
         log : {'none', 'x', 'y', 'xy'}, optional
-            Which axes are logarithmic; by default what suits the figure.
+            Logarithmic axes; the default depends on the figure.
         labels : sequence of str, optional
-            One for each run; by default the settings in which they differ. Runs of one label are
-            shown as their mean and spread.
+            One per run; by default the settings that differ. Runs of one label share a curve:
+            their mean and spread.
         title : str, optional
-            By default what is shown, and of which run.
+            By default the figure's title and the run.
         size : tuple of float, optional
             Width and height of a new figure, in inches.
         **options
-            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
-            ``min_still``.
+            Of `Options`: ``population``, ``lattice``, ``color``, ``plane``, ``steps``, ``within``,
+            ``min_unchanged``.
 
         Returns
         -------
@@ -296,9 +295,9 @@ class Figure:
         Raises
         ------
         VariableNotRecorded
-            If the run does not hold what it is about.
+            If the run lacks a variable.
         InvalidArgument
-            For an option that is unknown, or that this figure does not have.
+            For an option that is unknown, or unknown to this figure.
         MissingExtra
             Without matplotlib.
         """
@@ -307,7 +306,9 @@ class Figure:
             check_dataset(run)
         _check_axes(ax)
         if ax is not None and size is not None:
-            raise InvalidArgument(f"got ax and size={size!r}; the size is that of a new figure")
+            raise InvalidArgument(
+                f"got ax and size={size!r}; size needs a new figure, so leave out ax"
+            )
         chosen = asked_for(options)
         self.check(chosen, log=log)
         runs = [*(each_run(ds) if "run" in ds.dims else [ds]), *([] if other is None else [other])]
@@ -315,7 +316,7 @@ class Figure:
         if not self.in_one_axes(groups):
             raise InvalidArgument(
                 f"{self.name} cannot show these runs in one axes; choose one, ds.isel(run=0), or "
-                "draw them beside each other: trajstore plot RUN… KIND"
+                "draw a panel for each: trajstore plot RUN… FIGURE"
             )
         scans = [prepared(run, [self], chosen) for run in runs]
         found = compute_together(self.data(scans, chosen))
@@ -323,34 +324,36 @@ class Figure:
             target = new_axes(size) if ax is None else ax
             self.draw_groups(target, found, groups, style=style, log=log)
             about = titled_runs(runs, labels)
-            target.set_title(title or f"{self.title}\n{about}", loc="left")
+            set_title(target, title or f"{self.title}\n{about}")
         return target
 
     def in_one_axes(self, groups: Sequence[Group]) -> bool:
-        """Whether these runs, or means of runs, have a place in one axes."""
+        """True if one axes can show these runs or means of runs."""
         one_each = all(len(group.members) == 1 for group in groups)
         if len(groups) == 1 and one_each:
             return True
         return self.overlays and len(groups) <= MOST_CURVES and (one_each or self.averages)
 
     def check(self, options: Options, *, log: str | None = None) -> None:
-        """Refuse what this figure does not have.
+        """Check that the figure has these options.
 
         Raises
         ------
         InvalidArgument
-            For a population, a lattice or scales, where it has none.
+            For a population, a lattice or scales that the figure lacks.
         """
         if options.population is not None and not self.of_populations:
             raise InvalidArgument(
-                f"{self.name} is not about a population; leave it out, or choose tokens instead"
+                f"{self.name} has no populations, got {options.population!r}; select tokens instead"
             )
         if options.lattice != "native" and not self.on_lattice:
-            raise InvalidArgument(f"{self.name} knows of no lattice; leave it out")
+            raise InvalidArgument(
+                f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
+            )
         if log is not None and log not in LOGS:
             raise InvalidArgument(f"got log={log!r}, expected {', '.join(LOGS)}")
         if log is not None and not self.scales:
-            raise InvalidArgument(f"the scales of {self.name} are what they are; leave out log")
+            raise InvalidArgument(f"{self.name} has fixed scales, got log={log!r}; leave out log")
 
     def draw_groups(
         self,
@@ -361,11 +364,11 @@ class Figure:
         style: str,
         log: str | None = None,
     ) -> None:
-        """Draw what `data` made of some runs, computed: each by itself, or their mean."""
+        """Draw computed data: each run, or the mean of a group."""
         shown = _after_the_first(groups) if self.between else groups
         runs = len(groups) if len(shown) > 1 else 1
         curves: list[xr.Dataset] = []
-        for number, group in enumerate(shown, runs - len(shown)):  # colours as in other figures
+        for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
             if len(group.members) > 1:
                 data, band = mean_and_spread([found[at] for at in group.members], self.bounds)
@@ -384,7 +387,7 @@ class Figure:
 
 
 def _after_the_first(groups: Sequence[Group]) -> list[Group]:
-    """Groups without the first run, by the places of the others among themselves."""
+    """Groups without the first run, with positions among the other runs."""
     moved = [
         Group(label=group.label, members=tuple(at - 1 for at in group.members if at))
         for group in groups
@@ -395,13 +398,13 @@ def _after_the_first(groups: Sequence[Group]) -> list[Group]:
 def figure(
     collect: Callable[..., xr.Dataset], **traits: Any
 ) -> Callable[[Callable[[Axes, xr.Dataset, Look], None]], Figure]:
-    """Make a `Figure` of the function that draws it: its name, and its docstring as the title.
+    """Make a `Figure` of a drawing function, with its name, and its docstring as the title.
 
     Parameters
     ----------
     collect : callable
     **traits
-        The other attributes of `Figure`.
+        Other attributes of `Figure`.
     """
 
     def decorate(draw: Callable[[Axes, xr.Dataset, Look], None]) -> Figure:
@@ -432,9 +435,10 @@ def asked_for(options: Mapping[str, Any]) -> Options:
     Raises
     ------
     InvalidArgument
-        If one is unknown.
+        For an unknown name.
     """
     known = tuple(Options.__dataclass_fields__)
+    options = {"color" if name == "colour" else name: value for name, value in options.items()}
     unknown = [name for name in options if name not in known]
     if unknown:
         unknown_names = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
@@ -446,7 +450,7 @@ def asked_for(options: Mapping[str, Any]) -> Options:
 
 
 def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Scan:
-    """A run on which all these figures can be asked, each block being walked once."""
+    """Scan that reads each block once for all these figures."""
     measures: dict[str, tuple[str, ...]] = {}
     for figure in figures:
         lattice = options.lattice if figure.on_lattice else "native"
@@ -455,12 +459,12 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
 
 
 def after_first_row(data: xr.Dataset, scan: Scan) -> xr.Dataset:
-    """What is shown of the steps that were taken: of the first row, none was."""
+    """Data without the first row of the run, which no step produced."""
     return data.isel(step=slice(int(scan.window[0] == scan.steps[0]), None))
 
 
 def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:
-    """Compute several Datasets in one pass, and report tasks done and in all."""
+    """Compute several Datasets in one pass, and report the number of finished tasks."""
     # As arrays: of several Datasets, dask 2026.8 loses tasks when it joins their graphs.
     arrays = [
         (number, name, variable.data)
@@ -477,7 +481,7 @@ def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -
 
 
 def check_matplotlib() -> None:
-    """Say what is missing.
+    """Check that matplotlib is installed.
 
     Raises
     ------
@@ -491,7 +495,7 @@ def check_matplotlib() -> None:
 
 
 def in_style(name: str) -> Any:
-    """Context in which matplotlib draws in a style."""
+    """Context that sets a style of matplotlib."""
     from matplotlib import rc_context
 
     settings: Any = dict(style(name).settings)  # whose keys matplotlib types one by one
@@ -499,7 +503,7 @@ def in_style(name: str) -> Any:
 
 
 def new_axes(size: tuple[float, float] | None = None) -> Axes:
-    """Axes of a new figure that a notebook shows."""
+    """Axes of a new figure, which a notebook shows."""
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=size or SIZE, dpi=150, layout="constrained")[1]

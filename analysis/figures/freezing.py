@@ -1,4 +1,4 @@
-"""How tokens come to rest, and in which order."""
+"""When tokens stop moving, and in which order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    message,
     name_kinds,
     named,
     note,
     population_curves,
+    shade_region,
     spread_note,
     with_legend,
 )
 from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
-from trajstore.analysis.motion import freezing, rest_layers, ulp_motion
+from trajstore.analysis.figures.style import REGIME_COLORS, REGIME_MEANINGS, population_color
+from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-__all__ = ["freeze", "last_motion", "lifecycle", "stratigraphy"]
+__all__ = ["freeze", "heatmap", "last_motion", "lifecycle"]
 
 _BINS = 60
 _LINES = {"last_jump": ":", "last_local": "--", "last_hop": "-"}
@@ -40,7 +42,7 @@ _BEHIND = {
 
 
 def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
-    """Facts per token, who belongs to the populations to be shown, and the last step."""
+    """Facts per token, the members of each population, and the last step."""
     shown = options.populations(scan)
     _, members = chosen_populations(scan.ds, shown)
     facts = facts.assign(member=(("population", "token"), members)).assign_coords(
@@ -50,53 +52,40 @@ def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
 
 
 def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
-    """The same, with the end of the run, which decides what is still for good."""
-    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_still=options.min_still)
+    """Add the end of the run, which decides what counts as frozen."""
+    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_unchanged=options.min_unchanged)
 
 
 def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) -> None:
-    """Shade the steps after which the run ends too soon to call a still token frozen."""
-    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
-    if last <= end - min_still:
+    """Shade the steps that leave too few others to count a token as frozen."""
+    end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
+    if last <= end - min_unchanged:
         return
-    label = f"last {min_still:,} steps: a token that moves here is not called frozen"
-    known = label in ax.get_legend_handles_labels()[1]
-    name = f"end {end} {last}"
-    if any(patch.get_gid() == name for patch in ax.patches):
-        return  # of another run, which ends there, too
-    ax.axvspan(
-        max(first, end - min_still),
-        last,
-        color=look.style.grid,
-        alpha=0.35,
-        lw=0,
-        zorder=0,
-        gid=name,
-        label="" if known else label,
-    )
+    label = f"last {min_unchanged:,} steps: too late to count as frozen"
+    shade_region(ax, max(first, end - min_unchanged), last, label, look.style.grid)
 
 
 def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
-    facts = freezing.freeze(scan, options.min_still, options.lattice)
-    facts = facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
+    facts = freezing.freeze(scan, options.min_unchanged, options.lattice)
+    facts = facts[["unchanged_fraction", "frozen_fraction"]].sel(population=shown)
     return _with_end(facts, scan, options)
 
 
 @figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True, bounds=(0, 1))
 def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Share of the tokens that never move again."""
+    """Fraction of the tokens that never move again."""
     labels = {
-        "frozen_fraction": "will not move again",
-        "still_fraction": "did not move at this step",
+        "frozen_fraction": "never move again",
+        "unchanged_fraction": "unchanged at this step",
     }
     population_curves(ax, data, look, labels)
-    along_steps(ax, "share of the tokens")
+    along_steps(ax, "fraction of the tokens")
     ax.set_ylim(-0.02, 1.02)
-    lines = "whole: share of the tokens whose last motion is past; dotted: that stood still then"
-    spread_note(ax, look, alone=lines)
-    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
-    note(ax, f"never again: still until the last step, {end:,}, for at least {min_still:,} steps")
+    spread_note(ax, look)
+    end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
+    text = f"unchanged to the end, step {end:,}, for {min_unchanged:,} steps or more"
+    note(ax, f"never again: {text}")
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
     with_legend(ax)
 
@@ -108,39 +97,43 @@ def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_last_motion, measures=("moved",), on_lattice=True, overlays=True)
 def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """When the tokens moved for the last time."""
+    """Step at which each token moved last."""
     first, last = int(data["first_step"]), int(data["last_step"])
-    edges = np.linspace(first, last, min(_BINS, max(1, last - first)) + 1)
+    width = max(1, -(-(last - first + 1) // _BINS))
+    edges = np.arange(last + 1, first - width, -width)[::-1]
     populations = data["population"].values.tolist()
+    counts = []
     for kind, population in enumerate(populations):
         steps = data["last_motion"].values[data["member"].sel(population=population).values]
         moved = steps[steps >= 0]
-        ends = (moved > data.attrs["run_end"] - data.attrs["min_still"]).sum()
-        ax.hist(
-            moved,
-            bins=edges.tolist(),
-            color=look.colour(population),
-            histtype="stepfilled" if look.alone else "step",
-            ls=look.line(kind),
-            alpha=0.6 if look.alone else 1,
-            label=look.label(
-                f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-                f"{ends:,} moved in the last {data.attrs['min_still']:,} steps",
-                kind,
-            ),
+        counts.append(np.histogram(moved[moved <= last], edges)[0])
+        ends = (moved > data.attrs["run_end"] - data.attrs["min_unchanged"]).sum()
+        label = look.label(
+            f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
+            f"{ends:,} moved in the last {data.attrs['min_unchanged']:,} steps",
+            kind,
         )
+        color = look.color(population)
+        if look.alone:
+            # Side by side: where bars overlap, their colors would mix.
+            part = width / len(populations)
+            places = edges[:-1] + kind * part
+            ax.bar(places, counts[-1], part, align="edge", color=color, lw=0, label=label)
+        else:
+            ax.stairs(counts[-1], edges, color=color, ls=look.line(kind), lw=1.4, label=label)
     name_kinds(ax, look, [named(population) for population in populations])
     ax.set_xlabel("optimizer step of the last motion")
-    ax.set_ylabel(f"tokens in {(last - first) / (edges.size - 1):.3g} steps")
+    ax.set_ylabel("tokens per step" if width == 1 else f"tokens per {width:,} steps")
     ax.grid(True, axis="y")
+    ax.set_axisbelow(True)
     _shade_end(ax, data, look, first, last)
     everyone = data["last_motion"].values[data["member"].values.any(0)]
-    beyond = int((everyone > last).sum()), int(((everyone >= 0) & (everyone < first)).sum())
-    if any(beyond):
-        note(
-            ax,
-            f"not shown: {beyond[1]:,} tokens moved last before these steps, {beyond[0]:,} after",
-        )
+    before, after = int(((everyone >= 0) & (everyone < first)).sum()), int((everyone > last).sum())
+    if look.alone and not np.any(counts):
+        ax.set_ylim(0, 1)
+        message(ax, "no token moved last at these steps")
+    if before or after:
+        note(ax, f"not shown: {before:,} tokens moved last before these steps, {after:,} after")
     with_legend(ax)
 
 
@@ -150,7 +143,7 @@ def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_lifecycle, measures=("regime",), on_lattice=True)
 def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """The way into rest: last jumps, last local moves, last hops."""
+    """Fraction of the tokens past their last jump, local move and small hop."""
     first = int(data["first_step"])
     for population in data["population"].values.tolist():
         member = data["member"].sel(population=population).values
@@ -158,66 +151,66 @@ def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
             steps = data[name].values[member]
             ax.ecdf(
                 np.where(steps < 0, first, steps),
-                color=population_colour(population),
+                color=population_color(population),
                 ls=line,
                 label=f"{named(population)}: {_BEHIND[name]}",
             )
-    along_steps(ax, "share of the tokens past it")
+    along_steps(ax, "fraction of the tokens past it")
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
     _shade_end(ax, data, look, first, int(data["last_step"]))
-    note(ax, "small: single or neighbour; a token without such a motion is past it from the start")
+    note(ax, "small hop: single or neighbor; a token without one is past it from the start")
     with_legend(ax)
 
 
-def _stratigraphy(scan: Scan, options: Options) -> xr.Dataset:
-    of = "hop" if options.colour == "hop" else "regime"
-    return rest_layers.stratigraphy(scan, of, options.lattice)  # type: ignore[arg-type]
+def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
+    of = "hop" if options.color == "hop" else "regime"
+    return update_heatmap.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
-@figure(
-    _stratigraphy, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False
-)
-def stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Tokens in the order in which they came to rest."""
+@figure(_heatmap, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False)
+def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Update-size heatmap: tokens sorted by their last motion."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
     from matplotlib.patches import Patch
 
-    stratum = data["stratum"].transpose("layer", "step")
-    steps = stratum["step"].values.astype(np.float64)
+    size = data["update_size"].transpose("group", "step")
+    steps = size["step"].values.astype(np.float64)
     sizes = data["tokens"].values
     spacing = steps[-1] - steps[-2] if steps.size > 1 else 1.0
     edges = np.append(steps, steps[-1] + spacing)
     depths = np.append(0, sizes.cumsum())
-    if stratum.dtype == np.int8:
-        colours = ListedColormap(list(REGIME_COLOURS.values()))
+    if size.dtype == np.int8:
+        colors = ListedColormap(list(REGIME_COLORS.values()))
         norm = BoundaryNorm(np.arange(len(REGIMES) + 1) - 0.5, len(REGIMES))
-        ax.pcolormesh(edges, depths, stratum.values, cmap=colours, norm=norm, rasterized=True)
+        ax.pcolormesh(edges, depths, size.values, cmap=colors, norm=norm, rasterized=True)
         patches = [
-            Patch(color=REGIME_COLOURS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
+            Patch(color=REGIME_COLORS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
             for name in REGIMES
         ]
-        pooled = "the most common regime"
+        pooled, single = "color: the most common regime", "color: the regime"
     else:
-        values = np.ma.masked_where(~(stratum.values > 0), stratum.values)
+        values = np.ma.masked_where(~(size.values > 0), size.values)
         if values.count():
             scale = LogNorm(values.min(), max(values.max(), values.min() * 2))
             mesh = ax.pcolormesh(
                 edges, depths, values, norm=scale, cmap=look.style.density, rasterized=True
             )
-            ax.figure.colorbar(mesh, ax=ax).set_label(
-                f"mean hop (L1) / {data['stratum'].attrs['units']}"
-            )
+            ax.figure.colorbar(mesh, ax=ax).set_label(f"mean hop (L1) / {size.attrs['units']}")
         patches = []
-        pooled = "blank: did not move; the mean hop"
+        single = "blank: unchanged; color: the hop"
+        pooled = "blank: unchanged; color: the mean hop"
     ax.set_xlabel("optimizer step")
-    ax.set_ylabel("tokens, sorted by their last motion")
+    ax.set_ylabel("tokens, sorted by last motion")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
-    cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} to a cell"
-    mixed = tokens > 1 and "dead_share" in data
-    note(ax, cell + ("; strip: mixed colours where both kinds are pooled" if mixed else ""))
-    if "dead_share" in data:
-        patches += _draw_populations(ax, data["dead_share"].values, depths)
+    if tokens == rows == 1:
+        cell = f"{single} of one token at one step"
+    else:
+        cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} per cell"
+    mixed = tokens > 1 and "dead_fraction" in data
+    note(ax, cell + ("; strip: mixed colors where a cell holds both kinds" if mixed else ""))
+    if "dead_fraction" in data:
+        patches += _draw_populations(ax, data["dead_fraction"].values, depths)
     with_legend(ax, handles=patches)
 
 
@@ -226,13 +219,14 @@ def _up_to(number: int, noun: str) -> str:
 
 
 def _draw_populations(ax: Axes, dead: npt.NDArray[Any], depths: npt.NDArray[Any]) -> list[Patch]:
-    """Strip beside the layers that says which tokens are dead: of many, what share."""
+    """Draw the strip that marks dead tokens, or the fraction of dead tokens in a cell."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
 
-    colours = {name: population_colour(name) for name in ("live", "dead")}
+    colors = {name: population_color(name) for name in ("live", "dead")}
     strip = ax.inset_axes((1.005, 0, 0.02, 1), sharey=ax)
     strip.set_axis_off()
-    shares = LinearSegmentedColormap.from_list("shares", list(colours.values()))
+    shares = LinearSegmentedColormap.from_list("shares", list(colors.values()))
     strip.pcolormesh([0, 1], depths, dead[:, None], cmap=shares, vmin=0, vmax=1, rasterized=True)
-    return [Patch(color=colour, label=f"strip: {named(name)}") for name, colour in colours.items()]
+    label = "strip at the right: {}".format
+    return [Patch(color=color, label=label(named(name))) for name, color in colors.items()]

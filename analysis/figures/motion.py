@@ -1,4 +1,4 @@
-"""How tokens move: distances and speeds, the motion of their centre, its memory, and seams."""
+"""Motion of tokens: distances, speeds, their autocorrelation and discontinuities."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trajstore.analysis.figures.axes_marks import (
     with_units,
 )
 from trajstore.analysis.figures.figure import Figure, Look, Options, after_first_row, figure
-from trajstore.analysis.figures.style import POPULATION_COLOURS, population_colour, shades
-from trajstore.analysis.motion import collective, norms, resume_seams, velocity
+from trajstore.analysis.figures.style import population_color, shades
+from trajstore.analysis.motion import collective, norms, resume_discontinuities, velocity
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
@@ -30,13 +30,20 @@ from trajstore.populations.masks import chosen_populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["autocorrelation", "bulk_thermal", "displacement", "gradients", "seams", "speed"]
+__all__ = [
+    "autocorrelation",
+    "bulk_thermal",
+    "discontinuities",
+    "displacement",
+    "gradients",
+    "speed",
+]
 
 _BAND = (0.05, 0.95)
 
 
 def _bands(values: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
-    """Mean and quantiles of the populations to be shown, and how many tokens they have."""
+    """Mean, quantiles and number of tokens of each population."""
     shown = options.populations(scan)
     _, groups = chosen_populations(scan.ds, shown)
     found = statistics(values, np.array(_BAND), shown)
@@ -55,13 +62,13 @@ def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
         if not look.alone:
             note(ax, "line: mean over tokens")
         if zeros := _zeros(data, look):
-            note(ax, f"0, which a logarithmic axis does not show: {zeros}")
+            note(ax, f"zeros, not shown: {zeros}")
     name_kinds(ax, look, [named(population) for population in data["population"].values.tolist()])
     with_legend(ax)
 
 
 def _zeros(data: xr.Dataset, look: Look) -> str:
-    """At how many steps the mean is 0, and the lower end of a band, where there is one."""
+    """Number of steps at which the mean or the lower end of the band is 0."""
     notes = []
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
@@ -101,7 +108,7 @@ def _bulk_thermal(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_bulk_thermal, reading="rows")
 def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Motion as a body against motion about it."""
+    """Bulk speed against thermal speed."""
     steps = data["step"].values
     any_shown = False
     for population in data["population"].values.tolist():
@@ -109,27 +116,27 @@ def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
         bulk, thermal = part["bulk_speed"].values, part["thermal_speed"].values
         shown = (bulk > 0) & (thermal > 0)
         any_shown |= bool(shown.any())
-        colour, marker = population_colour(population), _MARKERS.get(population, "v")
+        color, marker = population_color(population), _MARKERS.get(population, "v")
         ax.scatter(
             thermal[shown],
             bulk[shown],
             c=steps[shown],
             vmin=steps[0],
             vmax=steps[-1],
-            cmap=shades(colour, look.style.ground),
+            cmap=shades(color, look.style.ground),
             marker=marker,
             s=14,
             lw=0,
             rasterized=True,
         )
         label = f"{named(population)}: {_split(bulk, thermal)}"
-        ax.plot([], [], color=colour, marker=marker, ls="", label=label)
+        ax.plot([], [], color=color, marker=marker, ls="", label=label)
     if any_shown:
         ax.set_xscale("log")
         ax.set_yscale("log")
         limits = ax.get_xlim(), ax.get_ylim()
         ends = [min(*limits[0], *limits[1]), max(*limits[0], *limits[1])]
-        ax.plot(ends, ends, "--", color=look.style.grid, lw=1, label="equal", zorder=0)
+        ax.plot(ends, ends, "--", color=look.style.grid, lw=1, label="bulk = thermal", zorder=0)
         ax.set_xlim(limits[0])
         ax.set_ylim(limits[1])
     units = data["bulk_speed"].attrs["units"]
@@ -137,29 +144,29 @@ def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylabel(with_units("bulk speed (mean velocity)", units))
     note(
         ax,
-        f"a point is a step: faint the first, {steps[0]}, strong the last, {steps[-1]}; at rest "
-        "both speeds are 0; if all move exactly alike, the thermal one",
+        f"one point per step: faint at step {steps[0]:,}, strong at step {steps[-1]:,}; the bulk "
+        "speed is 0 without motion of the centroid, the thermal speed if all tokens move alike",
     )
     with_legend(ax)
 
 
 def _split(bulk: npt.NDArray[Any], thermal: npt.NDArray[Any]) -> str:
-    """Of all steps, how many a point shows, and why the others have none."""
+    """Number of steps with a point, and the reasons why others have none."""
     shown = (bulk > 0) & (thermal > 0)
     counts = {
         "shown": shown,
-        "at rest": (bulk == 0) & (thermal == 0),
-        "all moving exactly alike": (bulk > 0) & (thermal == 0),
-        "about a resting centre": (bulk == 0) & (thermal > 0),
+        "unchanged": (bulk == 0) & (thermal == 0),
+        "all moving alike": (bulk > 0) & (thermal == 0),
+        "with an unchanged centroid": (bulk == 0) & (thermal > 0),
         "NaN": np.isnan(bulk) | np.isnan(thermal),
     }
     parts = [f"{count:,} {name}" for name, at in counts.items() if (count := int(at.sum()))]
-    return f"of {bulk.size:,} steps {', '.join(parts)}"
+    return f"{', '.join(parts)} of {bulk.size:,} steps"
 
 
 _LAGS = 28
 _HELD = 1 << 28
-"""Bytes of the rows that are held, as many as the largest lag."""
+"""Bytes of the rows in memory, as many as the largest lag."""
 
 
 def _lags(scan: Scan) -> list[int]:
@@ -178,7 +185,7 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_autocorrelation, rows=3, overlays=True, of_window=True, reading="lags")
 def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """How long motion keeps its direction."""
+    """Autocorrelation of the velocity."""
     values = data["autocorrelation"].transpose("population", "lag").values
     populations = data["population"].values.tolist()
     for kind, (population, curve) in enumerate(zip(populations, values, strict=True)):
@@ -188,7 +195,7 @@ def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
             look.line(kind),
             marker=".",
             ms=4,
-            color=look.colour(population),
+            color=look.color(population),
             label=look.label(named(population), kind),
         )
     name_kinds(ax, look, [named(population) for population in populations])
@@ -205,32 +212,32 @@ def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
 _THRESHOLD = 8.0
 
 
-def _seams(scan: Scan, options: Options) -> xr.Dataset:
-    return resume_seams.seams(scan, threshold=_THRESHOLD)
+def _discontinuities(scan: Scan, options: Options) -> xr.Dataset:
+    return resume_discontinuities.discontinuities(scan, threshold=_THRESHOLD)
 
 
-@figure(_seams, measures=("step_norm",), scales=False, of_populations=False)
-def seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Seams: steps at which the run does not go on as it was."""
-    steps, scores = data["step"].values, data["seam_score"].values
-    at = np.flatnonzero(data["seam"].values)
-    ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of a step")
+@figure(_discontinuities, measures=("step_norm",), scales=False, of_populations=False)
+def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Discontinuities: steps at which the mean speed jumps."""
+    steps, scores = data["step"].values, data["discontinuity_score"].values
+    at = np.flatnonzero(data["discontinuity"].values)
+    ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of each step")
     for sign in (1, -1):
-        label = f"±{_THRESHOLD:g}: a seam lies beyond" if sign > 0 else None
+        label = f"threshold of a discontinuity: ±{_THRESHOLD:g}" if sign > 0 else None
         ax.axhline(sign * _THRESHOLD, color=look.style.second, ls="--", lw=0.9, label=label)
     ax.plot(
         steps[at],
         scores[at],
         "o",
-        color=POPULATION_COLOURS["dead"],
-        ms=4,
-        label=f"seams ({at.size})" if at.size else None,
+        color=look.style.second,
+        ms=5,
+        label=f"discontinuities ({at.size})" if at.size else None,
     )
     top = max(_THRESHOLD, float(np.nanmax(abs(scores), initial=0))) * 1.15
     ax.set_ylim(-top, top)
-    along_steps(ax, "robust z-score of the change of log mean speed")
+    along_steps(ax, "robust z-score: change of log mean speed")
     shown = ", ".join(map(str, steps[at][:12])) + (", …" if at.size > 12 else "")
-    note(ax, f"seams at step {shown}" if at.size else f"no seam: no score beyond ±{_THRESHOLD:g}")
+    note(ax, f"discontinuities at step {shown}" if at.size else "no discontinuity")
     with_legend(ax)
 
 
@@ -246,7 +253,7 @@ gradients = Figure(
 
 displacement = Figure(
     name="displacement",
-    title="Distance of the tokens from where they began",
+    title="Distance of the tokens from their start",
     collect=_displacement,
     draw=_draw_bands,
     overlays=True,

@@ -1,4 +1,4 @@
-"""Of all tokens, how many are in which regime, and why those that rest do so."""
+"""Counts of tokens by regime of motion, and by cause of an unchanged step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
 from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
+from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS
 from trajstore.analysis.motion import ulp_motion
 from trajstore.analysis.optimizer import freeze_causes
 from trajstore.analysis.scan.population_statistics import count_by_population
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 __all__ = ["causes", "regimes"]
 
 
-def _census(counts: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
-    """Of a single population: the stacks of two would lie on each other."""
+def _counts(counts: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
+    """Counts of a single population: the stacks of two would cover each other."""
     (population,) = options.populations(scan, ("all",))
-    return counts.sel(population=population).to_dataset(name="census")
+    return counts.sel(population=population).to_dataset(name="counts")
 
 
 def _draw(
-    ax: Axes, data: xr.Dataset, colours: Mapping[str, str], meanings: Mapping[str, str]
+    ax: Axes, data: xr.Dataset, colors: Mapping[str, str], meanings: Mapping[str, str]
 ) -> None:
-    census = data["census"]
-    (dim,) = (name for name in census.dims if name != "step")
-    kinds = [str(kind) for kind in census[dim].values]
-    counts = census.transpose(dim, "step").values
+    stacked = data["counts"]
+    (dim,) = (name for name in stacked.dims if name != "step")
+    kinds = [str(kind) for kind in stacked[dim].values]
+    counts = stacked.transpose(dim, "step").values
     shown = [at for at, row in enumerate(counts) if row.any()]
     ax.stackplot(
-        census["step"].values,
+        stacked["step"].values,
         counts[shown],
-        colors=[colours[kinds[at]] for at in shown],
+        colors=[colors[kinds[at]] for at in shown],
         labels=[_label(kinds[at], meanings) for at in shown],
         lw=0,
         step="pre",
         rasterized=True,
     )
     tokens = int(counts[:, :1].sum())
-    along_steps(ax, f"{named(str(data['population'].item()))}, {tokens:,} in all")
+    along_steps(ax, f"{named(str(data['population'].item()))} ({tokens:,})")
     ax.set_ylim(0, max(1, tokens))
     ax.margins(x=0)
     ax.grid(False)
@@ -56,27 +56,27 @@ def _label(kind: str, meanings: Mapping[str, str]) -> str:
 
 
 def _regimes(scan: Scan, options: Options) -> xr.Dataset:
-    return _census(ulp_motion.regimes(scan, options.lattice)["census"], scan, options)
+    return _counts(ulp_motion.regimes(scan, options.lattice)["counts"], scan, options)
 
 
 @figure(_regimes, measures=("regime",), on_lattice=True, scales=False)
 def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Regimes of motion."""
-    _draw(ax, data, REGIME_COLOURS, REGIME_MEANINGS)
+    """Tokens by regime of motion."""
+    _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
     with_legend(ax)
 
 
 def _causes(scan: Scan, options: Options) -> xr.Dataset:
     found = freeze_causes.freeze_cause(scan, lattice=options.lattice)
     counts = count_by_population(found, len(freeze_causes.CAUSES), "cause")
-    census = _census(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
-    return census.assign(lr=scan.ds["lr"].sel(step=census["step"]))
+    found = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
+    return found.assign(lr=scan.ds["lr"].sel(step=found["step"]))
 
 
 @figure(_causes, on_lattice=True, reading="moments", scales=False)
 def causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Why tokens do not move."""
-    _draw(ax, data, CAUSE_COLOURS, {})
+    """Tokens by cause of an unchanged step."""
+    _draw(ax, data, CAUSE_COLORS, {})
     right = ax.twinx()
     steps, rates = data["step"].values, data["lr"].values
     right.plot(steps, rates, "--", color=look.style.ink, lw=1, label="learning rate")

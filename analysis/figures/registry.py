@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trajstore.analysis.figures.cloud import centroid, clusters, spectrum, trajectory
+from trajstore.analysis.figures.cloud import centroid, clusters, spectrum
 from trajstore.analysis.figures.densities import hops, speed_density
 from trajstore.analysis.figures.divergence import divergence
 from trajstore.analysis.figures.figure import Figure
-from trajstore.analysis.figures.freezing import freeze, last_motion, lifecycle, stratigraphy
+from trajstore.analysis.figures.freezing import freeze, heatmap, last_motion, lifecycle
 from trajstore.analysis.figures.motion import (
     autocorrelation,
     bulk_thermal,
+    discontinuities,
     displacement,
     gradients,
-    seams,
     speed,
 )
 from trajstore.analysis.figures.regimes import causes, regimes
 from trajstore.analysis.figures.training import logits, loss, moments, parameters
+from trajstore.analysis.figures.trajectory import trajectory
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
@@ -37,7 +38,7 @@ FIGURES: dict[str, Figure] = {
         regimes,
         causes,
         hops,
-        stratigraphy,
+        heatmap,
         bulk_thermal,
         speed_density,
         centroid,
@@ -48,26 +49,26 @@ FIGURES: dict[str, Figure] = {
         clusters,
         logits,
         parameters,
-        seams,
+        discontinuities,
         divergence,
     )
 }
-"""What ``trajstore plot`` and ``ds.traj.plot`` can draw, in the order of a sheet."""
+"""Figures of ``trajstore plot`` and ``ds.traj.plot``, in the order of a sheet."""
 
 
 def figures_named(names: Sequence[str], runs: int = 1) -> list[Figure]:
-    """Figures of these names, each once; ``all`` means all that there are of so many runs.
+    """Figures of these names, each once; ``all`` means every figure of so many runs.
 
     Raises
     ------
     InvalidArgument
-        If one is unknown, or there is none.
+        For an unknown name, or without any.
     """
     unknown = [name for name in names if name not in FIGURES and name != "all"]
     unknown_names = [f"{name!r}{did_you_mean(name, ['all', *FIGURES])}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
-            f"got {', '.join(unknown_names) or 'no kind of figure'}, "
+            f"got {', '.join(unknown_names) or 'no figure'}, "
             f"expected some of all, {', '.join(FIGURES)}"
         )
     every = [name for name, figure in FIGURES.items() if runs > 1 or not figure.between]

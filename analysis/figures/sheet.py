@@ -1,4 +1,4 @@
-"""Several figures of a run in one pass, on one sheet, or one figure by itself; to a file."""
+"""Figures computed in one pass, drawn on a sheet, and written to a file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import xarray as xr
 
 from trajstore.analysis.figures.across_runs import Group, run_groups
+from trajstore.analysis.figures.axes_marks import set_title
 from trajstore.analysis.figures.figure import (
     SIZE,
     Figure,
@@ -44,21 +45,21 @@ _Panel = tuple[str, "Callable[[Axes], None]"]
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What several figures show, computed.
+    """Computed data of several figures.
 
     Attributes
     ----------
     data : mapping
-        By figure, of each run; or of each but the first, how it differs from that.
+        By figure, for each run, or for each run but the first how it differs from the first.
     left_out : mapping
-        By the name of each figure that cannot be drawn, why.
+        Reason by the name of each figure that cannot be drawn.
     runs : sequence of Dataset
     labels : sequence of str
-        Of the runs, where each is shown by itself.
+        Labels of the runs, for figures with a panel per run.
     groups : sequence of Group
-        Curves of figures that have several runs in one axes.
+        Groups of runs, for figures with several runs in one axes.
     title : str
-        Of the runs together.
+        Title of all runs.
     """
 
     data: Mapping[str, Sequence[xr.Dataset]]
@@ -79,7 +80,7 @@ def collect(
     leave_out: bool = False,
     report: Callable[[int, int], None] | None = None,
 ) -> Collected:
-    """Compute what figures show, each quantity once, in as few readings of a run as memory allows.
+    """Compute the data of figures: each quantity once, in as few passes as memory allows.
 
     Parameters
     ----------
@@ -87,17 +88,17 @@ def collect(
     figures : sequence of Figure
     options : Options
     labels : sequence of str, optional
-        One for each run; by default the settings in which they differ. Runs of one label are shown
-        as their mean and spread.
+        One per run; by default the settings that differ. Runs of one label share a curve: their
+        mean and spread.
     leave_out : bool
-        Leave out figures that the runs do not hold what is needed for; by default that is an error.
+        Leave out figures whose variables the runs do not hold, instead of raising an error.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the number of finished tasks and of all tasks.
 
     Raises
     ------
     VariableNotRecorded, InvalidArgument
-        As the analysis that a figure draws; with `leave_out`, if nothing is left.
+        As the analysis of each figure; with `leave_out`, if no figure remains.
     """
     groups = run_groups(runs, labels)
     scans = [prepared(run, figures, options) for run in runs]
@@ -105,7 +106,7 @@ def collect(
     left_out: dict[str, str] = {}
     for figure in figures:
         try:
-            # On a sheet of all, what is not about populations or lattices shows the run as it is.
+            # On a sheet of all figures, those without populations or lattices ignore these options.
             figure.check(Options() if leave_out else options)
             lazy[figure.name] = figure.data(scans, options)
         except (VariableNotRecorded, InvalidArgument) as error:
@@ -117,23 +118,31 @@ def collect(
             "none of these figures can be drawn: "
             + "; ".join(f"{name}: {why}" for name, why in left_out.items())
         )
-    there = [figure for figure in figures if figure.name in lazy]
+    drawable = [figure for figure in figures if figure.name in lazy]
     data: dict[str, list[xr.Dataset]] = {}
-    for reading in dict.fromkeys(figure.reading for figure in there):
-        names = [figure.name for figure in there if figure.reading == reading]
+    for reading in dict.fromkeys(figure.reading for figure in drawable):
+        names = [figure.name for figure in drawable if figure.reading == reading]
         computed = iter(compute_together([each for name in names for each in lazy[name]], report))
         data |= {name: [next(computed) for _ in lazy[name]] for name in names}
         return_memory()
     names = [run_name(run).removesuffix(".zarr") for run in runs]
     return Collected(
-        data={figure.name: data[figure.name] for figure in there},
-        figures=there,
+        data={figure.name: data[figure.name] for figure in drawable},
+        figures=drawable,
         runs=runs,
-        labels=labels or run_labels([run.attrs for run in runs], names),
+        labels=_distinct(labels or run_labels([run.attrs for run in runs], names), names),
         groups=groups,
         title=titled_runs(runs, labels),
         left_out=left_out,
     )
+
+
+def _distinct(labels: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Labels of panels: with the name of the run where several runs have one label."""
+    return [
+        label if list(labels).count(label) == 1 else f"{label} ({name})"
+        for label, name in zip(labels, names, strict=True)
+    ]
 
 
 def draw_sheet(
@@ -144,23 +153,23 @@ def draw_sheet(
     title: str | None = None,
     size: tuple[float, float] | None = None,
 ) -> Canvas:
-    """Figures on one sheet, two in a row; one by itself, if it is the only one.
+    """Draw figures on one sheet, two per row, or a single figure.
 
     Parameters
     ----------
     collected : Collected
     style : {'light', 'dark'}
     log : {'none', 'x', 'y', 'xy'}, optional
-        For the only one.
+        Logarithmic axes of a single figure.
     title : str, optional
-        By default what is shown, and of which runs.
+        By default the figure's title and the runs.
     size : tuple of float, optional
         Width and height of the whole sheet, in inches.
 
     Raises
     ------
     InvalidArgument
-        If there are several and scales are asked for; for a size that no sheet has.
+        For `log` with several figures, or more panels than a sheet holds.
     MissingExtra
         Without matplotlib.
     """
@@ -168,26 +177,26 @@ def draw_sheet(
     from matplotlib.figure import Figure as Canvas
 
     if log is not None and len(collected.figures) > 1:
-        raise InvalidArgument("log goes with a single kind of figure; draw the others apart")
+        raise InvalidArgument(f"got log={log!r} for several figures; draw a single figure with log")
     panels = _panels(collected, style, log)
     alone = len(panels) == 1
     rows = -(-len(panels) // _COLUMNS)
     with in_style(style):
         usual = SIZE if alone else (14, 4.6 * rows)
         canvas = Canvas(figsize=size or usual, layout="constrained")
-        # A part for each, so that the legend of one takes no room from the others.
+        # One subfigure per panel, so that its legend takes no room from others.
         parts = canvas.subfigures(rows, 1 if alone else _COLUMNS, squeeze=False).ravel()
         for (name, draw), part in zip(panels, parts, strict=False):
             ax = part.subplots()
             draw(ax)
-            ax.set_title((title or f"{name}\n{collected.title}") if alone else name)
+            set_title(ax, (title or f"{name}\n{collected.title}") if alone else name)
         if not alone:
             canvas.suptitle(title or collected.title)
     return canvas
 
 
 def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
-    """What is drawn, by its title: a panel a figure, or where runs do not go into one, several."""
+    """Title and drawing function of each panel: one per figure, or one per run."""
     panels: list[_Panel] = []
     for figure in collected.figures:
         data = collected.data[figure.name]
@@ -200,14 +209,14 @@ def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
             panels.append((f"{figure.title}{label}", draw))
     if len(panels) > _MOST_PANELS:
         raise InvalidArgument(
-            f"these would be {len(panels)} figures on a sheet, of {len(collected.runs)} runs; at "
-            f"most {_MOST_PANELS} can be read, so choose fewer runs or kinds"
+            f"got {len(panels)} panels for {len(collected.runs)} runs, expected at most "
+            f"{_MOST_PANELS}; choose fewer runs or figures"
         )
     return panels
 
 
 def _panel_groups(figure: Figure, collected: Collected) -> list[Sequence[Group]]:
-    """Groups of each panel: all, or one in each; of a figure without a mean, each run."""
+    """Groups of each panel: all groups, one group, or one run for a figure without a mean."""
     if figure.in_one_axes(collected.groups):
         return [collected.groups]
     if figure.averages:
@@ -221,14 +230,14 @@ def _panel_groups(figure: Figure, collected: Collected) -> list[Sequence[Group]]
 def save(
     canvas: Canvas, path: str | os.PathLike[str], *, dpi: int = 150, overwrite: bool = False
 ) -> Path:
-    """Write a figure: PNG, SVG or PDF, by the ending of the name.
+    """Write a figure as PNG, SVG or PDF, by the suffix of the name.
 
     Raises
     ------
     InvalidArgument
-        For another ending, or an impossible number of dots per inch.
+        For another suffix, or a resolution outside 10 to 1,200 dpi.
     RunExists
-        If the file is there, and `overwrite` is not set.
+        If the file exists and `overwrite` is not set.
     """
     target = local_path(path)
     check_target(target, dpi=dpi, overwrite=overwrite)
@@ -238,7 +247,7 @@ def save(
 
 
 def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before anything is computed.
+    """Check the file before any computation.
 
     Raises
     ------
@@ -246,12 +255,8 @@ def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
         As `save`.
     """
     if path.suffix.lower() not in ENDINGS:
-        raise InvalidArgument(
-            f"cannot tell the format of {path} by its ending; expected {', '.join(ENDINGS)}"
-        )
+        raise InvalidArgument(f"got {path}, expected a name that ends in {', '.join(ENDINGS)}")
     if not 10 <= dpi <= 1200:
-        raise InvalidArgument(f"got {dpi} dots per inch, expected 10 to 1,200")
+        raise InvalidArgument(f"got {dpi} dpi, expected 10 to 1,200")
     if path.exists() and not overwrite:
-        raise RunExists(
-            f"{path} is already there; choose another name, or overwrite it (--overwrite)"
-        )
+        raise RunExists(f"{path} already exists; choose another name, or replace it (--overwrite)")

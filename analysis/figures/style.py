@@ -1,8 +1,8 @@
-"""Colours and measures that all figures share, on light and on dark ground.
+"""Colors that all figures share, on light and on dark ground.
 
-Dead, live, regimes and causes have one colour each, everywhere. The hues of populations and causes
-are those of Okabe and Ito (2008), which people who see few colours tell apart; those of the regimes
-are of viridis, from rest to the longest hops, and also ordered by lightness.
+Dead, live, each regime and each cause have one color in all figures. Populations and causes have
+the hues of Okabe and Ito (2008), which color-blind readers distinguish. Regimes have those of
+viridis, from unchanged to the longest hops, ordered by lightness.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
 
 __all__ = [
-    "CAUSE_COLOURS",
-    "POPULATION_COLOURS",
-    "REGIME_COLOURS",
+    "CAUSE_COLORS",
+    "POPULATION_COLORS",
+    "REGIME_COLORS",
     "REGIME_MEANINGS",
     "STYLES",
     "Style",
-    "population_colour",
+    "population_color",
     "shades",
     "style",
 ]
 
-POPULATION_COLOURS = {
+POPULATION_COLORS = {
     "dead": "#D55E00",
     "live": "#0072B2",
     "all": "#888888",
     "mostly_dead": "#CC79A7",
 }
 
-REGIME_COLOURS = {
+REGIME_COLORS = {
     "frozen": "#46327E",
     "single": "#365C8D",
-    "neighbour": "#1FA187",
+    "neighbor": "#1FA187",
     "local": "#7AD151",
     "jump": "#FDE725",
 }
@@ -46,16 +46,16 @@ REGIME_COLOURS = {
 REGIME_MEANINGS = {
     "frozen": "no element left its cell",
     "single": "one element moved, by one cell",
-    "neighbour": "several, each by one cell at most",
+    "neighbor": "several, each by one cell at most",
     "local": "some further, in all up to √D cells (L2)",
     "jump": "more than √D cells (L2), D elements",
 }
-"""Of each regime, in cells of the lattice, as of `analysis.regimes`."""
+"""Meaning of each regime in cells of the lattice, as in `analysis.regimes`."""
 
-CAUSE_COLOURS = {
+CAUSE_COLORS = {
     "moved": "#BBBBBB",
     "no_gradient": "#56B4E9",
-    "underflow": "#E69F00",
+    "lost_update": "#E69F00",
     "learning_rate": "#009E73",
     "skipped": "#CC79A7",
     "unexplained": "#7B3FA0",
@@ -65,18 +65,18 @@ CAUSE_COLOURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Ground, ink and the map of densities.
+    """Colors of a figure: ground, ink, map of densities, runs.
 
     Attributes
     ----------
     ground, ink, second, grid : str
-        Colours; the second one of lines that belong to no population.
+        Colors; ``second`` is for lines of no population.
     density : str
-        Colour map of matplotlib for counts and lengths.
+        Color map of matplotlib for counts and lengths.
     band : float
-        How opaque a band between two quantiles is.
+        Opacity of a band between two quantiles.
     runs : tuple of str
-        Colours of several runs in one axes; none is that of dead or of live tokens.
+        Colors of several runs in one axes; dead and live tokens have others.
     """
 
     ground: str
@@ -89,7 +89,7 @@ class Style:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What matplotlib is told while a figure is made."""
+        """Settings of matplotlib for a new figure."""
         ink = dict.fromkeys(
             ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"),
             self.ink,
@@ -153,20 +153,20 @@ STYLES = {
 }
 
 
-def population_colour(name: str) -> str:
-    """Colour of a population; those that users name have one, as only one of them is shown."""
-    return POPULATION_COLOURS.get(name, "#009E73")
+def population_color(name: str) -> str:
+    """Color of a population. Those of users share one, as a figure shows one of them."""
+    return POPULATION_COLORS.get(name, "#009E73")
 
 
-def shades(colour: str, ground: str) -> Colormap:
-    """Map from little of a colour on this ground to all of it."""
+def shades(color: str, ground: str) -> Colormap:
+    """Color map from a pale color on this ground to the full color."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
-    # The same share of a colour is harder to see on black than on white.
+    # A pale color is harder to see on black than on white.
     share = 0.25 if sum(to_rgb(ground)) > 1.5 else 0.45
-    pairs = zip(to_rgb(ground), to_rgb(colour), strict=True)
+    pairs = zip(to_rgb(ground), to_rgb(color), strict=True)
     red, green, blue = ((1 - share) * under + share * over for under, over in pairs)
-    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), colour])
+    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), color])
 
 
 def style(name: str) -> Style:
@@ -175,7 +175,7 @@ def style(name: str) -> Style:
     Raises
     ------
     InvalidArgument
-        If there is none.
+        For an unknown name.
     """
     try:
         return STYLES[name]

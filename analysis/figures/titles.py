@@ -1,4 +1,4 @@
-"""What a figure is called: names of runs, and what was trained."""
+"""Titles: names of runs, their common settings, names of tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import xarray as xr
 
-__all__ = ["run_name", "run_system", "titled_runs"]
+__all__ = ["run_name", "run_system", "titled_runs", "token_names"]
 
 
 def run_name(ds: xr.Dataset) -> str:
-    """Name of the folder it was opened from, else the beginning of its identity."""
+    """Name of the run's folder, else the first digits of its identity."""
     source = ds.encoding.get("source")
     if source:
         return Path(str(source).rstrip("/")).name
@@ -20,7 +20,7 @@ def run_name(ds: xr.Dataset) -> str:
 
 
 def run_system(*runs: xr.Dataset) -> str:
-    """What was trained: text, tokens × hidden, optimizer and type: what all runs share."""
+    """Corpus, shape of W, optimizer and type, as far as all runs share them."""
     facts = [_facts(run) for run in runs]
     return ", ".join(
         fact for at, fact in enumerate(facts[0]) if fact and all(fact == one[at] for one in facts)
@@ -33,13 +33,25 @@ def _facts(ds: xr.Dataset) -> list[str]:
     optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]
     return [
         str((config.get("data") or {}).get("corpus") or ""),
-        f"{sizes} W" if sizes else "",
+        f"W {sizes}" if sizes else "",
         optimizer,
         str(ds["W"].attrs.get("native_dtype", "")) if "W" in ds else "",
     ]
 
 
 def titled_runs(runs: Sequence[xr.Dataset], labels: Sequence[str] | None = None) -> str:
-    """Name and system of a run; of several, how many there are, and what they have in common."""
+    """Name and settings of a run, or the number of several runs and their common settings."""
     name = f"{len(runs)} runs" if len(runs) > 1 else (labels or [run_name(runs[0])])[0]
     return " · ".join(filter(None, (name, run_system(*runs))))
+
+
+def token_names(ds: xr.Dataset) -> list[str]:
+    """Text of each token, quoted where letters alone would mislead, else its id."""
+    if "token_text" not in ds.coords:
+        return [str(token) for token in ds["token"].values]
+    return [_shown(str(text)) for text in ds["token_text"].values]
+
+
+def _shown(text: str) -> str:
+    plain = text.isascii() and text.isprintable() and text.strip() == text != ""
+    return text if plain else ascii(text)

@@ -1,4 +1,4 @@
-"""What training computes: the loss, the prediction, Adam's moments, lost updates."""
+"""The loss, the logits, Adam's moments, and the lost updates of parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    central_range,
     log_scale,
     named,
     note,
@@ -16,9 +17,9 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
 )
 from trajstore.analysis.figures.figure import Look, Options, after_first_row, figure
-from trajstore.analysis.figures.style import CAUSE_COLOURS, POPULATION_COLOURS
+from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS
 from trajstore.analysis.model import logit_statistics
-from trajstore.analysis.optimizer import underflow_line
+from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -38,12 +39,12 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
 def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Training loss."""
     steps, values = data["step"].values, data["loss"].values
-    colour = look.style.ink if look.alone else look.run_colour
+    color = look.style.ink if look.alone else look.run_color
     if look.band is not None:
         low, high = (edge["loss"].values for edge in look.band)
-        ax.fill_between(steps, low, high, color=colour, alpha=look.style.band, lw=0)
+        ax.fill_between(steps, low, high, color=color, alpha=look.style.band, lw=0)
         spread_note(ax, look)
-    ax.plot(steps, values, color=colour, lw=0.9, label=look.label("loss"))
+    ax.plot(steps, values, color=color, lw=0.9, label=look.label("loss"))
     along_steps(ax, "training loss", data["loss"].attrs.get("units"))
     last = np.flatnonzero(np.isfinite(values))
     if not look.run and last.size:
@@ -61,21 +62,21 @@ def _logits(scan: Scan, options: Options) -> xr.Dataset:
     here = scan.ds.sizes["token"]
     if "logits" in scan.ds and whole is not None and here != whole:
         raise InvalidArgument(
-            f"the softmax is over all {whole:,} tokens of the vocabulary, and {here:,} are here; "
-            "ask about all tokens"
+            f"the softmax needs all {whole:,} tokens of the vocabulary, got {here:,}; "
+            "select all tokens"
         )
     return after_first_row(logit_statistics.logit_stats(scan), scan)
 
 
 @figure(_logits, scales=False, of_populations=False)
 def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """What the model predicts, of the logits that are recorded."""
+    """Range of the logits, and the entropy of their softmax."""
     steps = data["step"].values
     ax.fill_between(
         steps,
         data["logit_min"].values,
         data["logit_max"].values,
-        color=POPULATION_COLOURS["all"],
+        color=POPULATION_COLORS["all"],
         alpha=0.3,
         lw=0,
         label="smallest to largest logit",
@@ -85,25 +86,25 @@ def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
     others = []
     if "dead_mass" in data:
         others.append(ax.twinx())
-        colour, label = POPULATION_COLOURS["dead"], "probability of all dead tokens"
+        color, label = POPULATION_COLORS["dead"], "probability of all dead tokens"
         (right,) = others
-        right.plot(steps, data["dead_mass"].values, color=colour, label=label)
-        right.set_ylabel(label, color=colour)
+        right.plot(steps, data["dead_mass"].values, color=color, label=label)
+        right.set_ylabel(label, color=color)
         right.set_ylim(0, 1)
         right.margins(x=0.01)
-        right.tick_params(axis="y", colors=colour)
+        right.tick_params(axis="y", colors=color)
     with_legend(ax, *others)
 
 
 def _moments(scan: Scan, options: Options) -> xr.Dataset:
     (shown,) = options.populations(scan, ("all",))
-    plane = underflow_line.moment_plane(scan).sel(population=shown)
+    plane = lost_update_line.moment_plane(scan).sel(population=shown)
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
 @figure(_moments, of_window=True, reading="last row")
 def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Adam's moments, and the line of underflow."""
+    """Adam's moments, and the threshold of lost updates."""
     from matplotlib.colors import LogNorm
 
     counts = data["count"].transpose("size_class", "root_class").values
@@ -121,36 +122,52 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.figure.colorbar(mesh, ax=ax).set_label("elements")
     log_scale(ax, "x", by_root)
     log_scale(ax, "y", by_size)
-    root, colour = data["root"].values, CAUSE_COLOURS["underflow"]
+    root, color = data["root"].values, CAUSE_COLORS["lost_update"]
     low, middle, high = data["threshold"].transpose("quantile", "root_class").values
     if np.isfinite(middle).all():
-        ax.fill_between(root, low, high, color=colour, alpha=0.3, lw=0)
-        ax.plot(root, middle, color=colour, label="below, updates are rounded away")
-    _show_counted(ax, edges, by_root, by_size, middle)
+        # Lines: a transparent band would change the colors of the counts.
+        label = "updates below the line are lost: at the median spacing of W"
+        ax.plot(root, middle, color=color, label=label)
+        for edge, label in ((low, "at its 5 % and 95 % quantiles"), (high, None)):
+            ax.plot(root, edge, "--", color=color, lw=1, label=label)
+    outside = _show_central(ax, edges, counts, middle)
     unit = "nat per unit of W"
     ax.set_xlabel(f"√v, root of the second moment / {unit}")
     ax.set_ylabel(f"|m|, first moment / {unit}")
     beyond = int(data["elsewhere"])
     note(
         ax,
-        f"step {int(data['step'])}, learning rate {float(data['lr']):.3g}, "
-        f"{named(str(data['population'].item()))}; line: for the median spacing of W, band: 5 % "
-        f"to 95 %; moments of 0, or beyond all classes: {beyond:,} of "
-        f"{beyond + int(counts.sum()):,} elements",
+        f"step {int(data['step']):,}, learning rate {float(data['lr']):.3g}, "
+        f"{named(str(data['population'].item()))}",
+    )
+    note(
+        ax,
+        f"{beyond + int(counts.sum()):,} elements, of which not shown: {outside:,} outliers, "
+        f"{beyond:,} that are 0 or beyond all classes",
     )
     with_legend(ax)
 
 
-def _show_counted(ax: Axes, edges: Any, by_root: Any, by_size: Any, line: Any) -> None:
-    """Show all that was counted, and the line there."""
-    roots, sizes = np.flatnonzero(by_root), np.flatnonzero(by_size)
-    if not roots.size:
-        return
-    ax.set_xlim(edges[max(0, roots[0] - 3)], edges[min(roots[-1] + 4, edges.size - 1)])
-    there = line[roots[0] : roots[-1] + 1]
-    there = there[np.isfinite(there) & (there > 0)]
-    low, high = edges[sizes[0]], edges[sizes[-1] + 1]
-    ax.set_ylim(min([low, *there[:1]]) / 3, max([high, *there[-1:]]) * 3)
+def _show_central(ax: Axes, edges: Any, counts: Any, line: Any) -> int:
+    """Limit the axes to all counts but outliers, and to the line at the median of the roots.
+
+    Returns
+    -------
+    int
+        Number of outliers.
+    """
+    if not counts.any():
+        return 0
+    by_root, by_size = counts.sum(0), counts.sum(1)
+    (left, right), (bottom, top) = (central_range(edges, each) for each in (by_root, by_size))
+    middle = line[np.searchsorted(by_root.cumsum(), by_root.sum() / 2)]
+    if np.isfinite(middle) and middle > 0:
+        bottom, top = min(bottom, middle), max(top, middle)
+    ax.set_xlim(left, right)
+    ax.set_ylim(bottom / 1.5, top * 1.5)
+    roots = (edges[:-1] >= left) & (edges[1:] <= right)
+    sizes = (edges[1:] > bottom / 1.5) & (edges[:-1] < top * 1.5)
+    return int(counts.sum() - counts[np.ix_(sizes, roots)].sum())
 
 
 _CELLS = 1 << 21
@@ -169,7 +186,7 @@ def _parameters(scan: Scan, options: Options) -> xr.Dataset:
 
 @figure(_parameters, scales=False, of_populations=False)
 def parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Updates of the model's parameters that rounding left undone."""
+    """Fraction of each parameter's elements that a step left unchanged."""
     lost = data["lost"].transpose("parameter", "step")
     steps, places = data["step"].values, np.arange(lost.sizes["parameter"])
     mesh = ax.pcolormesh(
@@ -183,11 +200,11 @@ def parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
         rasterized=True,
     )
     bar = ax.figure.colorbar(mesh, ax=ax)
-    bar.set_label("share of the elements that a step left as they were")
+    bar.set_label("fraction of unchanged elements (lost updates)")
     ax.invert_yaxis()
     if places.size <= _NAMES:
         ax.set_yticks(places, [str(name) for name in data["parameter"].values], fontsize="xx-small")
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("parameter")
     if data.attrs["every"] > 1:
-        note(ax, f"every {data.attrs['every']}th step")
+        note(ax, f"1 of every {data.attrs['every']} steps")

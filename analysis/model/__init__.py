@@ -1,7 +1,7 @@
 """Logits and hidden states of the model.
 
 ``gradient_explanation``
-    The gradient of a dead token's unembedding, from the states that were unembedded.
+    Gradients of dead tokens, computed from the recorded hidden states.
 ``logit_statistics``
-    What the model predicts: statistics of the recorded logits.
+    Statistics of the recorded logits.
 """

@@ -1,9 +1,9 @@
-"""The gradient of a dead token's unembedding, from the states that were unembedded.
+"""Gradients of dead tokens, computed from the recorded hidden states.
 
-A step's mean cross-entropy over N targets has, with logits z = W h and probabilities p = softmax(z)
-at each position, the derivative 1/N · Σ (p_v − [v is the target]) · h with respect to row v of W. A
-token that occurs nowhere is never a target, so of its row only Σ p_v · h is left; and where W is
-the embedding as well, that adds nothing, as the token is never put in either.
+With logits z = W h and probabilities p = softmax(z) at each position, the mean cross-entropy of a
+step over N targets has the derivative 1/N · Σ (p_v − [v is the target]) · h with respect to row v
+of W. A dead token is never a target, so its gradient is 1/N · Σ p_v · h. If W is also the input
+embedding, this adds nothing, because a dead token is never an input.
 """
 
 from __future__ import annotations
@@ -46,50 +46,50 @@ def explain_gradient(
     denominator: float | None = None,
     precision: str = "float64",
 ) -> xr.Dataset:
-    """Gradients of dead tokens from what their steps saw, and which examples made them.
+    """Gradients of dead tokens from recorded hidden states, and the contribution of each example.
 
     Parameters
     ----------
     ds : Dataset
-        With ``W``, ``grad`` and ``hidden_states``, of every token of the vocabulary, and the step
-        before each of `step`: its W is what the forward pass multiplied by.
+        With ``W`` of every token of the vocabulary, ``grad`` and ``hidden_states``. The step before
+        each `step` must be recorded, because its W is used in the forward pass.
     step : int or sequence of int
+        Steps to explain.
     token : int or sequence of int
-        Ids of dead tokens. Of the others the targets, and where W is the embedding as well what was
-        put in, would be missing.
+        Ids of dead tokens. Gradients of live tokens also depend on targets and inputs.
     targets : {'shifted', 'all'}
-        Which positions have one: all but the last, as the causal language models of transformers
-        (and all presets) shift their labels; or all.
+        Positions with a target: all but the last, as in causal language models of transformers
+        (and all presets), which shift their labels; or all.
     denominator : float, optional
-        What the loss divided the sum over its targets by, if not by their number.
+        Divisor of the sum over the targets in the loss. Default: the number of targets.
     precision : {'float64', 'float32', 'bfloat16'}
-        float64 throughout; or W, the states, the logits, the derivative with respect to them, and
-        the sum at the end are rounded to another type, as a model computing in it rounds them.
+        Compute in float64; or also round W, the states, the logits, their derivative and the final
+        sum to another type, as a model that computes in it does.
 
     Returns
     -------
     Dataset (step, token)
         ``explained`` and ``recorded``: L2 norms of both gradients; ``relative_error``, L2 norm of
         their difference over ``recorded``; ``cosine`` between them. ``share`` (step, token,
-        example): what the positions of an example add along the explained gradient, of its
-        squared norm; the shares of a step add up to 1. ``by_share`` (step, token, rank), int64: the
-        examples, the largest share first. The coordinate ``batch``, where it was recorded, says
-        which examples of the data set they are. NaN, and −1, where the step has fewer examples.
+        example): the contribution of an example along the explained gradient, as a fraction of its
+        squared norm. The shares of a step sum to 1. ``by_share`` (step, token, rank), int64: the
+        examples, largest share first. If recorded, the coordinate ``batch`` holds the indices of
+        the examples in the data set. NaN or −1 if the step has fewer examples.
 
     Raises
     ------
     VariableNotRecorded
-        If the run holds no gradients, no states, or does not say which tokens are dead.
+        If gradients, states or ``is_dead`` are missing.
     StepNotFound
-        If a step or the one before was not recorded.
+        If a step or its previous step was not recorded.
     InvalidArgument
-        If a token is not dead or not there, tokens of the vocabulary are missing, the run is a
-        what-if, or an option is impossible.
+        If a token is not dead or unknown, tokens of the vocabulary are missing, the run is a
+        what-if run, or an option is invalid.
 
     Examples
     --------
     >>> states = np.random.default_rng(0).normal(size=(2, 3, 4, 2))
-    >>> W = np.zeros((2, 2, 2))  # both tokens are as probable
+    >>> W = np.zeros((2, 2, 2))  # both tokens are equally probable
     >>> grad = np.stack([states[1, :, :-1].sum((0, 1)) / 2 / 9, np.zeros(2)])
     >>> made = xr.Dataset(
     ...     {
@@ -137,7 +137,7 @@ def explain_gradient(
 
 
 def _named(made: xr.DataArray) -> xr.Dataset:
-    """Results by name, of (step, token, fact): facts of the gradient, then one of each example."""
+    """Results by name, from (step, token, fact): facts of the gradient, then of each example."""
     share = made.isel(fact=slice(len(_PER_GRADIENT), None)).rename(fact="example")
     order = xr.apply_ufunc(
         _largest_first,
@@ -159,7 +159,7 @@ def _named(made: xr.DataArray) -> xr.Dataset:
                 long_name="share of the example in the explained gradient", units="1"
             ),
             "by_share": order.assign_attrs(
-                long_name="examples, the largest share first",
+                long_name="examples, largest share first",
                 **flag_attributes({-1: "fewer_examples"}),
             ),
         }
@@ -176,7 +176,7 @@ def _explained(
     denominator: float | None,
     precision: str,
 ) -> Wide:
-    """Facts of each gradient of one step, behind one another; see `_named`.
+    """Facts of each gradient of one step, concatenated; see `_named`.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def _explained(
     gradients : ndarray, (1, explained token, hidden)
     states : ndarray, (1, example, position, hidden)
     """
-    if not len(states):  # dask asks what the result is like
+    if not len(states):  # dask infers the type of the result
         return np.empty((0, len(places), len(_PER_GRADIENT) + states.shape[1]))
     (weights,), (recorded,), (states,) = weights, gradients.astype(np.float64), states
     made = [state[predicting] for state in states]
@@ -207,7 +207,7 @@ def _explained(
 def _of_example(
     W: Wide, states: npt.NDArray[Any], places: npt.NDArray[np.int64], count: float, precision: str
 ) -> Wide:
-    """What the positions of one example add to the gradients, (explained token, hidden)."""
+    """Contribution of one example to the gradients, (explained token, hidden)."""
     h = _rounded(states, precision)
     logits = _rounded(h @ W.T, precision)
     logits -= logits.max(-1, keepdims=True, initial=-np.inf)
@@ -217,7 +217,7 @@ def _of_example(
 
 
 def _largest_first(share: Wide) -> npt.NDArray[np.int64]:
-    order = np.argsort(-share, axis=-1, kind="stable")  # NaN comes last
+    order = np.argsort(-share, axis=-1, kind="stable")  # NaN sorts last
     return np.where(np.isnan(np.take_along_axis(share, order, -1)), -1, order)
 
 
@@ -239,62 +239,62 @@ def _check(ds: xr.Dataset, targets: str, denominator: float | None, precision: s
         raise InvalidArgument(f"got denominator={denominator}, expected a positive number")
     if "what_if" in (ds.attrs.get("provenance") or {}):
         raise InvalidArgument(
-            "this run is a what-if: its W is not what the recorded states were multiplied by; ask "
-            "the run that it was made of"
+            "got a what-if run, whose W does not match the recorded hidden states; use the "
+            "original run"
         )
     recording: Mapping[str, Any] = ds.attrs.get("recording") or {}
     vocabulary = recording.get("vocabulary", int(ds["token"].max()) + 1)
     if ds.sizes["token"] != vocabulary:
         raise InvalidArgument(
-            f"got {ds.sizes['token']} of the vocabulary's {vocabulary} tokens, and a probability "
-            "takes the logits of all; ask the whole run, recorded with tokens='all'"
+            f"got {ds.sizes['token']} of the vocabulary's {vocabulary} tokens, but a softmax "
+            "requires the logits of all; use the whole run, recorded with tokens='all'"
         )
 
 
 def _whole(name: str, given: int | Sequence[int]) -> npt.NDArray[np.int64]:
     numbers = np.atleast_1d(given)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
-        raise InvalidArgument(f"got {name}={given!r}, expected a whole number or several")
+        raise InvalidArgument(f"got {name}={given!r}, expected one or more whole numbers")
     return numbers.astype(np.int64)
 
 
 def _places_of_dead(ds: xr.Dataset, tokens: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Positions along token of ids, which must be those of dead tokens."""
+    """Positions of ids along token. All must be dead tokens."""
     if "is_dead" not in ds.coords:
         raise VariableNotRecorded(
-            "this question needs the coordinate is_dead, which the run does not hold; say which "
-            "tokens occur nowhere in the text with ds.assign_coords(is_dead=('token', …))"
+            "explain_gradient requires the coordinate is_dead, which the run does not hold; label "
+            "dead tokens with ds.assign_coords(is_dead=('token', …))"
         )
     where = {int(number): place for place, number in enumerate(ds["token"].values)}
     missing = [int(token) for token in tokens if int(token) not in where]
     if missing:
-        raise InvalidArgument(f"the run holds no token {missing[0]}; ask about ids that it holds")
+        raise InvalidArgument(f"got token {missing[0]}, which the run does not hold")
     places = np.array([where[int(token)] for token in tokens])
     live = tokens[~ds["is_dead"].values[places].astype(bool)]
     if live.size:
         raise InvalidArgument(
-            f"token {live[0]} occurs in the text: where it is a target, and where it is put in, "
-            "there is more in its gradient than the states explain; ask about dead tokens"
+            f"got the live token {live[0]}, expected dead tokens: the gradient of a live token "
+            "also depends on its targets and inputs"
         )
     return places
 
 
 def _row_after(ds: xr.Dataset, step: int) -> int:
-    """Row of a step whose row before is that of the step before."""
+    """Row of a step, checked to follow the row of the previous step."""
     row = input_checks.row_of_step(ds, step)
     if step == 0:
         raise StepNotFound(
-            "step 0 is before training, without a forward pass; ask about a later one"
+            "got step 0, which is before training and has no forward pass; use a later step"
         )
     if row == 0 or int(ds["step"][row - 1]) != step - 1:
         raise StepNotFound(
-            f"the forward pass of step {step} was with W of step {step - 1}, which is not in the "
-            "run; ask about a later step, or record with every=1"
+            f"the forward pass of step {step} used W of step {step - 1}, which was not recorded; "
+            "use a later step, or record with every=1"
         )
     return row
 
 
 def _rows(ds: xr.Dataset, name: str, rows: npt.NDArray[np.int64]) -> xr.DataArray:
-    """Rows of a variable, each a chunk."""
+    """Rows of a variable, one per chunk."""
     array = ds[name].isel(step=rows).drop_vars("step")
     return array.chunk({dim: 1 if dim == "step" else -1 for dim in array.dims})

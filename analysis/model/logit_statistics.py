@@ -1,4 +1,4 @@
-"""What the model predicts: statistics of the recorded logits."""
+"""Statistics of the recorded logits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FACTS = {
     "logit_range": ("largest minus smallest logit", "nat"),
     "logit_std": ("standard deviation of the logits", "nat"),
     "entropy": ("entropy of the softmax", "nat"),
-    "dead_mass": ("probability of all dead tokens together", "1"),
+    "dead_mass": ("total probability of all dead tokens", "1"),
 }
 
 
 def _statistics(
     logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None = None
 ) -> npt.NDArray[np.float64]:
-    """From (…, token) to (…, statistic)."""
+    """Statistics over the last axis: (…, token) to (…, statistic)."""
     with np.errstate(invalid="ignore", over="ignore"):
         wide = logits.astype(np.float64)
         largest = wide.max(-1, keepdims=True)
@@ -47,21 +47,19 @@ def _statistics(
 
 @quantity()
 def logit_stats(scan: Scan) -> xr.Dataset:
-    """Spread and sharpness of the prediction at each step.
+    """Range, standard deviation and entropy of the prediction at each step.
 
     Parameters
     ----------
     ds : Dataset
-        With ``logits`` (step, token) of the whole vocabulary: a softmax over some of the tokens
-        is another one.
+        With ``logits`` (step, token) of the whole vocabulary, which the softmax requires.
 
     Returns
     -------
     Dataset, float64 (step)
-        ``logit_min``, ``logit_max``, ``logit_range``, ``logit_std`` (of the population, not of a
-        sample), ``entropy`` of the softmax in nat, and ``dead_mass``, the probability of all dead
-        tokens together; this last is left out where nothing says which tokens are dead. NaN at
-        row 0, where there has been no forward pass.
+        ``logit_min``, ``logit_max``, ``logit_range``, ``logit_std`` (population standard
+        deviation), ``entropy`` of the softmax in nat, and ``dead_mass``, the total probability of
+        all dead tokens, if ``is_dead`` is recorded. NaN at row 0, before the first forward pass.
 
     Raises
     ------
@@ -80,7 +78,7 @@ def logit_stats(scan: Scan) -> xr.Dataset:
         raise InvalidArgument(
             f"logits has dimensions {', '.join(map(str, logits.dims))}, expected step, token"
         )
-    # No keyword: that would go with each task.
+    # An argument: a keyword would be copied into each task.
     masks = [np.asarray(ds["is_dead"].values, bool)] if "is_dead" in ds.coords else []
     table = xr.apply_ufunc(
         _statistics,

@@ -1,27 +1,27 @@
-"""How tokens move, and when they stop.
+"""Motion of tokens, and the steps at which it stops.
 
 ``autocorrelation``
-    How long tokens remember where they were going, and where they were.
+    Autocorrelation of velocity and position.
 ``collective``
-    Populations as bodies: where their centre is, how it moves, and how the tokens move about it.
+    Centroids of populations, their motion, and the motion of tokens about them.
 ``freezing``
-    When tokens stop moving, bit for bit.
+    Steps at which tokens stop moving, bit for bit.
 ``level_crossings``
-    When curves pass levels, for the first and for the last time.
+    First and last steps at which curves cross levels.
 ``moving_elements``
-    Elements of vectors that keep their tokens moving.
+    Last element of each vector that moves.
 ``norms``
-    Lengths of vectors over the hidden dimension: gradients, and ways from where a token was.
+    Norms over the hidden dimension: gradients and displacements.
 ``paths``
-    Ways of tokens: how straight they are, and how much of them leads outward.
-``rest_layers``
-    Tokens × steps as layers: the tokens in the order in which they came to rest.
-``resume_seams``
-    Steps at which a history does not continue itself.
-``stillness``
-    How long a token is still before it counts as frozen.
+    Paths of tokens: straightness, and radial and tangential motion.
+``update_heatmap``
+    Update-size heatmap: tokens × steps, with tokens in the order of their last motion.
+``resume_discontinuities``
+    Steps at which the pace of motion changes abruptly.
+``unchanged``
+    Default number of unchanged steps of a frozen token.
 ``ulp_motion``
-    Motion on the lattice of a type: hops, regimes, and the way into rest.
+    Motion on the lattice of a type: hops, regimes, and the last step of each token in each.
 ``velocity``
     Velocity, speed and acceleration, in units of W per optimizer step.
 """

@@ -1,4 +1,4 @@
-"""How long tokens remember where they were going, and where they were."""
+"""Autocorrelation of the velocity and position of tokens."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Wide = npt.NDArray[np.float64]
 
 LAGS = (1, 2, 5, 10, 20)
 
-# Tokens of one task, which holds as many rows of them as the largest lag, and how many such tasks
-# there are at least for each block.
+# Maximum tokens per task, which holds as many rows as the largest lag, and minimum number of tasks
+# per block.
 _TOKENS = 4096
 _CHAINS = 8
 
 
 @dataclass(eq=False)
 class _Sums:
-    """What is known of some tokens after some rows.
+    """Sums over some rows for some tokens.
 
-    `products` and `ends` are of each lag: Σ x_t·x_{t+τ}, and Σ x_t + x_{t+τ}, over its pairs; the
-    ends, and the total, only where deviations from the mean are asked for.
+    `products` and `ends` are sums over the pairs of each lag: Σ x_t·x_{t+τ}, and Σ x_t + x_{t+τ}.
+    `ends` and `total` are computed only for deviations from the mean.
     """
 
     first: Wide
@@ -49,12 +49,12 @@ class _Sums:
     ends: Wide | None = None
 
 
-def _take(sums: _Sums, x: Wide, lags: Sequence[int], centred: bool) -> None:
-    """Add one more vector of each token."""
+def _take(sums: _Sums, x: Wide, lags: Sequence[int], centered: bool) -> None:
+    """Add one row of vectors."""
     if sums.products is None:
         sums.products = np.zeros((len(lags), len(x)))
-        sums.total = np.zeros_like(x) if centred else None
-        sums.ends = np.zeros((len(lags), *x.shape)) if centred else None
+        sums.total = np.zeros_like(x) if centered else None
+        sums.ends = np.zeros((len(lags), *x.shape)) if centered else None
     sums.recent.append(x)
     sums.recent = sums.recent[-(max(lags) + 1) :]
     if sums.total is not None:
@@ -69,29 +69,29 @@ def _take(sums: _Sums, x: Wide, lags: Sequence[int], centred: bool) -> None:
 
 
 def _copy(sums: _Sums) -> _Sums:
-    """The same, to be added to: a task may be carried out twice."""
+    """A copy to add to, because dask may run a task twice."""
     arrays = {name: getattr(sums, name) for name in ("total", "products", "ends")}
     copies = {name: values.copy() for name, values in arrays.items() if values is not None}
     return replace(sums, recent=list(sums.recent), **copies)
 
 
 def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> _Sums:
-    """Sums with those of one more block of rows."""
+    """Sums after one more block of rows."""
     sums = _copy(state) if state else _Sums(first=block[0].astype(np.float64))
     with np.errstate(invalid="ignore", over="ignore"):
         for row in block:
             wide = row.astype(np.float64)
             if of == "position":
-                _take(sums, wide - sums.first, lags, centred=True)
+                _take(sums, wide - sums.first, lags, centered=True)
             elif sums.before is not None:
-                _take(sums, wide - sums.before, lags, centred=False)
+                _take(sums, wide - sums.before, lags, centered=False)
             sums.before = wide
     return sums
 
 
 @dataclass(frozen=True)
 class _End:
-    """From sums to the mean product of each lag, and of the deviations from the mean."""
+    """Convert sums to the mean product of each lag, or of deviations from the mean."""
 
     lags: tuple[int, ...]
 
@@ -119,34 +119,35 @@ def autocorrelation(
     lags: Sequence[int] | int = LAGS,
     of: Literal["velocity", "position"] = "velocity",
 ) -> xr.Dataset:
-    """How alike the motion of a token is to itself some rows later; or where it is.
+    """Autocorrelation of the velocity or the position of each token over a number of rows.
 
-    C(τ) = ⟨x_t·x_{t+τ}⟩ / ⟨x_t·x_t⟩: scalar products over hidden, means over the rows. x is the way
-    between rows, ΔW (not its deviation from a mean: a token that drifts remembers for ever), or the
-    position, W less its mean over the rows. Of a population it is the ratio of the means over its
-    tokens, so that those count most that move most.
+    C(τ) = ⟨x_t·x_{t+τ}⟩ / ⟨x_t·x_t⟩, with scalar products over hidden and means over the rows. For
+    the velocity, x is the change between rows, ΔW, without subtracting its mean, so a constant
+    drift gives 1. For the position, x is W minus its mean over the rows. For a population, C is the
+    ratio of the means over its tokens, so tokens that move most have the largest weight.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), rows evenly spaced in steps.
     lags : int or sequence of int
-        τ, in rows, from 1 to the number of rows less one (of velocity: less two). As many rows as
-        the largest are held.
+        τ in rows, from 1 to the number of rows minus one (for velocity: minus two). The computation
+        holds as many rows as the largest lag.
     of : {'velocity', 'position'}
+        Quantity to correlate.
 
     Returns
     -------
     Dataset, float64
         ``token_autocorrelation`` (lag, token) and ``autocorrelation`` (lag, population); the
-        coordinate ``lag_steps`` are the lags in optimizer steps. NaN where nothing moves, W is not
-        finite, or one of the usual lags is longer than the run.
+        coordinate ``lag_steps`` holds the lags in optimizer steps. NaN if nothing moves, W is not
+        finite, or a default lag is longer than the run.
 
     Raises
     ------
     InvalidArgument
-        If the rows are not evenly spaced; for lags below 1 or longer than the run, or anything
-        else than these two.
+        If the rows are not evenly spaced, a lag is below 1 or longer than the run, or `of` is
+        unknown.
 
     Examples
     --------
@@ -160,7 +161,7 @@ def autocorrelation(
     if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
         raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")
     scan.require_rows(1, "autocorrelation")
-    if chosen != LAGS:  # the usual ones are asked of short runs, too, among other questions
+    if chosen != LAGS:  # default lags are also computed for short runs
         _check_lags(chosen, scan.rows, of)
     spacing = _even_spacing(scan)
     every = (0, *chosen)
@@ -200,31 +201,32 @@ def autocorrelation(
 
 
 def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:
-    """Refuse lags that no two rows are apart."""
+    """Raise for lags that are longer than the run."""
     largest = rows - 1 if of == "position" else rows - 2
     if max(lags) > largest:
         raise InvalidArgument(
-            f"got a lag of {max(lags)}, expected at most {max(largest, 0)}, for the {of} is known "
-            f"in {max(largest + 1, 0)} rows here"
+            f"got a lag of {max(lags)}, expected at most {max(largest, 0)}, because the {of} is "
+            f"known in {max(largest + 1, 0)} rows"
         )
 
 
 def _even_spacing(scan: Scan) -> int:
-    """Optimizer steps between any two rows."""
+    """Optimizer steps between consecutive rows."""
     spacings = np.unique(np.diff(scan.steps))
     if spacings.size > 1:
         raise InvalidArgument(
-            f"autocorrelation needs rows that are evenly spaced, and these are "
-            f"{', '.join(map(str, spacings[:4]))} steps apart; choose some, such as "
+            f"autocorrelation requires evenly spaced rows, got spacings of "
+            f"{', '.join(map(str, spacings[:4]))} steps; select rows, such as "
             f"ds.sel(step=ds.step % {spacings.max()} == 0)"
         )
     return int(spacings[0]) if spacings.size else 1
 
 
 def _in_pieces(blocks: da.Array) -> da.Array:
-    """Chunks of no more than some thousand tokens, and `_CHAINS` of them at least.
+    """Chunks of at most `_TOKENS` tokens, and at least `_CHAINS` chunks.
 
-    Each is followed on its own. Those without one would read ahead, and hold what they read.
+    Each chunk is one chain of tasks. With fewer chains, idle workers would read blocks ahead and
+    hold them in memory.
     """
     most = max(1, min(_TOKENS, -(-blocks.shape[1] // _CHAINS)))
     sizes = tuple(

@@ -1,7 +1,7 @@
-"""Populations as bodies: where their centre is, how it moves, and how the tokens move about it.
+"""Centroids of populations, their motion, and the motion of tokens about them.
 
-Every quantity looks at whole rows, token chunks put together in the order of the tokens, so that
-sums do not depend on the chunking. A task holds one block of rows.
+Every quantity is computed from whole rows. Token chunks are joined in the order of the tokens, so
+that sums do not depend on the chunks. A task holds one block of rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 Kernel = Callable[[Array, Array, Array], dict[str, Any]]
-"""From (row, row before, spacing) of the members of one population to named numbers."""
+"""Function of (row, previous row, spacing) of one population that returns named numbers."""
 
 
 def _rows_of(chunks: Any) -> Array:
@@ -64,7 +64,7 @@ def _block_kernel(
                 result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
                 continue
             now = whole[at]
-            # A NaN or an infinity among the tokens is an answer, not a mishap.
+            # A NaN or an infinity is a valid result.
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 facts = kernel(now, before[number], spacing[row])
             result[row, number] = tuple(facts[name] for name in record.names or ())
@@ -93,16 +93,17 @@ def per_population(
     ----------
     scan : Scan
     population : str or sequence of str, optional
-        Only this one, or these.
+        One population, or several. Default: all.
     kernel : callable
+        A `Kernel`.
     facts : dict
-        Type, long name and units of each. A type with a shape has one more dimension.
+        Type, long name and units of each fact. A type with a shape adds a dimension.
     motion : bool
-        The facts are about the way between rows, so row 0 has none.
+        True if the facts describe changes between rows, so that row 0 has none.
     points : Points, optional
-        In place of W as it is stored.
+        Values to use instead of the stored W.
     vector : str
-        Name of that dimension.
+        Name of the added dimension.
     """
     names, groups = chosen_populations(scan.ds, population)
     points = points or scan.recorded()
@@ -114,7 +115,7 @@ def per_population(
     members = shared(groups)
 
     def measure(number: int, boundary: da.Array) -> da.Array:
-        # In halves: while one thread alone was busy with a block, others would read ahead.
+        # In halves, so that two threads work on a block. Idle threads would read further blocks.
         block = blocks.blocks[number]
         halves = block.rechunk({0: -(-len(block) // 2)})
         return da.blockwise(
@@ -153,7 +154,7 @@ def per_population(
 
 
 def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
-    """Mean of vectors that are made a tile at a time; as of all at once, one after the other."""
+    """Mean of vectors, computed one tile at a time, with the same order of summation."""
     tokens, hidden = shape
     total = np.zeros(hidden)
     for part in tiles(1, tokens, hidden):
@@ -163,17 +164,17 @@ def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
     return np.asarray(total / tokens)
 
 
-def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) -> Array:
-    parts = tiles(1, tokens, centre.size)
-    return np.concatenate([vector_norm(vectors(part) - centre) for part in parts])
+def _distances(tokens: int, center: Array, vectors: Callable[[slice], Array]) -> Array:
+    parts = tiles(1, tokens, center.size)
+    return np.concatenate([vector_norm(vectors(part) - center) for part in parts])
 
 
 def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    centre = _mean(now.shape, lambda part: now[part].astype(np.float64))
-    radii = _distances(len(now), centre, lambda part: now[part].astype(np.float64))
+    center = _mean(now.shape, lambda part: now[part].astype(np.float64))
+    radii = _distances(len(now), center, lambda part: now[part].astype(np.float64))
     return {
-        "centroid": centre,
-        "centroid_norm": vector_norm(centre),
+        "centroid": center,
+        "centroid_norm": vector_norm(center),
         "mean_radius": radii.mean(),
         "max_radius": radii.max(),
     }
@@ -181,27 +182,27 @@ def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any
 
 @quantity()
 def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
-    """Centre of each population, how it drifts, and how far the tokens are spread about it.
+    """Centroid of each population, its drift, and distances of the tokens from it.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : {'dead', 'live', 'all'}, optional
-        Only this one; the result then has no dimension population.
+        A single population. The result then has no dimension population.
 
     Returns
     -------
     Dataset, float64
         ``centroid`` (step, population, hidden), the mean of W; (step, population): its norm
         ``centroid_norm``; ``drift``, the length of its change per optimizer step, NaN at the first
-        row; ``mean_radius`` and ``max_radius``, distances of the tokens from it. A population
-        without tokens has NaN.
+        row; ``mean_radius`` and ``max_radius``, the mean and largest distance of the tokens from
+        it. A population without tokens has NaN.
 
     Raises
     ------
     InvalidArgument
-        For another population.
+        For an unknown population.
 
     Examples
     --------
@@ -223,7 +224,7 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
 def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     later, earlier = centroid.data[1:], centroid.data[:-1]
     lengths = da.map_blocks(
-        _way,
+        _displacement,
         later,
         earlier.rechunk(later.chunks),
         drop_axis=later.ndim - 1,
@@ -239,15 +240,15 @@ def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     )
 
 
-def _way(later: Array, earlier: Array) -> Array:
+def _displacement(later: Array, earlier: Array) -> Array:
     with np.errstate(invalid="ignore", over="ignore"):
         return vector_norm(later - earlier)
 
 
 def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     def velocities(part: slice) -> Array:
-        ways: Array = np.subtract(now[part], before[part], dtype=np.float64)
-        return ways if spacing == 1 else ways / spacing
+        displacements: Array = np.subtract(now[part], before[part], dtype=np.float64)
+        return displacements if spacing == 1 else displacements / spacing
 
     bulk = _mean(now.shape, velocities)
     speed = vector_norm(bulk)
@@ -263,32 +264,32 @@ def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
 
 @quantity()
 def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
-    """Motion of a population as a body, and of its tokens about it.
+    """Mean velocity of each population (bulk), and the spread of velocities about it (thermal).
 
-    The squares add up: bulk² + thermal² is the mean square of the tokens' speeds.
+    bulk² + thermal² is the mean square of the tokens' speeds.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), or ``delta`` of every step.
     population : {'dead', 'live', 'all'}, optional
-        Only this one; the result then has no dimension population.
+        A single population. The result then has no dimension population.
 
     Returns
     -------
     Dataset, float64, one row fewer than `ds`
         ``bulk_velocity`` (step, population, hidden), mean of ΔW/Δs; (step, population): its norm
         ``bulk_speed``; ``thermal_speed``, root mean square of the velocities about it;
-        ``bulk_thermal_ratio``, inf where all tokens move alike, NaN where none moves.
+        ``bulk_thermal_ratio``, inf if all tokens have the same velocity, NaN if none moves.
 
     Raises
     ------
     InvalidArgument
-        For another population.
+        For an unknown population.
 
     Examples
     --------
-    >>> bulk_thermal(ds).bulk_thermal_ratio.sel(step=1).values.round(2)  # the dead move alike
+    >>> bulk_thermal(ds).bulk_thermal_ratio.sel(step=1).values.round(2)  # dead tokens move together
     array([ inf,  inf, 1.94])
     """
     unit = f"{scan.units} per step"
@@ -303,37 +304,37 @@ def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> x
 
 
 def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    ways = np.subtract(now, before, dtype=np.float64)
-    mean = ways.mean(0)
-    lengths = vector_norm(ways)
+    displacements = np.subtract(now, before, dtype=np.float64)
+    mean = displacements.mean(0)
+    lengths = vector_norm(displacements)
     length = vector_norm(mean)
     moving = lengths != 0  # NaN is not 0
-    cosines = (ways * mean).sum(-1)[moving] / lengths[moving] / length
+    cosines = (displacements * mean).sum(-1)[moving] / lengths[moving] / length
     return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
 
 
 @quantity()
 def coherence(scan: Scan, population: str | None = None) -> xr.DataArray:
-    """Whether a population moves as one: mean cosine between each token's ΔW and their mean.
+    """Mean cosine between each token's ΔW and the mean ΔW of its population.
 
-    Tokens that do not move have no direction and are left out of the mean.
+    Tokens that do not move have no direction and are left out.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), or ``delta`` of every step.
     population : {'dead', 'live', 'all'}, optional
-        Only this one; the result then has no dimension population.
+        A single population. The result then has no dimension population.
 
     Returns
     -------
     DataArray, float64 (step, population), one row fewer than `ds`
-        From −1 to 1; NaN where nothing moves, or the motions cancel.
+        From −1 to 1; NaN if nothing moves, or if the motions cancel.
 
     Raises
     ------
     InvalidArgument
-        For another population.
+        For an unknown population.
 
     Examples
     --------
@@ -354,27 +355,28 @@ def _distinct_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any
 
 @quantity()
 def distinct(scan: Scan, population: str | None = None, lattice: str = "native") -> xr.Dataset:
-    """How many different vectors the tokens of a population have, bit for bit.
+    """Number of distinct vectors of each population, bit for bit.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : {'dead', 'live', 'all'}, optional
-        Only this one; the result then has no dimension population.
+        A single population. The result then has no dimension population.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to.
+        Round W to this type.
 
     Returns
     -------
     Dataset, int64 (step, population)
-        ``distinct``, the number of distinct bit patterns of W; ``most_common``, how many tokens
-        share the most common one. −0.0 and +0.0 are different bits. 0 without tokens.
+        ``distinct``, the number of distinct bit patterns of W; ``most_common``, the number of
+        tokens with the most common one. −0.0 and +0.0 have different bits. 0 without tokens.
 
     Raises
     ------
     InvalidArgument
-        For another population or lattice, or where W is not of its ``native_dtype``.
+        For an unknown population or lattice, or if W holds values that its ``native_dtype`` does
+        not.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""When tokens stop moving, bit for bit."""
+"""Steps at which tokens stop moving, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -19,7 +19,7 @@ from trajstore.populations.masks import populations
 
 __all__ = ["freeze"]
 
-# What one stretch of rows tells about a token. Rows are numbers within the run; −1 is none.
+# Facts about a token in consecutive rows. Rows are indices within the run; −1 means none.
 _FIRST, _LAST, _MOVES, _THAWS = range(4)
 
 
@@ -27,14 +27,14 @@ def _stretch(
     moved: npt.NDArray[np.bool_],
     rows: npt.NDArray[np.int64],
     steps: npt.NDArray[np.int64],
-    min_still: int,
+    min_unchanged: int,
 ) -> npt.NDArray[np.int64]:
     """Summary of consecutive rows: (1, 4, token)."""
     result = np.zeros((1, 4, moved.shape[1]), np.int64)
     result[0, [_FIRST, _LAST]] = -1
     first, last, _, thaws = result[0]
     for row, moves in zip(rows.ravel(), moved, strict=True):
-        thaws += moves & (last >= 0) & (steps[row - 1] - steps[last] >= min_still)
+        thaws += moves & (last >= 0) & (steps[row - 1] - steps[last] >= min_unchanged)
         first[moves & (first < 0)] = row
         last[moves] = row
     result[0, _MOVES] = moved.sum(0)
@@ -42,7 +42,7 @@ def _stretch(
 
 
 def _join(
-    stretches: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_still: int
+    stretches: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_unchanged: int
 ) -> npt.NDArray[np.int64]:
     """Summary of consecutive stretches, (stretch, 4, token), as one: (4, token)."""
     result = np.zeros(stretches.shape[1:], np.int64)
@@ -50,8 +50,8 @@ def _join(
     for stretch in stretches:
         moves = stretch[_FIRST] >= 0
         again = moves & (result[_LAST] >= 0)
-        still = steps[np.maximum(stretch[_FIRST], 1) - 1] - steps[np.maximum(result[_LAST], 0)]
-        result[_THAWS] += stretch[_THAWS] + (again & (still >= min_still))
+        unchanged = steps[np.maximum(stretch[_FIRST], 1) - 1] - steps[np.maximum(result[_LAST], 0)]
+        result[_THAWS] += stretch[_THAWS] + (again & (unchanged >= min_unchanged))
         result[_MOVES] += stretch[_MOVES]
         result[_FIRST] = np.where(result[_FIRST] < 0, stretch[_FIRST], result[_FIRST])
         result[_LAST] = np.where(moves, stretch[_LAST], result[_LAST])
@@ -59,7 +59,7 @@ def _join(
 
 
 def _fraction(flags: npt.NDArray[np.bool_], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """Share of each group that is set: (…, token) to (…, population); NaN for an empty group."""
+    """Fraction of each group with the flag: (…, token) to (…, population); NaN if empty."""
     sizes = groups.sum(-1)
     with np.errstate(invalid="ignore"):
         return np.asarray((flags.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
@@ -70,7 +70,7 @@ def _frozen_fraction(
     steps: npt.NDArray[np.int64],
     groups: npt.NDArray[np.bool_],
 ) -> npt.NDArray[Any]:
-    """Share of each group that is frozen at each step: (step, population)."""
+    """Fraction of each group that is frozen at each step: (step, population)."""
     frozen = frozen_since >= 0
     counts = [
         np.searchsorted(np.sort(frozen_since[frozen & group]), steps, side="right")
@@ -81,56 +81,58 @@ def _frozen_fraction(
 
 
 @quantity(measures=("moved",))
-def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> xr.Dataset:
-    """When each token moved last, and how many have stopped for good.
+def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "native") -> xr.Dataset:
+    """Last motion of each token, and the fraction of tokens that are frozen at each step.
 
-    A token moves at a step when any bit of its row of W changed since the recorded row before;
-    −0.0 → 0.0 is not motion. On another lattice than that of its type, W is rounded to it first:
-    a token moves when one of its elements comes to another cell.
+    A token moves at a step if any bit of its row of W differs from the previous recorded row.
+    −0.0 → 0.0 is not motion. With `lattice`, W is rounded first: a token moves if one of its
+    elements moves to another cell.
 
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` or ``delta`` of every step for
-        the native lattice, or ``cells`` for that of bfloat16.
-    min_still : int
-        Steps without motion that count as stillness, at least 1. A token that has been still for
-        fewer at the end may as well be between two motions.
+        With ``W`` (step, token, hidden). For the native lattice, a stored ``W_ulp_l1``, or
+        ``delta`` of every step, suffices; for the lattice of bfloat16, ``cells``.
+    min_unchanged : int
+        Minimum steps without motion at the end of the run for a frozen token, at least 1. A token
+        with fewer may be between two motions.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to.
+        Round W to this type.
 
     Returns
     -------
     Dataset
         Per token, int64: ``last_motion``, the last step at which it moved, −1 if never;
         ``frozen_since``, the recorded step after that (the first recorded one if it never moved),
-        −1 if it has been still for fewer than `min_still` steps; ``thaws``, how often it moved
-        again after at least `min_still` still steps; ``moves``, at how many recorded rows it moved.
-        Per (step, population), for every row but the first: ``still_fraction``, the share that did
-        not move at this step, and ``frozen_fraction``, the share with ``frozen_since`` ≤ step.
-        Where the run does not say which tokens are dead, the only population is ``all``.
+        −1 if it has been unchanged for fewer than `min_unchanged` steps; ``thaws``, how often it
+        moved again after at least `min_unchanged` unchanged steps; ``moves``, the number of
+        recorded rows at which it moved. Per (step, population), for every row but the first:
+        ``unchanged_fraction``, the fraction that did not move at this step, and
+        ``frozen_fraction``, the fraction with ``frozen_since`` ≤ step.
+        Without ``is_dead``, the only population is ``all``.
 
     Raises
     ------
     InvalidArgument
-        If `min_still` is below 1, there is no such lattice, or W is not of its ``native_dtype``.
+        If `min_unchanged` is below 1, the lattice is unknown, or W holds values that its
+        ``native_dtype`` does not.
 
     Examples
     --------
-    >>> rest = freeze(ds, min_still=3)
-    >>> rest.frozen_since.sel(token=[ord("e"), ord("z")]).values
+    >>> found = freeze(ds, min_unchanged=3)
+    >>> found.frozen_since.sel(token=[ord("e"), ord("z")]).values
     array([14, 17])
-    >>> rest.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
+    >>> found.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
     {'dead': 0.0, 'live': 1.0, 'all': 0.078}
     """
-    if min_still < 1:
-        raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")
+    if min_unchanged < 1:
+        raise InvalidArgument(f"got min_unchanged={min_unchanged}, expected at least 1 step")
     scan.require_rows(1, "freeze")
     motion, steps = scan.moved(lattice), scan.steps
     summary = scan.combine_rows(
         motion,
-        functools.partial(_stretch, min_still=min_still),
-        functools.partial(_join, min_still=min_still),
+        functools.partial(_stretch, min_unchanged=min_unchanged),
+        functools.partial(_join, min_unchanged=min_unchanged),
         4,
         steps=steps,
     )
@@ -140,9 +142,9 @@ def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> x
 
     def frozen_since(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         start = np.where(rows < 0, 0, rows)
-        still = steps[-1] - steps[start]
+        unchanged = steps[-1] - steps[start]
         following = steps[np.minimum(rows + 1, steps.size - 1)]
-        return np.where(still >= min_still, following, -1)
+        return np.where(unchanged >= min_unchanged, following, -1)
 
     def per_token(function: Any) -> xr.DataArray:
         result: xr.DataArray = xr.apply_ufunc(
@@ -153,7 +155,7 @@ def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> x
     since = per_token(frozen_since)
     names, groups = populations(scan.ds)
     lazy = motion.chunks is not None
-    still_fraction = xr.apply_ufunc(
+    unchanged_fraction = xr.apply_ufunc(
         lambda flags, groups: _fraction(~flags, groups),
         motion.chunk({"token": -1}) if lazy else motion,
         groups,
@@ -173,7 +175,7 @@ def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> x
         dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
     )
     step = {"units": "1", **lattice_attributes(lattice)}
-    still = {**step, "min_still": min_still}
+    threshold = {**step, "min_unchanged": min_unchanged}
     return xr.Dataset(
         {
             "last_motion": per_token(last_motion).assign_attrs(
@@ -181,18 +183,18 @@ def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> x
             ),
             "frozen_since": since.assign_attrs(
                 long_name="first recorded step after the last motion",
-                **still,
+                **threshold,
                 **flag_attributes({-1: "not_frozen"}),
             ),
             "thaws": summary.isel(fact=_THAWS).assign_attrs(
-                long_name="motions after stillness", **still
+                long_name="motions after a freeze", **threshold
             ),
             "moves": summary.isel(fact=_MOVES).assign_attrs(long_name="rows with motion", **step),
-            "still_fraction": still_fraction.assign_attrs(
-                long_name="share of tokens that did not move", **step
+            "unchanged_fraction": unchanged_fraction.assign_attrs(
+                long_name="fraction of tokens that did not move", **step
             ),
             "frozen_fraction": frozen_fraction.assign_attrs(
-                long_name="share of tokens that never move again", **still
+                long_name="fraction of tokens that never move again", **threshold
             ),
         },
         coords={"population": names, "step": motion["step"]},

@@ -1,4 +1,4 @@
-"""When curves pass levels, for the first and for the last time."""
+"""First and last steps at which curves cross levels."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ LEVELS = (0.5, 0.9, 0.99)
 
 
 def _follow(state: Any, curves: Array, levels: Wide, downward: bool) -> tuple[Wide, ...]:
-    """First and last row at which each level was passed, (level, curve); −1 is none.
+    """First and last row at which each level was crossed, (level, curve); −1 means none.
 
-    With the side of each level that each curve was last seen on (0 before it is a number), and the
-    number of rows so far.
+    Also returns the last side of each level (0 before the first number), and the number of rows.
     """
     shape = (levels.size, curves.shape[1])
     first, last, side, rows = state or (*np.full((2, *shape), -1.0), np.zeros(shape), np.zeros(()))
@@ -48,8 +47,8 @@ def _rows_of_both(state: tuple[Wide, ...]) -> Wide:
     return np.stack(state[:2])
 
 
-def _share_of_way(curves: Array, ends: Array) -> Wide:
-    """From values to the share of the way from the first to the last, (row, curve)."""
+def _fraction_of_change(curves: Array, ends: Array) -> Wide:
+    """Values as fractions of the change from the first to the last value, (row, curve)."""
     start = np.where(np.isnan(ends[0]), ends[1], ends[0]).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray((curves - start) / (ends[2] - start))
@@ -60,36 +59,37 @@ def crossings(
     scan: Scan,
     quantity: str | xr.DataArray = "displacement",
     levels: Sequence[float] | float = LEVELS,
-    of: str = "way",
+    of: str = "change",
 ) -> xr.Dataset:
-    """First and last step at which a curve passes 50, 90 and 99 % of its way, or other levels.
+    """First and last step at which a curve crosses levels, such as 50 % of its change.
 
     Parameters
     ----------
     ds : Dataset
         A run.
     quantity : str or DataArray
-        The curve: a quantity with its default options (``displacement``), one of several variables
-        of it (``freeze.frozen_fraction``), a recorded variable (``loss``), or any array along step.
+        The curve: a quantity with default options (``displacement``), one of its variables
+        (``freeze.frozen_fraction``), a recorded variable (``loss``), or an array along step.
     levels : float or sequence of float
-    of : {'way', 'value'}
-        What levels are: shares of the way from the curve's first value (where that is NaN, from the
-        second) to its last, or values of the curve.
+        Levels to cross.
+    of : {'change', 'value'}
+        Meaning of the levels: fractions of the change from the curve's first value (or its second,
+        if the first is NaN) to its last value, or values of the curve.
 
     Returns
     -------
     Dataset, int64 (level, …)
-        ``first_crossing``, the first step at which the curve is at the level or beyond, after one
-        at which it was not; ``last_crossing``, the last such one, after which it stays if it ends
-        there. On its way it comes from below; values are passed from either side. −1 where it never
-        does. With the other dimensions of the curve.
+        ``first_crossing``, the first step at which the curve is at or beyond the level, after a
+        step at which it was not; ``last_crossing``, the last such step. Fractions of the change are
+        crossed from below only, values from either side. −1 if there is no crossing. The result has
+        the other dimensions of the curve.
 
     Raises
     ------
     InvalidArgument
-        For a quantity that is unknown, has several variables, or is no curve.
+        If the quantity is unknown, has several variables, or does not depend on step.
     VariableNotRecorded
-        For a variable that was not recorded.
+        If the variable was not recorded.
 
     Examples
     --------
@@ -105,7 +105,7 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
     if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
         return scan.ds[name]
     if name in RECORDED and not variable and name not in QUANTITIES:
-        input_checks.variables(scan.ds, name)  # which says how it is recorded
+        input_checks.variables(scan.ds, name)  # raises with the option that records it
     if name not in QUANTITIES or name == "crossings":
         raise InvalidArgument(
             f"got quantity={quantity!r}, expected a recorded variable or one of "
@@ -129,27 +129,27 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
 
 
 def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
-    if of not in ("way", "value"):
-        raise InvalidArgument(f"got of={of!r}, expected 'way' or 'value'")
+    if of not in ("change", "value"):
+        raise InvalidArgument(f"got of={of!r}, expected 'change' or 'value'")
     wanted = np.atleast_1d(np.asarray(levels, np.float64))
     if not wanted.size or not np.isfinite(wanted).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
     if "step" not in curve.dims or not curve.sizes["step"] or curve.dtype.kind not in "biuf":
         raise InvalidArgument(
-            f"crossings need a curve of numbers along step, and {curve.name} has "
+            f"crossings require a numeric curve along step, got {curve.name} with "
             f"{dict(curve.sizes)} of {curve.dtype}"
         )
     curve = curve.transpose("step", ...)
-    rest = curve.shape[1:]
+    others = curve.shape[1:]
     data = curve.data if curve.chunks is not None else curve.chunk().data
-    # All but the first dimension after the steps in one piece, so that they become one.
+    # One chunk along all but the first dimension after step, so that they can be merged.
     data = data.rechunk(dict.fromkeys(range(2, data.ndim), -1))
-    flat = data.reshape((len(data), int(np.prod(rest))))
+    flat = data.reshape((len(data), int(np.prod(others))))
     steps = curve["step"].values
-    if of == "way":
+    if of == "change":
         ends = flat[np.array([0, min(1, len(data) - 1), len(data) - 1])].rechunk({0: -1})
         flat = da.blockwise(
-            _share_of_way,
+            _fraction_of_change,
             "sc",
             flat,
             "sc",
@@ -166,7 +166,7 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
         (2, wanted.size),
         levels=wanted,
         downward=of == "value",
-    ).reshape((2, wanted.size, *rest))
+    ).reshape((2, wanted.size, *others))
     found = rows.map_blocks(
         functools.partial(_steps_of, steps=steps),
         dtype=np.int64,
@@ -175,7 +175,7 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
     coords = {
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": wanted}
-    share = "of its way" if of == "way" else "as a value"
+    meaning = "as a fraction of its change" if of == "change" else "as a value"
     return xr.Dataset(
         {
             f"{which}_crossing": xr.DataArray(
@@ -183,7 +183,7 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
                 dims=("level", *curve.dims[1:]),
                 coords=coords,
                 attrs={
-                    "long_name": f"{which} step at which {curve.name} passes the level, {share}",
+                    "long_name": f"{which} step at which {curve.name} crosses the level, {meaning}",
                     "units": "1",
                     **flag_attributes({-1: "never"}),
                 },

@@ -1,4 +1,4 @@
-"""Elements of vectors that keep their tokens moving."""
+"""Last element of each vector that moves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTHING = np.array((-1, -1, 0, np.nan), _FACTS)
 
 
 def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.void]:
-    """Facts about the last motion of each token in one stretch of rows, (1, token)."""
+    """Facts about the last motion of each token in consecutive rows, (1, token)."""
     rows, tokens, hidden = block.shape
     result = np.full((1, tokens), _NOTHING)
     for part in tiles(rows, tokens, hidden):
@@ -38,7 +38,7 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
         row = rows - 1 - moved[::-1].argmax(0)[at]
         elements = _moved_elements(earlier[row, at], later[row, at])
         size = np.abs(earlier[row, at].astype(np.float64))
-        # Of several the smallest; of those that are not finite the first.
+        # Of several, the smallest; if none is finite, the first.
         order = np.where(elements, np.nan_to_num(size, nan=np.inf), np.inf)
         none = np.isinf(order).all(-1)
         element = np.where(none, elements.argmax(-1), order.argmin(-1))
@@ -51,45 +51,45 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
 
 
 def _moved_elements(before: Array, after: Array) -> npt.NDArray[np.bool_]:
-    """Which elements differ in more than the sign of a zero."""
+    """True for elements that differ in more than the sign of a zero."""
     bits, new = unsigned_view(before), unsigned_view(after)
     magnitude = NATIVE_TYPES[before.dtype.name].sign_mask - 1
     return np.asarray((bits != new) & (((bits | new) & magnitude) != 0))
 
 
 def _latest(stretches: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Facts of the stretch in which each token moved last: (stretch, token) to (token)."""
+    """Facts of the rows in which each token moved last: (stretch, token) to (token)."""
     last = stretches["step"].argmax(0)
     return np.asarray(stretches[last, np.arange(stretches.shape[1])])
 
 
 @quantity()
 def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
-    """Which element of each token's vector moved last, and how small it was.
+    """Element of each token's vector that moved last, and its size.
 
-    The spacing of a floating-point type shrinks with the size of a value, so the smallest element
-    of a vector is the last that an update of a given size can move.
+    The spacing of a floating-point type decreases with the size of a value. Thus the smallest
+    element of a vector is the last one that an update of a given size can move.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to, as for `freeze`.
+        Round W to this type, as in `freeze`.
 
     Returns
     -------
     Dataset, (token)
-        ``last_moving_element``, int64: index along hidden of the element that moved at
-        ``last_motion``, the last step with motion, as of `freeze`; of several the smallest, and of
-        equally small ones the first. ``moving_elements``, int64: how many moved at that step.
-        ``last_moving_size``, float64: absolute value of the element before it moved. −1, −1, 0 and
-        NaN for a token that never moved.
+        ``last_motion``, int64: last step with motion, as in `freeze`. ``last_moving_element``,
+        int64: index along hidden of the element that moved at this step; of several the smallest,
+        and of equally small ones the first. ``moving_elements``, int64: number of elements that
+        moved at this step. ``last_moving_size``, float64: absolute value of the element before it
+        moved. −1, −1, 0 and NaN for a token that never moved.
 
     Raises
     ------
     InvalidArgument
-        For another lattice, or where W is not of its ``native_dtype``.
+        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
     VariableNotRecorded
         If the run does not hold W.
 

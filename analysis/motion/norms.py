@@ -1,4 +1,4 @@
-"""Lengths of vectors over the hidden dimension: gradients, and ways from where a token was."""
+"""Norms over the hidden dimension: gradients and displacements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_order(order: float) -> float:
     Raises
     ------
     InvalidArgument
-        If it is neither 1, 2 nor inf.
+        If it is not 1, 2 or inf.
     """
     try:
         number = float(order)
@@ -47,7 +47,7 @@ def check_order(order: float) -> float:
 
 
 def order_label(order: float) -> str:
-    """How a norm of that order is called."""
+    """Label of a norm of the given order."""
     return "Linf" if np.isinf(order) else f"L{order:.0f}"
 
 
@@ -68,21 +68,22 @@ def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
     Parameters
     ----------
     ds : Dataset
-        With ``grad`` (step, token, hidden). For order 2 a stored ``grad_token_norm`` is used, and
-        the gradients themselves are neither read nor needed.
+        With ``grad`` (step, token, hidden). For order 2, a stored ``grad_token_norm`` is used
+        instead of the gradients.
     ord : {1, 2, inf}
+        Order of the norm.
 
     Returns
     -------
     DataArray, float32 (step, token)
-        Accumulated in float64. NaN at row 0, where no step has been taken.
+        Accumulated in float64. NaN at row 0, before the first step.
 
     Raises
     ------
     VariableNotRecorded
         If the run holds no gradients.
     InvalidArgument
-        For another order.
+        For any other order.
 
     Examples
     --------
@@ -104,9 +105,9 @@ def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
 
 
 def _cumulated(blocks: da.Array) -> da.Array:
-    """Sum of the changes after the first row, in float64: where W is, seen from there."""
+    """Cumulative sum of the changes after the first row, in float64: W relative to it."""
     steps, tokens, hidden = blocks.chunks
-    # What led to the first row is no part of the way from it.
+    # The change that led to the first row is not part of the displacement from it.
     begin = blocks.map_blocks(_without_first, dtype=np.float64, meta=np.empty((0, 0, 0)))
     assert begin.chunks == (steps, tokens, hidden)
     return da.cumsum(begin, axis=0, method="sequential")
@@ -121,29 +122,29 @@ def _without_first(block: Array, block_info: Any = None) -> Array:
 
 @quantity()
 def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first") -> xr.DataArray:
-    """Distance of each token from where it was, ‖W_t − W_since‖₂.
+    """Distance of each token from a reference row, ‖W_t − W_since‖₂.
 
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden), or ``delta`` of every step: of a run that holds no W, the
-        changes are added up in float64, and are as exact as the file has them.
+        With ``W`` (step, token, hidden), or ``delta`` of every step. Without W, the changes are
+        added in float64, with the precision of the file.
     since : int, 'first' or 'previous'
-        Step number of the reference, the first row, or the row before each. For ``'previous'`` a
-        stored ``W_step_norm`` is used where every row of the run is there.
+        Step of the reference, the first row, or the previous row. For ``'previous'``, a stored
+        ``W_step_norm`` is used if the Dataset holds every row of the run.
 
     Returns
     -------
     DataArray, float32 (step, token)
-        Differences and their norm in float64. With ``since='previous'`` it has one row fewer, and
-        each has the step of the later of its two.
+        Computed in float64. With ``since='previous'`` it has one row fewer, and each row has the
+        step of the later of its two rows.
 
     Raises
     ------
     StepNotFound
-        If the run has no row of that step.
+        If the run has no row for the step.
     InvalidArgument
-        If `since` is none of these.
+        For any other `since`.
 
     Examples
     --------
@@ -174,7 +175,7 @@ def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first"
 
 
 def _by_changes(scan: Scan, row: int) -> xr.DataArray:
-    """Distance from a row, where only changes are known."""
+    """Distance from a row, computed from recorded changes."""
     changes = scan.recorded()
     places = _cumulated(changes.blocks)
     data = over_hidden(measure_rows, places, places[row], order=2, dtype=np.float64)

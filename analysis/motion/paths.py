@@ -1,4 +1,4 @@
-"""Ways of tokens: how straight they are, and how much of them leads outward."""
+"""Paths of tokens: straightness, and radial and tangential motion."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ Wide = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A block of rows: the way into each, (row, token), and the rows at which a window ends."""
+    """A block of rows: length of each change, (row, token), and rows at ends of windows."""
 
     first: int
-    ways: Wide
+    lengths: Wide
     ends: dict[int, Array]
 
 
-def _measure_ways(first: int, block: Array, boundary: Array, window: int, last: int) -> _Stretch:
-    ways = np.empty(block.shape[:2])
+def _measure_lengths(first: int, block: Array, boundary: Array, window: int, last: int) -> _Stretch:
+    lengths = np.empty(block.shape[:2])
     ends = {}
     before = boundary[0]
     with np.errstate(invalid="ignore", over="ignore"):
         for row, vectors in enumerate(block, first):
-            ways[row - first] = vector_norm(np.subtract(vectors, before, dtype=np.float64))
+            lengths[row - first] = vector_norm(np.subtract(vectors, before, dtype=np.float64))
             if row % window == 0 or row == last:
                 ends[row] = vectors.copy()
             before = vectors
-    return _Stretch(first, ways, ends)
+    return _Stretch(first, lengths, ends)
 
 
 def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array, list[Wide]]:
-    """Row at which the window began, and displacement and path of each, (2, token)."""
+    """First row of the current window, and displacement and path of each window, (2, token)."""
     start, done = state or (stretch.ends[0], [])
     done = list(done)
     with np.errstate(invalid="ignore", over="ignore"):
-        for row, way in enumerate(stretch.ways, stretch.first):
+        for row, length in enumerate(stretch.lengths, stretch.first):
             if row == 0:
                 continue
             if (row - 1) % window == 0:
-                done.append(np.zeros((2, len(way))))
-            come, path = done[-1]
+                done.append(np.zeros((2, len(length))))
+            moved, path = done[-1]
             if row in stretch.ends:
                 end = stretch.ends[row]
-                come = vector_norm(np.subtract(end, start, dtype=np.float64))
+                moved = vector_norm(np.subtract(end, start, dtype=np.float64))
                 start = end
-            done[-1] = np.stack([come, path + way])
+            done[-1] = np.stack([moved, path + length])
     return start, done
 
 
@@ -77,27 +77,27 @@ def _walked(state: tuple[Array, list[Wide]]) -> Wide:
 
 @quantity(of_window=True)
 def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
-    """How straight each token goes: displacement over length of the path, window by window.
+    """Straightness of each token's path: displacement over path length, per window.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     window : int, optional
-        Ways between rows that make a window; the last one may have fewer. Without it there is one
-        window, of all rows.
+        Number of changes between rows in a window; the last window may have fewer. Default: one
+        window of all rows.
 
     Returns
     -------
     Dataset, float64 (window, token)
         ``path_efficiency``, ‖W_b − W_a‖₂/Σ‖ΔW_t‖₂ from the first row a of a window to its last b:
-        1 on a straight line, NaN for a token that does not move; ``path_length``, the sum. The
+        1 for a straight line, NaN for a token that does not move. ``path_length``: the sum. The
         coordinates ``window_start`` and ``window`` are the steps of a and b.
 
     Raises
     ------
     InvalidArgument
-        For a window below 1, or of more ways than there are between the rows.
+        If `window` is below 1 or above the number of changes between rows.
 
     Examples
     --------
@@ -105,30 +105,30 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     array([1., 1.])
     """
     scan.require_rows(1, "path_efficiency")
-    steps, ways = scan.steps, max(scan.rows - 1, 1)
-    if window is not None and not 1 <= window <= ways:
+    steps, changes = scan.steps, max(scan.rows - 1, 1)
+    if window is not None and not 1 <= window <= changes:
         raise InvalidArgument(
-            f"got window={window}, expected 1 to {ways}, as many ways as there are between the "
-            "rows; leave it out for one window of all"
+            f"got window={window}, expected 1 to {changes}, the number of changes between "
+            "rows; leave it out for one window of all rows"
         )
-    length = window or ways
+    length = window or changes
     starts = np.arange(0, scan.rows - 1, length)
     both = fold_tokens(
         [scan.blocks("W"), scan.boundaries("W")],
         _walk,
         _walked,
         (2, len(starts)),
-        _measure_ways,
+        _measure_lengths,
         window=length,
         last=scan.rows - 1,
     )
     ends = np.minimum(starts + length, scan.rows - 1)
     coords = {"window": steps[ends], "window_start": ("window", steps[starts])}
 
-    def straight(come: Wide, path: Wide) -> Wide:
+    def straight(moved: Wide, path: Wide) -> Wide:
         with np.errstate(invalid="ignore", divide="ignore"):
-            # Rounding alone makes a straight way longer than its path.
-            return np.minimum(come / path, 1.0)
+            # Rounding can make a straight displacement longer than its path.
+            return np.minimum(moved / path, 1.0)
 
     efficiency = da.map_blocks(straight, both[0], both[1], dtype=np.float64, meta=np.empty((0, 0)))
     result = {
@@ -149,24 +149,24 @@ def _split_motion(
     now: Array,
     boundary: Array,
     spacing: Wide,
-    centres: Wide | None,
+    centers: Wide | None,
     first: Wide | None,
     across: bool,
     out: npt.DTypeLike,
 ) -> Array:
-    """Motion of each token along the way out from the centre, or across it, (row, token)."""
+    """Motion of each token along the outward direction, or across it, (row, token)."""
     result = np.empty(now.shape[:2], out)
     before = boundary[0]
     for row, vectors in enumerate(now):
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            way = np.subtract(vectors, before, dtype=np.float64) / spacing[row]
+            change = np.subtract(vectors, before, dtype=np.float64) / spacing[row]
             place = before.astype(np.float64)
-            if centres is not None and first is not None:
-                place -= centres[row - 1] if row else first[0]
+            if centers is not None and first is not None:
+                place -= centers[row - 1] if row else first[0]
             outward = place / vector_norm(place)[:, None]
-            along = hidden_sum(way * outward)
+            along = hidden_sum(change * outward)
             if across:
-                along = vector_norm(way - along[:, None] * outward)
+                along = vector_norm(change - along[:, None] * outward)
             result[row] = along
         before = vectors
     return result
@@ -174,28 +174,28 @@ def _split_motion(
 
 @quantity()
 def radial_tangential(scan: Scan, about: str = "origin", population: str = "all") -> xr.Dataset:
-    """Motion along and across the direction from a centre to the token.
+    """Radial and tangential motion relative to a center.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     about : {'origin', 'centroid'}
-        The centre: zero, or the centroid of a population in the row before.
+        The center: zero, or the centroid of a population in the previous row.
     population : str
-        Whose centroid.
+        Population of the centroid.
 
     Returns
     -------
     Dataset, float32 (step, token), one row fewer than `ds`
-        With v = ΔW_t/Δs and r the unit vector from the centre to W_{t−1}: ``radial_speed``, v·r,
-        positive outward; ``tangential_speed``, ‖v − (v·r)r‖₂. Units of W per step; NaN where the
-        token is at the centre. The motion of the centre itself is not taken off.
+        With v = ΔW_t/Δs and r the unit vector from the center to W_{t−1}: ``radial_speed``, v·r,
+        positive outward; ``tangential_speed``, ‖v − (v·r)r‖₂. Units of W per step; NaN for a token
+        at the center. The motion of the center itself is not subtracted.
 
     Raises
     ------
     InvalidArgument
-        For another centre or population.
+        For an unknown center or population.
 
     Examples
     --------
@@ -210,10 +210,10 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
     blocks, dtype = scan.blocks("W"), result_dtype(scan.blocks("W").dtype)
     by_row = (blocks.chunks[0],)
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
-    centres: list[Any] = [None, None, None, None]
+    centers: list[Any] = [None, None, None, None]
     if about == "centroid":
-        centre = centroid(scan, population)["centroid"].data.rechunk((*by_row, -1))
-        centres = [centre, "sh", rows_before(centre), "sh"]
+        center = centroid(scan, population)["centroid"].data.rechunk((*by_row, -1))
+        centers = [center, "sh", rows_before(center), "sh"]
 
     def part(across: bool) -> da.Array:
         return da.blockwise(
@@ -225,7 +225,7 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
             "sth",
             da.from_array(spacing, chunks=by_row),
             "s",
-            *centres,
+            *centers,
             kernel=_split_motion,
             across=across,
             out=dtype,
@@ -234,7 +234,7 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
             meta=np.empty((0, 0), dtype),
         )[1:]
 
-    told = {
+    columns = {
         "radial_speed": (False, f"velocity away from the {about}"),
         "tangential_speed": (True, f"velocity across the direction to the {about}"),
     }
@@ -243,6 +243,6 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
             name: scan.wrap(part(across), "W", rows=slice(1, None)).assign_attrs(
                 long_name=long_name, units=f"{scan.units} per step"
             )
-            for name, (across, long_name) in told.items()
+            for name, (across, long_name) in columns.items()
         }
     )

@@ -1,4 +1,4 @@
-"""Motion on the lattice of a type: hops, regimes, and the way into rest."""
+"""Motion on the lattice of a type: hops, regimes, and the last step in each regime."""
 
 from __future__ import annotations
 
@@ -32,25 +32,24 @@ __all__ = [
 _PHASES = {
     "last_jump": ("jump",),
     "last_local": ("local",),
-    "last_hop": ("neighbour", "single"),
+    "last_hop": ("neighbor", "single"),
 }
 
 
 @registered()
 @checks_types
 def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.DataArray:
-    """Spacing of the native type, or of a lattice of choice, at each magnitude.
+    """Spacing of the native type, or of another lattice, at each magnitude.
 
-    For bfloat16 that is 2^(max(E, 1) − 134) with E the biased exponent, so 2^−133 for subnormals
-    and zero. It is the native type's: that of the float32 which holds the value would be 65,536
-    times too small.
+    For bfloat16 this is 2^(max(E, 1) − 134), E the biased exponent, so 2^−133 for subnormals and
+    zero. The spacing of the float32 that stores the value would be 65,536 times too small.
 
     Parameters
     ----------
     W : DataArray of any shape, or a Dataset with ``W``
-        Its attribute ``native_dtype`` says which type; without it, the type of the array.
+        The attribute ``native_dtype`` names the type. Default: the type of the array.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to, and whose spacing it is.
+        Round W to this type and return its spacing.
 
     Returns
     -------
@@ -60,7 +59,7 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     Raises
     ------
     InvalidArgument
-        For another lattice, or where W is not of its ``native_dtype``.
+        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
 
     Examples
     --------
@@ -76,7 +75,7 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
         W = W.in_window(W.variable("cells" if cells else "W"))
     native = native_dtype(W)
     chosen = chosen_type(lattice, native)
-    name = str(W.name or "W")  # in a task W itself would go along
+    name = str(W.name or "W")  # a reference to W would copy it into each task
     result: xr.DataArray = xr.apply_ufunc(
         lambda values: _spacing_on_lattice(values, name, native, chosen),
         W,
@@ -117,35 +116,34 @@ def lattice_displacement(
     ord: float | None = None,
     lattice: str = "native",
 ) -> xr.DataArray:
-    """How far each element moved between rows, counted on the lattice of its type or of another.
+    """Displacement of each element between rows, counted on the lattice of a type.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     metric : {'ulp', 'ordinal'}
-        ``'ulp'``: ΔW/ulp(W_{t−1}). ``'ordinal'``: the exact number of representable values from
-        one to the other, through the order of the bit patterns; −0.0 and +0.0 are the same point.
-        The two agree within a binade; downwards across a power of two the neighbour is half a
-        spacing away.
+        ``'ulp'``: ΔW/ulp(W_{t−1}). ``'ordinal'``: the exact number of representable values
+        between the two, from the order of the bit patterns; −0.0 and +0.0 are the same point. Both
+        agree within a binade. Down across a power of two, the neighbor is half a spacing away.
     ord : {1, 2, inf}, optional
-        Norm over hidden. Without it, every element with its sign.
+        Norm over hidden. Default: the signed value of every element.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to, and whose values are counted.
+        Round W to this type and count its values.
 
     Returns
     -------
     DataArray, (step, token, hidden) or (step, token)
         One row fewer than `ds`. Elements: float64 (ulp) or int64 (ordinal). Norms: float32, but
-        int64 for ordinal ones of order 1 and inf. A stored ``W_ulp_l1`` is used for ulp and order
-        1 on the native lattice. Elements that stay are 0, also NaN and infinities; a NaN that
+        int64 for ordinal norms of order 1 and inf. For ulp and order 1 on the native lattice, a
+        stored ``W_ulp_l1`` is used. Unchanged elements are 0, also NaN and infinities. A NaN that
         changes is NaN in ulp.
 
     Raises
     ------
     InvalidArgument
-        For another metric, order or lattice, ordinals of a float64 run, or where W is not of its
-        ``native_dtype``.
+        For an unknown metric, order or lattice, for ordinals of a float64 run, or if W holds values
+        that its ``native_dtype`` does not.
 
     Examples
     --------
@@ -187,7 +185,7 @@ def _regime(scan: Scan, lattice: str) -> xr.DataArray:
         scan.pair("regime", lattice)
         .rename("regime")
         .assign_attrs(
-            long_name="regime of the motion from the row before",
+            long_name="regime of the motion from the previous row",
             **flag_attributes(REGIMES, np.int8),
             **lattice_attributes(lattice),
         )
@@ -196,51 +194,51 @@ def _regime(scan: Scan, lattice: str) -> xr.DataArray:
 
 @quantity(measures=("regime",))
 def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
-    """Each token at each step in one of five regimes, by its hops ΔW/ulp(W_{t−1}) over hidden.
+    """Regime of each token at each step, by norms of its hops ΔW/ulp(W_{t−1}) over hidden.
 
-    =========  =========================================================
+    =========  ===========================================================================
     frozen     L1 = 0: no bit changed
-    single     0 < L1 ≤ 1: one element moved by one spacing, or by half of one down across a power
-               of two, where the neighbour is that near
-    neighbour  L∞ ≤ 1, L1 > 1: no element moved further than to its neighbour
+    single     0 < L1 ≤ 1: one element moved by one spacing, or by half a spacing down across a
+               power of two
+    neighbor   L∞ ≤ 1, L1 > 1: no element moved further than to its neighbor
     local      L∞ > 1, L2 ≤ √D
-    jump       L2 > √D, or a NaN or infinity came or went
-    =========  =========================================================
+    jump       L2 > √D, or a NaN or infinity appeared or disappeared
+    =========  ===========================================================================
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to, and whose spacing counts.
+        Round W to this type and use its spacing.
 
     Returns
     -------
     Dataset
-        ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``census``,
+        ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``counts``,
         int64 (step, population, regime_name): the number of tokens. One row fewer than `ds`.
 
     Raises
     ------
     InvalidArgument
-        For another lattice, or where W is not of its ``native_dtype``.
+        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
 
     Examples
     --------
-    >>> census = regimes(ds).census.sel(population="dead")
-    >>> census.sel(step=1, regime_name=["frozen", "neighbour", "jump"]).values
+    >>> counts = regimes(ds).counts.sel(population="dead")
+    >>> counts.sel(step=1, regime_name=["frozen", "neighbor", "jump"]).values
     array([  0,   0, 118])
-    >>> census.sel(step=18, regime_name=["frozen", "neighbour", "jump"]).values
+    >>> counts.sel(step=18, regime_name=["frozen", "neighbor", "jump"]).values
     array([118,   0,   0])
     """
     regime = _regime(scan, lattice)
-    census = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
+    counts = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
         regime_name=list(REGIMES)
     )
     return xr.Dataset(
         {
             "regime": regime,
-            "census": census.assign_attrs(long_name="tokens in each regime", units="1"),
+            "counts": counts.assign_attrs(long_name="tokens in each regime", units="1"),
         }
     )
 
@@ -248,7 +246,7 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
 def _last_rows(
     regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Last row of each phase in one stretch of rows, (1, phase, token); −1 is none."""
+    """Last row of each phase in consecutive rows, (1, phase, token); −1 means none."""
     last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
     for number, phase in enumerate(_PHASES.values()):
         inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
@@ -258,9 +256,9 @@ def _last_rows(
 
 @quantity(measures=("regime",))
 def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
-    """Last step of each token in each regime of motion, on its way into rest.
+    """Last step of each token in each regime of motion.
 
-    A token chatters before it settles: what counts is when it left a regime for the last time.
+    A token may leave and reenter a regime several times before it freezes. The last time counts.
 
     Parameters
     ----------
@@ -272,12 +270,12 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     Returns
     -------
     Dataset
-        int64 (token): ``last_jump``, ``last_local`` and ``last_hop`` (neighbour or single), the
-        last step in that regime; −1 if there was none.
+        int64 (token): ``last_jump``, ``last_local`` and ``last_hop`` (neighbor or single), the
+        last step in the regime, −1 if there is none.
 
     Examples
     --------
-    >>> lifecycle(ds).last_hop.groupby("is_dead").max().values  # of live and dead tokens
+    >>> lifecycle(ds).last_hop.groupby("is_dead").max().values  # live and dead tokens
     array([13, 16])
     """
     regime = _regime(scan, lattice)

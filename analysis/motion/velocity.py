@@ -25,7 +25,7 @@ def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArr
 
 
 def _velocity(scan: Scan) -> xr.DataArray:
-    """In float64, (step, token, hidden)."""
+    """Velocity in float64, (step, token, hidden)."""
     spacing = scan.spacing()
     return scan.between_rows(scan.recorded(), _difference, np.float64) / spacing
 
@@ -51,7 +51,7 @@ def velocity(scan: Scan) -> xr.DataArray:
     Returns
     -------
     DataArray, float32 (step, token, hidden)
-        One row fewer than `ds`; each has the step of the later of its two rows.
+        One row fewer than `ds`. Each has the step of the later of its two rows.
 
     Examples
     --------
@@ -77,7 +77,7 @@ def speed(scan: Scan) -> xr.DataArray:
 
     Examples
     --------
-    >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # it rests at last
+    >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # frozen at step 14
     array([0.015625, 0.      ], dtype=float32)
     """
     norm = scan.step_norm()
@@ -101,8 +101,8 @@ def acceleration(scan: Scan) -> xr.DataArray:
     Returns
     -------
     DataArray, float32 (step, token, hidden)
-        Two rows fewer than `ds`. Like the velocity per step: spacing between rows counts in the
-        velocities, and their difference is not divided by it again.
+        Two rows fewer than `ds`. Units of W per step: the velocities are divided by the spacing
+        between rows, but their difference is not.
 
     Examples
     --------

@@ -1,19 +1,19 @@
-"""What the optimizer computed, and what rounding lost.
+"""Updates of the optimizer, and the effects of rounding.
 
 ``update_rule``
-    Adam's rule as an optimizer carries it out: from the recorded moments to the change of W.
+    Adam's update rule: the change of W from the recorded moments.
 ``freeze_causes``
-    Why a token did not move although the optimizer intended it.
+    Intended updates, and the causes of tokens that do not move.
 ``freeze_counterfactuals``
-    Whether a token that froze would have moved, had one thing been otherwise.
+    Effect of single changes of the optimizer on frozen tokens.
 ``lost_updates``
-    What the optimizer meant to change, and rounding left as it was.
+    Fraction of intended changes that rounding discarded.
 ``moment_ratios``
-    How far the recorded moments of Adam are from what they would be without rounding.
+    Ratios of the recorded moments to the exact ones.
 ``moment_rule``
     The recurrence of Adam's moments in float64, without the rounding of their state.
 ``moments``
-    Quantities: exact moments, computed from the recorded gradients.
-``underflow_line``
-    The plane of √v and |m|, and the line in it below which an update is rounded away.
+    Exact moments, computed from the recorded gradients.
+``lost_update_line``
+    The plane of √v and |m|, and the line below which updates are lost.
 """

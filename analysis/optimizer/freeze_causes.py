@@ -1,4 +1,4 @@
-"""What the optimizer intended, and why a token nevertheless did not move."""
+"""Intended updates, and the causes of tokens that do not move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 CAUSES = (
     "moved",
     "no_gradient",
-    "underflow",
+    "lost_update",
     "learning_rate",
     "skipped",
     "unexplained",
@@ -43,24 +43,27 @@ CAUSES = (
 """In the order of their flag values."""
 
 _EVIDENCE = np.dtype(
-    [(name, bool) for name in ("still", "cell_still", "no_gradient", "back", "stepped", "force")]
+    [
+        (name, bool)
+        for name in ("unchanged", "cell_unchanged", "no_gradient", "back", "stepped", "force")
+    ]
 )
-"""Of each token, and ``stepped`` and ``force`` of any token of the chunk in that row."""
+"""Facts per token; ``stepped`` and ``force`` are facts of all tokens in a chunk's row."""
 
-_LOOKED_AT = 1 << 14
-"""Elements that are looked at together for one that suffices."""
+_CHECKED_TOGETHER = 1 << 14
+"""Elements per check, which ends when one element is found."""
 
 
 def _second_moment(scan: Scan, rule: AdamRule) -> da.Array:
-    """What the rule divides by, before the root."""
+    """The second moment under the root of the divisor."""
     moment = scan.aligned("W", "exp_avg_sq")
     if not rule.amsgrad:
         return moment
     if scan.steps[0] != 0 or (np.diff(scan.steps) != 1).any():
         raise InvalidArgument(
-            "amsgrad divides by the largest second moment of all steps so far, and these rows are "
-            f"steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without the beginning; "
-            "ask about the whole run, recorded with every=1"
+            "amsgrad divides by the largest second moment of all previous steps, so all steps from "
+            f"0 are required, got steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without "
+            "the beginning; use the whole run, recorded with every=1"
         )
     return da.reductions.cumreduction(
         np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype
@@ -68,7 +71,7 @@ def _second_moment(scan: Scan, rule: AdamRule) -> da.Array:
 
 
 def _per_row(scan: Scan, values: Array) -> da.Array:
-    """Numbers per row as a dask array that broadcasts against the blocks of W."""
+    """Values per row as a dask array that broadcasts against the blocks of W."""
     chunks = (scan.blocks("W").chunks[0], (1,), (1,))
     return da.from_array(np.asarray(values)[:, None, None], chunks=chunks)
 
@@ -79,7 +82,7 @@ def _learning_rates(scan: Scan) -> npt.NDArray[np.float64]:
 
 
 def _follows(scan: Scan) -> npt.NDArray[np.bool_]:
-    """Whether each row is one optimizer step after the row before."""
+    """True for each row that is one optimizer step after the previous row."""
     return np.asarray(np.diff(scan.steps, prepend=scan.steps[:1] - 1) == 1)
 
 
@@ -110,47 +113,47 @@ def _update_kernel(
         with np.errstate(over="ignore"):
             result[:, part] = change
     if in_ulp or rule.weight_decay:
-        # The W before the step is not in the store.
+        # The W before the step was not recorded.
         result[~follows[:, 0, 0]] = np.nan
     return result
 
 
 @quantity()
 def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
-    """Update that Adam or AdamW intended at each step, before it was rounded into W.
+    """Update that Adam or AdamW computed at each step, before rounding into W.
 
-    With ε, bias correction and decoupled weight decay in the order of that optimizer, and its
-    intermediate results rounded to the native type as it rounds them: W_{t−1} + update, rounded
-    once, is the recorded W_t. An optimizer whose state has a type of its own (`RoundedAdamW`)
-    rounds nothing on the way, and the same holds where that is float32 or wider; of a narrower one
-    the store has the moments only rounded, as it has those of a fused kernel. One that rounds at
-    random rounds W_{t−1} + update to either of its neighbours.
+    The update includes ε, bias correction and decoupled weight decay in the optimizer's order, with
+    intermediate results rounded to the native type as in the optimizer. W_{t−1} + update, rounded
+    once, equals the recorded W_t. `RoundedAdamW`, whose state has its own type, does not round
+    intermediate results. The equality then holds for a state in float32 or wider. For a narrower
+    state, and for fused kernels, the recorded moments are rounded and the update is approximate.
+    With stochastic rounding, W_t is one of the two neighbors of W_{t−1} + update.
 
     Parameters
     ----------
     ds : Dataset
         With ``W``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
 
     Returns
     -------
     Dataset, (step, token, hidden), one row fewer than `ds`
-        ``adam_update``, float32; ``adam_update_ulp``, the same in spacings of W_{t−1}: below one
-        half it is rounded away. NaN in rows whose previous step was not recorded, where W_{t−1}
-        is needed: for the ratio always, for the update itself with decoupled weight decay.
+        ``adam_update``, float32; ``adam_update_ulp``, the update in spacings of W_{t−1}, which is
+        lost below one half. NaN in rows whose previous step was not recorded, if W_{t−1} is needed:
+        always for the ratio, and for the update with decoupled weight decay.
 
     Raises
     ------
     VariableNotRecorded
-        If the moments, the learning rate or the optimizer are not known.
+        If the moments, the learning rate or the optimizer are not recorded.
     InvalidArgument
-        For another optimizer, or amsgrad with rows missing.
+        For an unsupported optimizer, or amsgrad with missing rows.
 
     Examples
     --------
     >>> wanted = abs(adam_update(ds).adam_update_ulp).sel(token=ord("z")).max("hidden")
-    >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half it does not move
+    >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half: frozen
     array([0.63, 0.37], dtype=float32)
     """
     input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
@@ -190,18 +193,18 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     )
 
 
-def _still(before: Array, after: Array) -> npt.NDArray[np.bool_]:
-    """Which vectors have equal bits, −0.0 and +0.0 being equal."""
+def _unchanged(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """True for vectors with equal bits, where −0.0 and +0.0 are equal."""
     return ~moved_vectors(before, after, changed_vectors(before, after))
 
 
 def _rows_in_which(
     holds: Callable[..., npt.NDArray[np.bool_]], *blocks: Array
 ) -> npt.NDArray[np.bool_]:
-    """Rows in which something holds of any token, (row, 1); looked for until it is found."""
+    """Rows in which a condition holds for any token, (row, 1); stops at the first match."""
     rows, tokens, hidden = blocks[0].shape
     found = np.zeros(rows, bool)
-    for part in tiles(rows, tokens, hidden, most=_LOOKED_AT):
+    for part in tiles(rows, tokens, hidden, most=_CHECKED_TOGETHER):
         left = np.nonzero(~found)[0]
         if not left.size:
             break
@@ -218,7 +221,7 @@ def _differ(later: Array, earlier: Array) -> npt.NDArray[np.bool_]:
 
 
 def _rows_that_differ(block: Array, boundary: Array) -> npt.NDArray[np.bool_]:
-    """Rows that are not the one before them, bit for bit, (row, 1)."""
+    """Rows that differ from the previous row in any bit, (row, 1)."""
     return np.concatenate(
         [
             _rows_in_which(_differ, block[:1], boundary),
@@ -252,13 +255,13 @@ def _evidence_kernel(
         out = result[:, part]
         W = _earlier(block, boundary, part)
         later = np.ascontiguousarray(block[:, part])
-        still = _still(W, later)
-        out["still"] = still
-        out["cell_still"] = (
-            still if chosen == native else _still(cast(W, chosen), cast(later, chosen))
+        unchanged = _unchanged(W, later)
+        out["unchanged"] = unchanged
+        out["cell_unchanged"] = (
+            unchanged if chosen == native else _unchanged(cast(W, chosen), cast(later, chosen))
         )
-        # Of what moves nothing else is asked.
-        at = np.nonzero(still)
+        # Other facts are needed only for unchanged tokens.
+        at = np.nonzero(unchanged)
         kept, first = W[at], exp_avg[:, part][at]
         forces = [grad[:, part][at], first, exp_avg_sq[:, part][at]]
         out["no_gradient"][at] = ~np.any([_not_zero(each).any(-1) for each in forces], axis=0)
@@ -274,15 +277,15 @@ def _decide(
     lr: npt.NDArray[np.float64],
     follows: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int8]:
-    """Cause per (step, token), the first that holds."""
+    """Cause per (step, token): the first one that applies."""
     shape = evidence.shape
     rules = {
-        "moved": ~evidence["cell_still"],
-        "below_cell": ~evidence["still"],
+        "moved": ~evidence["cell_unchanged"],
+        "below_cell": ~evidence["unchanged"],
         "no_gradient": evidence["no_gradient"],
         "learning_rate": np.broadcast_to(lr == 0, shape),
         "skipped": np.broadcast_to((~stepped & force) | np.isnan(lr), shape),
-        "underflow": evidence["back"] & follows,
+        "lost_update": evidence["back"] & follows,
     }
     cause = np.select(
         list(rules.values()), [CAUSES.index(name) for name in rules], CAUSES.index("unexplained")
@@ -294,30 +297,29 @@ def _decide(
 def freeze_cause(
     scan: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
 ) -> xr.DataArray:
-    """Why each token did not move at each step.
+    """Cause for each token that did not move, at each step.
 
-    =============  ====================================================================
-    moved          it did
-    below_cell     W did, but rounded to another lattice than its own it stayed in its cells
-    no_gradient    its gradient and both its moments are exactly zero
-    learning_rate  the learning rate was 0
-    skipped        no optimizer step was taken: no moment of any token changed, although there
-                   were gradients; or there is no learning rate
-    underflow      an update was intended, and W + update rounds back to W everywhere
-    unexplained    none of these; the previous step was not recorded, or another hand moved W back
-    =============  ====================================================================
+    =============  ===========================================================================
+    moved          the token moved
+    below_cell     W moved, but within its cells on another lattice than the native one
+    no_gradient    the gradient and both moments of the token are exactly zero
+    learning_rate  the learning rate is 0
+    skipped        no optimizer step was taken: no moment of any token changed despite
+                   gradients; or the learning rate is NaN
+    lost_update    W + update rounds to W in every element
+    unexplained    none of these: the previous step was not recorded, or other code changed W
+    =============  ===========================================================================
 
-    The first of this table that holds is the cause.
+    The first row of this table that applies is the cause.
 
     Parameters
     ----------
     ds : Dataset
         With ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to before it is asked whether the token moved. All other causes are
-        about W itself.
+        Round W to this type to decide if the token moved. All other causes use W unchanged.
 
     Returns
     -------
@@ -327,13 +329,14 @@ def freeze_cause(
     Raises
     ------
     VariableNotRecorded, InvalidArgument
-        As `adam_update`; also for another lattice, or where W is not of its ``native_dtype``.
+        As for `adam_update`; also for an unknown lattice, or if W holds values that its
+        ``native_dtype`` does not.
 
     Examples
     --------
     >>> cause = freeze_cause(ds)
-    >>> underflow = cause == cause.attrs["flag_meanings"].split().index("underflow")
-    >>> underflow.sum("token").sel(step=[12, 15, 18]).values
+    >>> lost_update = cause == cause.attrs["flag_meanings"].split().index("lost_update")
+    >>> lost_update.sum("token").sel(step=[12, 15, 18]).values
     array([  0,  10, 128])
     """
     input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
@@ -388,7 +391,7 @@ def freeze_cause(
         scan.wrap(cause[1:], "W", rows=slice(1, None))
         .rename("freeze_cause")
         .assign_attrs(
-            long_name="why the token did not move",
+            long_name="cause of no motion",
             **flag_attributes(CAUSES, np.int8),
             **lattice_attributes(lattice),
         )

@@ -1,4 +1,4 @@
-"""Whether a token that froze would have moved, had one thing been otherwise."""
+"""Effect of single changes of the optimizer on frozen tokens."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ from trajstore.populations.masks import POPULATIONS, members
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
-__all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_blame"]
+__all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_attribution"]
 
 Array = npt.NDArray[Any]
 
 COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
-"""What is otherwise; the first is how it was, for comparison."""
+"""Changes of the optimizer. The first is no change, for comparison."""
 
 OUTCOMES = ("moving", "rounded_away", "moves", "unknown")
 """In the order of their flag values."""
 
 _KINDS = len(COUNTERFACTUALS)
 
-# What is carried from block to block of each token: rows since its last motion, steps among them
-# that were tried, and of each counterfactual whether it moved W, and how far at most.
-_STILL, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
-_JUDGED_TOGETHER = 1 << 17
-"""Elements; what is computed of them takes several times their memory."""
+# State per token that is passed from block to block: rows since its last motion, number of computed
+# steps among them, and for each counterfactual whether it moved W, and its largest change.
+_UNCHANGED, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
+_COMPUTED_TOGETHER = 1 << 17
+"""Elements per batch. The computation needs several times their memory."""
 
 _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
 @quantity(only_native=True)
-def freeze_blame(
+def freeze_attribution(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,
     window: int = 100,
     lattice: str = "native",
 ) -> xr.Dataset:
-    """What of the optimizer keeps each frozen token where it is.
+    """Part of the optimizer that keeps each frozen token unchanged.
 
     A token is frozen when it does not move after its last motion, as in `freeze` with
-    ``min_still=1``: ``blame_steps`` says for how long. The first `window` optimizer steps of that
-    stillness are taken once more, each from the recorded state before it, with one thing
-    otherwise. If W + update then rounds to another W in any element at any of these steps, that
-    thing is to blame: the token would not have frozen there.
+    ``min_unchanged=1``. The first `window` optimizer steps after that motion are computed again,
+    each from the recorded state before it, and each with one change. If W + update then rounds to
+    another W in any element at any of these steps, the changed part is the cause: the token would
+    not have frozen there.
 
     ===============  ===========================================================================
-    recorded         nothing: the update as it was, for comparison
-    exact_moments    both moments as `exact_moments` has them, never rounded
-    peak_lr          the largest learning rate of these rows: that of step 1, or after a warmup
-    live_moments     the moments of a typical live token: at each step those of the one whose
-                     gradient has the median norm of all live tokens (the lower one, if even)
-    float32_weights  W in float32, and the update computed in it
+    recorded         no change, for comparison
+    exact_moments    both moments of `exact_moments`, never rounded
+    peak_lr          the largest learning rate of these rows: of step 1, or after a warmup
+    live_moments     the moments of the live token whose gradient has the median norm of all
+                     live tokens at each step (the lower median for an even number)
+    float32_weights  W in float32, and the update computed in float32
     ===============  ===========================================================================
 
     Parameters
@@ -85,48 +85,49 @@ def freeze_blame(
         With ``W``, ``grad``, ``clip_coef``, ``exp_avg``, ``exp_avg_sq`` and ``lr`` of consecutive
         steps; with ``is_dead`` for `live_moments`.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
     window : int
-        Optimizer steps after the last motion that are tried, or fewer where there are not so many.
+        Maximum optimizer steps after the last motion to compute.
     lattice : 'native'
-        The only one: each of these things changes how W itself is rounded.
+        The only accepted value: each change acts on how W itself is rounded.
 
     Returns
     -------
     Dataset
-        ``blame``, int8 (counterfactual, token), with CF ``flag_values`` and ``flag_meanings``:
-        ``moving``, the token moved at the last row; ``rounded_away``, it would have frozen all the
-        same; ``moves``, it would not; ``unknown``, where there is no number to judge by (no live
-        token, only skipped steps, NaN, or float64 weights for `float32_weights`).
-        ``blame_margin``, float64 (counterfactual, token): the largest ``|update|``/spacing(W) of
-        all elements and steps that were tried, in spacings of the native type, or of float32 for
-        `float32_weights`. From one half on W moves, from one quarter where that leads down from a
-        power of two. ``blame_steps``, int64 (token): steps that were tried. ``blame_census``,
-        int64 (counterfactual, population, outcome_name): tokens.
+        ``attribution``, int8 (counterfactual, token), with CF ``flag_values`` and
+        ``flag_meanings``: ``moving``, the token moved at the last row; ``rounded_away``, the token
+        would have frozen anyway; ``moves``, it would have moved; ``unknown``, the inputs are
+        missing (no live token, only skipped steps, NaN, or float64 weights for
+        `float32_weights`). ``attribution_margin``, float64 (counterfactual, token): the largest
+        ``|update|``/spacing(W) of all elements and steps that were computed, in spacings of the
+        native type, or of float32 for `float32_weights`. W moves from one half on, or from one
+        quarter for a step down from a power of two. ``attribution_steps``, int64 (token): the
+        number of steps that were computed. ``attribution_counts``, int64 (counterfactual,
+        population, outcome_name): the number of tokens.
 
     Raises
     ------
     VariableNotRecorded
-        If one of the variables or the optimizer is not known.
+        If a variable or the optimizer is not recorded.
     InvalidArgument
-        If steps are missing; for another optimizer, or amsgrad; if `window` is below 1; for
-        another lattice than that of W; and for rows without the beginning of a run with skipped
-        steps, which do not count in the bias correction.
+        If steps are missing; for an unsupported optimizer, or amsgrad; if `window` is below 1; for
+        another lattice than that of W; and for a run with skipped steps whose first rows are
+        missing, because skipped steps affect the bias correction.
 
     Examples
     --------
-    >>> census = freeze_blame(ds).blame_census.sel(outcome_name="moves")
-    >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
+    >>> counts = freeze_attribution(ds).attribution_counts.sel(outcome_name="moves")
+    >>> counts.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
     {'recorded': 0, 'exact_moments': 118}
     """
     _check_lattice(scan, lattice)
     if window < 1:
         raise InvalidArgument(f"got window={window}, expected at least 1 step")
     input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
-    recurrence = Recurrence.of(scan, optimizer, "freeze_blame")
+    recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
     rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
     facts = _facts(recurrence, rule, window)[0]
-    blame = facts.map_blocks(
+    attribution = facts.map_blocks(
         _outcome_kernel,
         chunks=(facts.chunks[0], (_KINDS,)),
         dtype=np.int8,
@@ -136,53 +137,53 @@ def freeze_blame(
     def per_token(data: da.Array, *dims: str) -> xr.DataArray:
         return scan.wrap(data, "W", dims=(*dims, "token"))
 
-    flags = per_token(blame.T, "counterfactual")
+    flags = per_token(attribution.T, "counterfactual")
     native = native_dtype(scan.ds["W"])
     result = xr.Dataset(
         {
-            "blame": flags.assign_attrs(
-                long_name="whether the token would have moved",
+            "attribution": flags.assign_attrs(
+                long_name="outcome of the counterfactual",
                 **flag_attributes(OUTCOMES, np.int8),
             ),
-            "blame_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
-                long_name="largest update of a still step",
+            "attribution_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
+                long_name="largest update of the computed steps",
                 units=f"{native} spacings; of float32 for float32_weights",
             ),
-            "blame_steps": per_token(facts[:, _TRIED].astype(np.int64)).assign_attrs(
-                long_name="still steps that were tried", units="1"
+            "attribution_steps": per_token(facts[:, _TRIED].astype(np.int64)).assign_attrs(
+                long_name="computed steps after the last motion", units="1"
             ),
-            "blame_census": count_by_population(flags, len(OUTCOMES), "outcome_name").assign_attrs(
-                long_name="number of tokens", units="1"
-            ),
+            "attribution_counts": count_by_population(
+                flags, len(OUTCOMES), "outcome_name"
+            ).assign_attrs(long_name="number of tokens", units="1"),
         }
     )
     return result.assign_coords(counterfactual=list(COUNTERFACTUALS), outcome_name=list(OUTCOMES))
 
 
 def _check_lattice(scan: Scan, lattice: str) -> None:
-    """Refuse any lattice but that of the type in which W was trained."""
+    """Raise for any lattice but that of the type in which W was trained."""
     native = native_dtype(scan.variable("W"))
     if chosen_type(lattice, native) != native:
         raise InvalidArgument(
-            f"freeze_blame asks what keeps W where it is as it was trained, in {native}, and got "
-            f"lattice={lattice!r}; freeze_cause answers on a lattice of choice, where below_cell "
-            "says that W moved and its cell did not"
+            f"freeze_attribution computes on the lattice that W was trained on, {native}; got "
+            f"lattice={lattice!r}; use freeze_cause for another lattice: there below_cell means "
+            "that W moved within its cell"
         )
 
 
 def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
-    """What is known of each token after the last row: (1, token, fact).
+    """State of each token after the last row: (1, token, fact).
 
-    A block of rows hands on to the next what it knows, so nothing is kept of what was before.
+    Each block of rows updates the state of the previous block, so that earlier blocks are freed.
     """
     ds, gradient = recurrence.scan.ds, recurrence.gradient
     lr = np.asarray(ds["lr"].values, np.float64)
     peak = np.max(lr[recurrence.taken & ~np.isnan(lr)], initial=-np.inf)
     by_row = (
         lr,
-        recurrence.steps_taken("freeze_blame"),
+        recurrence.steps_taken("freeze_attribution"),
         recurrence.taken,
-        np.arange(lr.size) > 0,  # the first row shows no motion, nor stillness
+        np.arange(lr.size) > 0,  # the first row has no previous row
     )
     blocks, boundaries = recurrence.with_rows_before("W")
     recorded = {moment: recurrence.recorded(moment) for moment in MOMENTS}
@@ -218,7 +219,7 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
             meta=np.empty((0, 0, 0)),
             align_arrays=False,
         )
-        # The next block of them waits until this one is judged.
+        # The next block waits until this one is computed.
         exact = {
             moment: waiting(last_rows(rows_of_block), facts)
             for moment, rows_of_block in exact.items()
@@ -227,7 +228,7 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
     return facts
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _fold_kernel(
     known: Array,
     W: Array,
@@ -248,16 +249,16 @@ def _fold_kernel(
     peak: float,
     window: int,
 ) -> Array:
-    """Facts after a block of rows, (1, token, fact), from those before it."""
+    """Update the state, (1, token, fact), with a block of rows."""
     rows, tokens, hidden = W.shape
     result = known.copy()
-    for part in tiles(rows, tokens, hidden, _JUDGED_TOGETHER):
+    for part in tiles(rows, tokens, hidden, _COMPUTED_TOGETHER):
         facts = result[0, part]
         before = np.concatenate([W_boundary[:, part], W[:-1, part]])
-        rest = _at_rest(before, np.ascontiguousarray(W[:, part]))
-        facts[~rest[0]] = _NOTHING
-        facts[:, _STILL] += (rest & counts[..., 0]).sum(0)
-        tried = rest & taken[..., 0]
+        unchanged = _unchanged_since(before, np.ascontiguousarray(W[:, part]))
+        facts[~unchanged[0]] = _NOTHING
+        facts[:, _UNCHANGED] += (unchanged & counts[..., 0]).sum(0)
+        tried = unchanged & taken[..., 0]
         tried &= facts[:, _TRIED] + np.cumsum(tried, axis=0) <= window
         facts[:, _TRIED] += tried.sum(0)
         at = np.nonzero(tried)
@@ -266,16 +267,16 @@ def _fold_kernel(
         exact = exact_avg[:, part][at].astype(W.dtype), exact_avg_sq[:, part][at].astype(W.dtype)
         live = live_avg[at[0], 0], live_avg_sq[at[0], 0]
         highest = np.full_like(rate, peak)
-        otherwise = (
+        changes = (
             (own, rate, native),
             (exact, rate, native),
             (own, highest, native),
             (live, rate, native),
             (own, rate, "float32"),
         )
-        for kind, (moments, lrs, weights) in enumerate(otherwise):
+        for kind, (moments, lrs, weights) in enumerate(changes):
             if weights == "float32" and native == "float64":
-                continue  # a float64 W is none of float32
+                continue  # a float64 W is not converted to float32
             change = rule.change(kept, *moments, lrs, number, weights)
             moved, margin = _judge(kept, change, weights)
             np.maximum.at(facts[:, _MOVED][:, kind], at[1], moved)
@@ -283,15 +284,15 @@ def _fold_kernel(
     return result
 
 
-def _at_rest(before: Array, after: Array) -> npt.NDArray[np.bool_]:
-    """Rows at which each token does not move, nor at any later one: (row, token)."""
+def _unchanged_since(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """Rows from which on each token does not move any more: (row, token)."""
     same = unsigned_view(before) == unsigned_view(after)
-    still = (same | ((before == 0) & (after == 0))).all(-1)
-    return np.asarray(np.logical_and.accumulate(still[::-1], axis=0)[::-1])
+    unchanged = (same | ((before == 0) & (after == 0))).all(-1)
+    return np.asarray(np.logical_and.accumulate(unchanged[::-1], axis=0)[::-1])
 
 
 def _judge(W: Array, change: Array, native: str) -> tuple[npt.NDArray[np.bool_], Array]:
-    """Whether each vector would move, and the largest change in spacings; NaN tells nothing."""
+    """True for each vector that would move, and its largest change in spacings, ignoring NaN."""
     after = next_weights(W, change, native)
     moved = ((after != W) & ~np.isnan(after)).any(-1)
     hops = np.abs(change.astype(np.float64)) / spacing(W, native)
@@ -300,7 +301,7 @@ def _judge(W: Array, change: Array, native: str) -> tuple[npt.NDArray[np.bool_],
 
 def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
     """Index of `OUTCOMES`, (token, counterfactual)."""
-    moving = facts[:, _STILL, None] == 0
+    moving = facts[:, _UNCHANGED, None] == 0
     unknown = np.isnan(facts[:, _MARGIN])
     moves = facts[:, _MOVED] > 0
     cases = {"moving": moving, "unknown": unknown, "moves": moves}
@@ -313,7 +314,7 @@ def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
 
 
 def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> dict[str, da.Array]:
-    """Moments of the typical live token at each step: (step, 1, hidden), NaN if there is none."""
+    """Moments of the typical live token at each step: (step, 1, hidden); NaN without any."""
     ds, (by_step, by_token, by_hidden) = recurrence.scan.ds, recurrence.gradient.chunks
     live = np.zeros(ds.sizes["token"], bool)
     if "is_dead" in ds.coords:
@@ -347,14 +348,14 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
 
 
 def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Position of the live token with the lower median norm, of each row; NaN is the longest."""
+    """Position of the live token with the lower median norm in each row; NaN sorts last."""
     positions = np.nonzero(live)[0]
     order = np.argsort(norms[:, live], axis=1, kind="stable")
     return np.asarray(positions[order[:, (positions.size - 1) // 2]])
 
 
 def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
-    """Vector of each row's typical token, (row, 1, hidden); zeros where that is elsewhere."""
+    """Vector of each row's typical token, (row, 1, hidden); zeros if it is in another chunk."""
     result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
     here = only_block(typical).ravel() - only_block(first).item()
     rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
@@ -363,6 +364,6 @@ def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
 
 
 def _only_found_kernel(found: Array, typical: Array, starts: npt.NDArray[np.int64]) -> Array:
-    """Of what each block of tokens has picked, (row, block, hidden), what one of them has."""
+    """Select the vector from the chunk with the typical token: (row, block, hidden) to one."""
     block = np.searchsorted(starts, typical.ravel(), side="right") - 1
     return found[np.arange(len(found)), block][:, None]

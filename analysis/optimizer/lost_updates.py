@@ -1,4 +1,4 @@
-"""What the optimizer meant to change, and rounding left as it was."""
+"""Fraction of intended changes that rounding discarded."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _COUNTS = np.dtype(
         ("lost", np.float64),
     ]
 )
-"""Of one token at one step: elements of each variable, and squares of the intended update of W."""
+"""Counts of elements per variable, and squares of the update of W, per token and step."""
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _count_kernel(
     gradient: Array,
     exp_avg: Array,
@@ -72,18 +72,18 @@ def _count_kernel(
             out["meant"][..., number] = meant.sum(-1)
             out["left"][..., number] = left.sum(-1)
             if name == "W":
-                # In the order of hidden whatever the layout of the block: sums depend on it.
+                # Contiguous along hidden, because the order of summation affects the result.
                 squares = np.square(np.ascontiguousarray(np.where(taken, intended, 0)))
                 out["intended"] = squares.sum(-1)
                 out["lost"] = np.where(left, squares, 0).sum(-1)
     return result
 
 
-@np.errstate(all="ignore")  # a share of nothing is NaN
-def _share_kernel(
+@np.errstate(all="ignore")  # a fraction of nothing is NaN
+def _fraction_kernel(
     counts: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
 ) -> npt.NDArray[np.float64]:
-    """Of whole rows: (row, population, fact), the facts being what `moment_stuck` names."""
+    """Results of `moment_stuck` for whole rows: (row, population, fact)."""
     kinds = len(_VARIABLES)
     result = np.empty((len(counts), len(groups), 2 * kinds + 1))
     for number, group in enumerate(groups):
@@ -100,13 +100,12 @@ def _share_kernel(
 
 @quantity()
 def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
-    """Share of what the optimizer meant to change and rounding left as it was.
+    """Fraction of elements that the optimizer intended to change, and that rounding left unchanged.
 
-    Of each step the state before it is the recorded one. What the optimizer meant is the exact
-    change in float64: (1 − β₁)(g − m) and (1 − β₂)(g² − v) of the moments; of W the whole update
-    with the recorded moments, weight decay included, without the roundings on its way that
-    `adam_update` follows. An element counts as left if its value is the same after the step;
-    −0 and +0 are one value.
+    The intended change of each step is computed in float64 from the recorded state before it:
+    (1 − β₁)(g − m) and (1 − β₂)(g² − v) for the moments, and the whole update with weight decay for
+    W, without the intermediate rounding of `adam_update`. An element is stuck if its value is
+    equal after the step, where −0 and +0 are equal.
 
     Parameters
     ----------
@@ -114,25 +113,25 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         With ``W``, ``grad``, ``clip_coef``, ``exp_avg``, ``exp_avg_sq`` and ``lr`` of consecutive
         steps.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
 
     Returns
     -------
     Dataset, float64, one row fewer than `ds`
-        ``meant_fraction`` (step, population, variable): elements of ``exp_avg``, ``exp_avg_sq`` and
-        ``W`` with an intended change that is finite and not zero, of all. ``stuck_fraction``, same
-        dims: those of them that were left. ``update_lost`` (step, population): norm of the intended
-        update of W over the elements that were left, of its whole norm. NaN where nothing was meant
-        to change, as in steps that were skipped. The only population is ``all`` where nothing says
-        which tokens are dead.
+        ``meant_fraction`` (step, population, variable): fraction of the elements of ``exp_avg``,
+        ``exp_avg_sq`` and ``W`` with a finite, nonzero intended change. ``stuck_fraction``, same
+        dimensions: fraction of these elements that are stuck. ``update_lost`` (step, population):
+        norm of the intended update of W over the stuck elements, as a fraction of its whole norm.
+        NaN if no change was intended, such as in skipped steps. Without ``is_dead``, the only
+        population is ``all``.
 
     Raises
     ------
     VariableNotRecorded
-        If one of the variables or the optimizer is not known.
+        If a variable or the optimizer is not recorded.
     InvalidArgument
-        If steps are missing; for another optimizer, or amsgrad; and for rows without the beginning
-        of a run with skipped steps, which do not count in the bias correction.
+        If steps are missing; for an unsupported optimizer, or amsgrad; and for a run with skipped
+        steps whose first rows are missing, because skipped steps affect the bias correction.
 
     Examples
     --------
@@ -155,8 +154,8 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         dtype=_COUNTS,
     )
     names, groups = populations(ds)
-    shares = counts.rechunk({1: -1}).map_blocks(
-        _share_kernel,
+    fractions = counts.rechunk({1: -1}).map_blocks(
+        _fraction_kernel,
         groups=shared(groups),
         hidden=ds.sizes["hidden"],
         drop_axis=1,
@@ -171,18 +170,24 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         {
             "meant_fraction": (
                 dims,
-                shares[..., :kinds],
-                {"long_name": "elements that the optimizer meant to change", "units": "1"},
+                fractions[..., :kinds],
+                {"long_name": "fraction of elements with an intended change", "units": "1"},
             ),
             "stuck_fraction": (
                 dims,
-                shares[..., kinds:-1],
-                {"long_name": "those of them that rounding left as they were", "units": "1"},
+                fractions[..., kinds:-1],
+                {
+                    "long_name": "fraction of these elements that rounding left unchanged",
+                    "units": "1",
+                },
             ),
             "update_lost": (
                 dims[:2],
-                shares[..., -1],
-                {"long_name": "norm of the update of W that rounding lost", "units": "1"},
+                fractions[..., -1],
+                {
+                    "long_name": "fraction of the norm of the update of W that rounding lost",
+                    "units": "1",
+                },
             ),
         },
         coords={"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)},

@@ -1,8 +1,8 @@
-"""How far the recorded moments of Adam are from what they would be without rounding.
+"""Ratios of the recorded moments to the exact ones.
 
-Exact quantiles of their ratios would need all elements of a row at once. Counted is how far each
-ratio is from 1, in 16 classes to each factor of two: fine where a type rounds finely, coarse where
-it is far off. Counts add up, over any part of the elements, in any order.
+Exact quantiles of the ratios would need all elements of a row at once. Instead the distances of the
+ratios from 1 are counted in classes, 16 per factor of two. Counts can be added over any parts of
+the elements, in any order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
 
-# Of a float32, what is left of 19 bits of mantissa are its exponent and four bits more.
+# Without its lowest 19 bits, a float32 is its exponent and four bits of mantissa.
 _SHIFT = 19
 _BIAS = 127
 _LEAST = (_BIAS - 24) << 4
@@ -40,11 +40,11 @@ _SIDE = _MOST - _LEAST
 _NAN = 2 * _SIDE + 3
 
 CLASSES = _NAN + 1
-"""Number of classes: ratios below 1 from −∞ on, 1 itself, those above up to ∞, and NaN last."""
+"""Number of classes: ratios from −∞ to below 1, 1 itself, above 1 to ∞, and NaN last."""
 
 
 def ratio_classes(ratios: Array) -> npt.NDArray[np.intp]:
-    """Class of each ratio, in their order.
+    """Class of each ratio, in the order of the ratios.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def ratio_classes(ratios: Array) -> npt.NDArray[np.intp]:
     Returns
     -------
     ndarray of int, same shape
-        Distances from 1 of less than 2⁻²⁴ count as 0, those from 2²⁴ on as infinite.
+        Distances from 1 below 2⁻²⁴ count as 0; distances of 2²⁴ and above as infinite.
     """
     distance = (ratios - 1).astype(np.float32)
     bits = unsigned_view(distance)
@@ -67,7 +67,7 @@ def ratio_classes(ratios: Array) -> npt.NDArray[np.intp]:
 
 
 def _middles() -> npt.NDArray[np.float64]:
-    """Ratio that stands for each class but NaN."""
+    """Representative ratio of each class except NaN."""
     edges = (np.arange(_LEAST, _MOST + 1, dtype=np.uint32) << np.uint32(_SHIFT)).view(np.float32)
     wide = edges.astype(np.float64)
     above = np.concatenate([(wide[:-1] + wide[1:]) / 2, [np.inf]])
@@ -78,19 +78,19 @@ _MIDDLES = _middles()
 
 
 def quantiles_of_counts(counts: Array, levels: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Ratios below which these shares of the counted ones lie.
+    """Quantiles of the counted ratios.
 
     Parameters
     ----------
     counts : ndarray of int, (…, class)
     levels : ndarray of float64, (quantile,)
-        Between 0 and 1.
+        From 0 to 1.
 
     Returns
     -------
     ndarray of float64, (…, quantile)
-        The ratio of rank ⌊level · (n − 1)⌋ of n, to 1/32 of its distance from 1. NaN where a NaN
-        was counted, or nothing.
+        The ratio of rank ⌊level · (n − 1)⌋ of n, accurate to 1/32 of its distance from 1. NaN if a
+        NaN was counted, or nothing.
     """
     below = counts[..., :_NAN].cumsum(-1)
     total = below[..., -1]
@@ -102,11 +102,11 @@ def quantiles_of_counts(counts: Array, levels: npt.NDArray[np.float64]) -> npt.N
     return result
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _count_kernel(
     recorded: Array, exact: npt.NDArray[np.float64], group: Array, groups: int
 ) -> npt.NDArray[np.int64]:
-    """How many elements of each group have a ratio of each class: (row, 1, group · class)."""
+    """Count of ratios of each group in each class: (row, 1, group · class)."""
     rows, tokens, hidden = recorded.shape
     result = np.zeros((rows, 1, groups * CLASSES), np.int64)
     for part in tiles(1, tokens, hidden):
@@ -138,11 +138,11 @@ def _error_kernel(
     groups: npt.NDArray[np.bool_],
     levels: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Ratio of norms, then quantiles, of whole rows: (row, population, 1 + quantile)."""
+    """Ratio of norms, then quantiles, for whole rows: (row, population, 1 + quantile)."""
     rows = len(counts)
     result = np.full((rows, len(groups), 1 + levels.size), np.nan)
     counts = counts.reshape(rows, -1, CLASSES)
-    if len(groups) > 1:  # the last of the populations is all others together
+    if len(groups) > 1:  # the last population is the union of all others
         counts = np.concatenate([counts, counts.sum(1, keepdims=True)], axis=1)
     for number, group in enumerate(groups):
         if group.any():
@@ -162,31 +162,31 @@ def moment_error(
     optimizer: Mapping[str, Any] | None = None,
     quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
 ) -> xr.Dataset:
-    """How far the recorded moments are from what they would be without rounding.
+    """Ratios of the recorded moments to exact moments without rounding.
 
     Parameters
     ----------
     ds : Dataset
-        With what `exact_moments` needs, and ``exp_avg`` and ``exp_avg_sq``.
+        With the variables that `exact_moments` needs, ``exp_avg`` and ``exp_avg_sq``.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
     quantiles : float or sequence of float
-        Between 0 and 1.
+        From 0 to 1.
 
     Returns
     -------
     Dataset, float64
-        ``norm_ratio`` (step, population, moment): ‖recorded‖/‖exact‖, norms over all elements of
-        the population. ``ratio_quantiles`` (step, population, moment, quantile): of recorded/exact
-        element by element, counted in classes: each is right to 1/32 of its distance from 1; less
-        than 2⁻²⁴ from 1 is 1, and from 2²⁴ on infinite. 1 is no error; so is 0/0, where both are
-        zero. A NaN among the elements makes all NaN; so does a population without tokens. The only
-        population is ``all`` where nothing says which tokens are dead.
+        ``norm_ratio`` (step, population, moment): ‖recorded‖/‖exact‖, with norms over all elements
+        of the population. ``ratio_quantiles`` (step, population, moment, quantile): quantiles of
+        recorded/exact per element, counted in classes. Each is accurate to 1/32 of its distance
+        from 1; distances below 2⁻²⁴ are 0, and distances of 2²⁴ and above are infinite. A ratio of
+        1 means no error; 0/0 counts as 1. All are NaN if an element is NaN, or the population has
+        no tokens. Without ``is_dead``, the only population is ``all``.
 
     Raises
     ------
     VariableNotRecorded, InvalidArgument
-        As `exact_moments`; and if a quantile is not within 0 and 1.
+        As for `exact_moments`; and if a quantile is not from 0 to 1.
 
     Examples
     --------
@@ -212,7 +212,7 @@ def moment_error(
                 dims[:3],
                 errors[..., 0],
                 {
-                    "long_name": "norm of the recorded moment over that of the exact one",
+                    "long_name": "norm of the recorded moment over norm of the exact moment",
                     "units": "1",
                 },
             ),
@@ -232,7 +232,7 @@ def moment_error(
 def _errors(
     recurrence: Recurrence, groups: npt.NDArray[np.bool_], levels: npt.NDArray[np.float64]
 ) -> list[da.Array]:
-    """Of both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
+    """For both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
     by_step, by_token, _ = recurrence.gradient.chunks
     kinds = max(1, len(groups) - 1)
     group = da.from_array(np.argmax(groups, axis=0)[None, :, None], chunks=((1,), by_token, (1,)))
@@ -255,7 +255,7 @@ def _errors(
             squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
             before[at] = last_rows(exact)
             errors[at].append(_error(counts, squares, groups, levels))
-        # The next block waits until this one is done with.
+        # The next block waits until this one is computed.
         before = [waiting(row, *(blocks[-1] for blocks in errors)) for row in before]
     return [da.concatenate(blocks) for blocks in errors]
 

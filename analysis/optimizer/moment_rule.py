@@ -1,10 +1,10 @@
-"""Adam's moments without the rounding of their state: the recurrence itself, in float64.
+"""Adam's moments without rounding of their state: the recurrence in float64.
 
-What enters is the gradient as the optimizer took it, of the gradient's own type: clipping
-multiplies it in place before the optimizer sees it, and rounds (`torch.nn.utils.clip_grad_norm_`).
-What the optimizer then does is float64: m ← β₁·m + (1 − β₁)·g and v ← β₂·v + (1 − β₂)·g² (Kingma
-and Ba, arXiv:1412.6980, algorithm 1), with g negated under `maximize` and coupled weight decay
-added to it, as `torch.optim.Adam` does. NumPy, or a compiled loop over its arrays; no dask.
+The input is the gradient of the optimizer in its own type: clipping multiplies it in place before
+the optimizer step, and rounds (`torch.nn.utils.clip_grad_norm_`). The recurrence is computed in
+float64: m ← β₁·m + (1 − β₁)·g and v ← β₂·v + (1 − β₂)·g² (Kingma and Ba, arXiv:1412.6980,
+algorithm 1). As in `torch.optim.Adam`, `maximize` negates g, and coupled weight decay is added to
+it. The module uses NumPy, or a compiled loop over its arrays, but not dask.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""By the names of the variables that hold them."""
+"""Names of the variables that hold the moments."""
 
 _LOOP = CompiledLoop("trajstore.analysis.optimizer.moment_rule", "follow_rows")
 
 
-_TOGETHER = 4096  # elements of a row: those of the row before are still in the cache
+_TOGETHER = 4096  # elements per batch, so that the previous row stays in the cache
 
 
 def follow_rows(
@@ -45,28 +45,28 @@ def follow_rows(
     out: Wide,
     out_stride: int,
 ) -> None:
-    """Carry a moving average over several rows: the loop of `MomentRule.follow`, for numba.
+    """Compute a moving average over several rows: the loop of `MomentRule.follow`, for numba.
 
-    Indices are unsigned, as a compiler does not put loops into vectors whose indices may be
-    negative and then count from the end. Each operation rounds as NumPy's does, in the same order;
-    only the sign of a NaN may be another.
+    Indices are unsigned, because the compiler does not vectorize loops with indices that may be
+    negative and count from the end. Each operation rounds like NumPy's, in the same order. Only the
+    sign of a NaN may differ.
 
     Parameters
     ----------
     gradient : ndarray, 1-D
-        Memory in which the rows lie.
+        Memory of the rows.
     gradient_stride, out_stride : int
-        Elements from one row to the next.
+        Elements between the starts of consecutive rows.
     squared : bool
-        Whether it is the average of the squares.
+        True for the average of the squares.
     beta : float
-        What is kept of it at each step.
+        Decay rate β.
     before : ndarray of float64, 1-D
-        The row before, whose length is that of all rows.
+        The previous row, with the length of all rows.
     taken : ndarray of bool, 1-D
-        Rows that change it.
+        Rows that update the average.
     out : ndarray of float64, 1-D
-        Memory that receives the rows.
+        Memory for the result.
     """
     weight = 1 - beta
     for first in range(0, before.size, _TOGETHER):
@@ -96,16 +96,16 @@ def follow_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class MomentRule:
-    """How Adam or AdamW carries its moments on.
+    """The recurrence of the moments of Adam or AdamW.
 
     Attributes
     ----------
     update : AdamRule
-        From the moments to the change of W, without any rounding on the way.
+        The update rule without intermediate rounding.
     coupled_decay : float
-        Weight decay that is added to the gradient; 0 where it is decoupled.
+        Weight decay that is added to the gradient; 0 if it is decoupled.
     maximize : bool
-        The optimizer takes the gradient with the other sign.
+        True if the optimizer negates the gradient.
     """
 
     update: AdamRule
@@ -124,46 +124,46 @@ class MomentRule:
         Raises
         ------
         VariableNotRecorded, InvalidArgument
-            As `AdamRule.of`; and for amsgrad.
+            As for `AdamRule.of`; and for amsgrad.
         """
         update = AdamRule.of(optimizer)
         if update.amsgrad:
             raise InvalidArgument(
-                "the run was trained with amsgrad, which divides by the largest second moment so "
-                "far, and that is not recorded; the moments are followed without amsgrad only"
+                "got a run trained with amsgrad, which is not supported: it divides by the largest "
+                "second moment so far, which is not recorded"
             )
         given = (optimizer or {})["hyperparameters"]
         return cls(
             update=replace(update, stepwise=False),
-            # The update knows the decay only where it is decoupled.
+            # The update has a weight decay only if it is decoupled.
             coupled_decay=0.0 if update.weight_decay else float(given["weight_decay"]),
             maximize=bool(given.get("maximize", False)),
         )
 
-    @np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+    @np.errstate(all="ignore")  # NaN and infinity are valid results
     def gradient(self, grad: Array, clip: Array, W: Array | None, native: str) -> Array:
-        """What the moments take in.
+        """The gradient that enters the moments.
 
         Parameters
         ----------
         grad : ndarray of stored values, (row, token, hidden)
-            Before clipping.
+            Gradient before clipping.
         clip : ndarray, (row, 1, 1)
-            What clipping multiplied it by.
+            Factor of the clipping.
         W : ndarray of stored values, same shape as `grad`, optional
-            Before the step; only coupled weight decay needs it.
+            W before the step, for coupled weight decay only.
         native : str
             Type of the gradient.
 
         Returns
         -------
         ndarray, same shape
-            Of the type of `grad`, and `grad` itself where nothing is done to it; of float64 with
-            coupled weight decay.
+            Of the type of `grad`, and `grad` itself if nothing changes; float64 with coupled weight
+            decay.
         """
-        # A factor of another type is rounded to the one that torch multiplies in.
+        # torch rounds the factor to the type of the multiplication.
         factor = clip.astype(grad.dtype)
-        clipped = np.flatnonzero(factor != 1)  # NaN is among them
+        clipped = np.flatnonzero(factor != 1)  # includes NaN
         taken = grad
         if clipped.size:
             taken = grad.copy()
@@ -176,16 +176,16 @@ class MomentRule:
 
     @np.errstate(all="ignore")
     def intended(self, moment: str, before: Array, gradient: Array) -> Wide:
-        """Change of a moment that a step asks for: (1 − β)(g − m), or (1 − β)(g² − v).
+        """Intended change of a moment in a step: (1 − β)(g − m), or (1 − β)(g² − v).
 
         Parameters
         ----------
         moment : str
-            Of `MOMENTS`.
+            One of `MOMENTS`.
         before : ndarray, any shape
             The moment before the step.
         gradient : ndarray, same shape
-            As `gradient` gives it.
+            Result of `gradient`.
         """
         change = np.empty(gradient.shape)
         self._target(moment, gradient, change)
@@ -197,23 +197,23 @@ class MomentRule:
     def follow(
         self, moment: str, before: Array, gradient: Array, taken: npt.NDArray[np.bool_], out: Wide
     ) -> None:
-        """Carry a moment over several steps.
+        """Compute a moment over several steps.
 
         Parameters
         ----------
         moment : str
-            Of `MOMENTS`.
+            One of `MOMENTS`.
         before : ndarray, (token, hidden)
-            Before the first of them.
+            The moment before the first step.
         gradient : ndarray, (row, token, hidden)
-            As `gradient` gives it.
+            Result of `gradient`.
         taken : ndarray of bool, (row)
-            Where it is False, no step was taken and the moment stays.
+            False for skipped steps, which leave the moment unchanged.
         out : ndarray of float64, (row, token, hidden)
             Receives the moment after each step.
         """
         beta = self._beta(moment)
-        known = gradient.dtype in (np.float32, np.float64)  # of floats, to numba
+        known = gradient.dtype in (np.float32, np.float64)  # float types of numba
         if known and _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
             done = _LOOP.run(
                 memory_of(gradient),
@@ -230,7 +230,7 @@ class MomentRule:
         state, change = before.astype(np.float64), np.empty(before.shape)
         for row, step in enumerate(taken):
             if step:
-                # The result is fresh memory, and gone through as seldom as can be.
+                # The result is newly allocated memory; access it as rarely as possible.
                 self._target(moment, gradient[row], change)
                 change *= 1 - beta
                 np.multiply(state, beta, out=out[row])
@@ -240,11 +240,11 @@ class MomentRule:
             state = out[row]
 
     def _beta(self, moment: str) -> float:
-        """How much of a moment a step keeps."""
+        """Decay rate of a moment."""
         return self.update.beta1 if moment == "exp_avg" else self.update.beta2
 
     def _target(self, moment: str, gradient: Array, out: Wide) -> None:
-        """What the moment is the moving average of, into `out`."""
+        """Write the averaged value, g or g², into `out`."""
         np.copyto(out, gradient)
         if moment == "exp_avg_sq":
             out *= out

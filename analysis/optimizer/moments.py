@@ -1,4 +1,4 @@
-"""Adam's moments without rounding, recomputed from the recorded gradients."""
+"""Exact moments of Adam, computed from the recorded gradients."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ Array = npt.NDArray[Any]
 
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
-"""In float64, of what one task makes."""
+"""Maximum bytes of the float64 result of a task."""
 
-_FOLLOWED_TOGETHER = 1 << 16
-"""Elements of a row. What is gone through for each row stays in the cache; fewer would cost threads
-more, in waiting for the interpreter's lock, than the cache saves."""
+_BATCH = 1 << 16
+"""Elements of a row per batch, so that all arrays of a row stay in the cache. With smaller batches,
+threads would wait longer for the interpreter's lock than the cache saves."""
 
-_ROUNDED_TOGETHER = 1 << 17
-"""Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
-much: its pages go back to the system and come again."""
+_ROUNDED_BATCH = 1 << 17
+"""Elements per batch of rounding. Its temporary arrays must stay below 2 MiB: allocation of larger
+ones is four times as slow, because their pages return to the system each time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recurrence:
-    """The gradients of a run as its optimizer took them, step after step.
+    """The gradients of a run as its optimizer used them, step by step.
 
     Attributes
     ----------
     scan : Scan
     rule : MomentRule
     gradient : dask Array, (step, token, hidden)
-        What the moments take in; in smaller chunks than `grad` where those are large.
+        Input of the moments, in smaller chunks than `grad` if those are large.
     read : dask Array, (step, token, hidden)
-        The same, in the chunks of `grad` where nothing has to be done to it: who takes parts of
-        those, one after the other, copies none.
+        The same, in the chunks of `grad` if the gradient needs no computation. Slices of these
+        chunks need no copy.
     taken : ndarray of bool, (step)
-        Rows that are an optimizer step after the row before; not the first, nor skipped ones.
+        True for rows that are one optimizer step after the previous row: not the first row, and not
+        skipped steps.
     """
 
     scan: Scan
@@ -68,25 +69,25 @@ class Recurrence:
     taken: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, scan: Scan, optimizer: Mapping[str, Any] | None, question: str) -> Recurrence:
+    def of(cls, scan: Scan, optimizer: Mapping[str, Any] | None, quantity: str) -> Recurrence:
         """Recurrence of a prepared Dataset.
 
         Raises
         ------
         VariableNotRecorded, InvalidArgument
-            As `exact_moments`.
+            As for `exact_moments`.
         """
         ds = scan.ds
-        scan.require_rows(1, question)
+        scan.require_rows(1, quantity)
         rule = MomentRule.of(input_checks.optimizer_of(ds, optimizer))
         input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
-        _require_every_step(scan.steps, question)
+        _require_every_step(scan.steps, quantity)
         taken = np.ones(scan.rows, bool)
         if "skipped" in ds:
             taken = ds["skipped"].values != 1
         taken[0] = False
         clip = np.asarray(ds["clip_coef"].values)
-        _require_known_factors(clip, taken, scan.steps, question)
+        _require_known_factors(clip, taken, scan.steps, quantity)
         read = scan.blocks("grad")
         by_step, by_token, by_hidden = read.chunks
         chunks = (by_step, _split(by_token, max(by_step) * sum(by_hidden)), by_hidden)
@@ -108,8 +109,8 @@ class Recurrence:
             )
         return cls(scan=scan, rule=rule, gradient=gradient, read=read, taken=taken)
 
-    def steps_taken(self, question: str) -> npt.NDArray[np.int64]:
-        """Optimizer steps taken until each row, as they count in the bias correction.
+    def steps_taken(self, quantity: str) -> npt.NDArray[np.int64]:
+        """Number of optimizer steps up to each row, as used in the bias correction.
 
         Raises
         ------
@@ -119,23 +120,23 @@ class Recurrence:
         first = self.scan.steps[0]
         if "skipped" in self.scan.ds and first != 0:
             raise InvalidArgument(
-                f"{question} needs the number of steps that the optimizer has taken, and these "
-                f"rows do not say how many were skipped before step {first}; ask from step 0 on"
+                f"{quantity} requires the number of optimizer steps, but the number of skipped "
+                f"steps before step {first} is unknown; include all steps from 0"
             )
         return np.asarray(first + np.cumsum(self.taken))
 
     def recorded(self, name: str) -> da.Array:
-        """Blocks of a matrix, chunked as the gradient."""
+        """Blocks of a matrix with the chunks of the gradient."""
         return self.scan.blocks(name).rechunk(self.gradient.chunks)
 
     def with_rows_before(self, name: str) -> tuple[da.Array, da.Array]:
-        """Blocks of a matrix, and the row before each; chunked as the gradient."""
+        """Blocks of a matrix, and the row before each, with the chunks of the gradient."""
         return _with_rows_before(self.scan, name, self.gradient.chunks)
 
     def exact(self) -> dict[str, da.Array]:
-        """Moments after each step without any rounding of them, float64 (step, token, hidden).
+        """Moments after each step without rounding, float64 (step, token, hidden).
 
-        A block of them is made of its gradients and of the last row of the block before.
+        A block is computed from its gradients and the last row of the previous block.
         """
         return {moment: self._followed(moment) for moment in MOMENTS}
 
@@ -143,9 +144,8 @@ class Recurrence:
         first, chunks = self.first(moment), self.gradient.chunks
         by_step, by_token, by_hidden = self.read.chunks
         parts = _pieces(by_token, max(by_step) * sum(by_hidden))
-        # What a sum puts in the place of NaN, the same for both moments: xarray asks dask for it by
-        # this name. A sum that had to wait for it would come after all blocks of its tokens, and
-        # these be held until then. So each block waits for it as well.
+        # xarray replaces NaN by these zeros in a sum; both moments share them by name. If a sum had
+        # to wait for them, all its blocks would stay in memory. So each block depends on them, too.
         zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
         name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, self.rule)}"
         follow = partial(_follow, rule=self.rule, moment=moment)
@@ -171,7 +171,7 @@ class Recurrence:
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
     def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
-        """One block of rows of it, from the row before, (1, token, hidden)."""
+        """One block of rows of a moment, from the previous row, (1, token, hidden)."""
         gradient = self.gradient.blocks[number]
         start = sum(self.gradient.chunks[0][:number])
         return da.map_blocks(
@@ -186,21 +186,21 @@ class Recurrence:
         )
 
     def first(self, moment: str) -> da.Array:
-        """Moment of the first row, (1, token, hidden)."""
+        """Moment at the first row, (1, token, hidden)."""
         _, by_token, by_hidden = self.gradient.chunks
         if self.scan.steps[0] == 0:
             shape = (1, *self.gradient.shape[1:])
             return da.zeros(shape, chunks=((1,), by_token, by_hidden))
         if moment not in self.scan.ds:
             raise VariableNotRecorded(
-                f"these rows begin at step {self.scan.steps[0]}, and the run holds no {moment} "
-                "to begin with; ask about rows from step 0 on, or record it with --record all"
+                f"the rows start at step {self.scan.steps[0]}, and {moment} is not recorded there; "
+                "include all steps from 0, or record it with --record all"
             )
         return self.recorded(moment)[:1]
 
 
 def _split(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
-    """Each size in parts of no more than a task, with so many elements for one of it."""
+    """Split each size into parts of at most one task, with `elements` per unit of size."""
     most = max(1, _TASK_BYTES // (8 * max(1, elements)))
     return tuple(
         (size + at) // parts
@@ -211,7 +211,7 @@ def _split(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
 
 
 def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, slice]]:
-    """Which chunk, and what part of it, each part of `_split` is."""
+    """Chunk, and slice within it, of each part of `_split`."""
     for block, size in enumerate(by_token):
         stops = np.cumsum(_split((size,), elements)).tolist()
         yield from ((block, slice(*ends)) for ends in itertools.pairwise((0, *stops)))
@@ -222,26 +222,26 @@ def _with_rows_before(scan: Scan, name: str, chunks: Any) -> tuple[da.Array, da.
     return scan.blocks(name).rechunk(chunks), before.rechunk({1: chunks[1]})
 
 
-def _require_every_step(steps: npt.NDArray[np.int64], question: str) -> None:
+def _require_every_step(steps: npt.NDArray[np.int64], quantity: str) -> None:
     gaps = np.nonzero(np.diff(steps) != 1)[0]
     if gaps.size:
         before, after = steps[gaps[0]], steps[gaps[0] + 1]
         raise InvalidArgument(
-            f"{question} follows the optimizer step by step, and after step {before} comes step "
-            f"{after}; record with every=1, or ask about rows without a gap, such as "
+            f"{quantity} requires consecutive steps, but step {before} is followed by step "
+            f"{after}; record with every=1, or select steps without a gap, such as "
             "ds.sel(step=slice(100, 200))"
         )
 
 
 def _require_known_factors(
-    clip: Array, taken: npt.NDArray[np.bool_], steps: npt.NDArray[np.int64], question: str
+    clip: Array, taken: npt.NDArray[np.bool_], steps: npt.NDArray[np.int64], quantity: str
 ) -> None:
     unknown = np.nonzero(taken & np.isnan(clip))[0]
     if unknown.size:
         raise InvalidArgument(
-            f"{question} needs what the gradients were multiplied by, and clip_coef is NaN at step "
-            f"{steps[unknown[0]]} ({unknown.size} such steps); tell the recorder how the loop "
-            "clips (max_grad_norm=), or assign what you know: ds.assign(clip_coef=…)"
+            f"{quantity} requires the clipping factor, but clip_coef is NaN at step "
+            f"{steps[unknown[0]]} ({unknown.size} such steps); record with max_grad_norm=, or "
+            "assign the factors: ds.assign(clip_coef=…)"
         )
 
 
@@ -258,7 +258,7 @@ def _gradient_kernel(
         return grad
     rows, tokens, hidden = grad.shape
     result = np.empty(grad.shape, np.float64 if rule.coupled_decay else grad.dtype)
-    for part in tiles(rows, tokens, hidden, _ROUNDED_TOGETHER):
+    for part in tiles(rows, tokens, hidden, _ROUNDED_BATCH):
         before = None
         if W is not None and boundary is not None:
             before = np.concatenate([boundary[:, part], W[:-1, part]])
@@ -271,7 +271,7 @@ def _exact_kernel(
 ) -> Array:
     _, tokens, hidden = gradient.shape
     result = np.empty(gradient.shape)
-    for part in tiles(1, tokens, hidden, _FOLLOWED_TOGETHER):
+    for part in tiles(1, tokens, hidden, _BATCH):
         rule.follow(moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
     return result
 
@@ -286,19 +286,19 @@ def _follow(
     rule: MomentRule,
     moment: str,
 ) -> Array:
-    """Some tokens of a block; `zeros` are only waited for."""
+    """Compute some tokens of a block. `zeros` is only a dependency."""
     return _exact_kernel(gradient[:, part], before, taken, rule, moment)
 
 
 @quantity()
 def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
-    """Both moments of Adam or AdamW as they would be if their state were never rounded.
+    """Both moments of Adam or AdamW without rounding of their state.
 
-    Recomputed in float64 from the recorded gradients: m ← β₁·m + (1 − β₁)·g and
-    v ← β₂·v + (1 − β₂)·g². They begin with 0 at row 0; where the first row is of a later step,
-    with the moments that it holds. Rounded as the optimizer got it is only the gradient: clipping
-    multiplies it in its own type, before the optimizer sees it. How far the recorded moments are
-    from these, `moment_error` tells in bounded memory; a difference may hold all of them.
+    Computed in float64 from the recorded gradients: m ← β₁·m + (1 − β₁)·g and
+    v ← β₂·v + (1 − β₂)·g². The moments start with 0 at row 0, or with the recorded moments if the
+    first row is a later step. Only the gradient is rounded: clipping multiplies it in its own type
+    before the optimizer step. `moment_error` compares recorded and exact moments in bounded memory;
+    a difference of the arrays may hold all of them.
 
     Parameters
     ----------
@@ -306,20 +306,20 @@ def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.
         With ``grad`` and ``clip_coef`` of consecutive steps; with ``W`` for coupled weight decay,
         and with the moments if the first row is not row 0.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
 
     Returns
     -------
     Dataset, float64 (step, token, hidden)
-        ``exact_exp_avg`` and ``exact_exp_avg_sq``, in the units of the moments. Steps that a
-        gradient scaler skipped leave them as they are.
+        ``exact_exp_avg`` and ``exact_exp_avg_sq``, in the units of the moments. Steps that the
+        gradient scaler skipped do not change them.
 
     Raises
     ------
     VariableNotRecorded
-        If the gradient, what clipping did to it, or the optimizer is not known.
+        If the gradient, the clipping factor or the optimizer is not recorded.
     InvalidArgument
-        If steps are missing; for another optimizer, or amsgrad.
+        If steps are missing; for an unsupported optimizer, or amsgrad.
 
     Examples
     --------

@@ -1,10 +1,10 @@
-"""Adam's rule as an optimizer carries it out: from the recorded moments to the change of W.
+"""Adam's update rule: the change of W from the recorded moments.
 
 The rule and its order of operations are those of `torch.optim.Adam` and `AdamW`: decoupled weight
-decay first, then W − lr/(1 − β₁ᵗ)·m / (√v/√(1 − β₂ᵗ) + ε). In a 16-bit type each intermediate
-result is rounded as the optimizer rounds it; the last sum, which gives the next W, is not. The
-optimizers of `rounded_optimizer` round nothing on the way: they compute in float32, or in
-float64 where W or the moments are of it. NumPy only, no dask.
+decay first, then W − lr/(1 − β₁ᵗ)·m / (√v/√(1 − β₂ᵗ) + ε). In a 16-bit type, each intermediate
+result is rounded as in the optimizer, except the final sum that gives the next W. The optimizers of
+`rounded_optimizer` do not round intermediate results: they compute in float32, or in float64 if W
+or the moments are float64. The module uses NumPy only, not dask.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class AdamRule:
     ----------
     beta1, beta2, eps : float
     weight_decay : float
-        Only where it is decoupled; coupled decay is part of the gradient and so of the moments.
+        Decoupled weight decay. Coupled decay is part of the gradient, and thus of the moments.
     amsgrad : bool
-        Divide by the largest second moment so far.
+        True if the rule divides by the largest second moment so far.
     stepwise : bool
-        Intermediate results are rounded to the native type, as all kernels of torch do but the
-        fused ones.
+        True if intermediate results are rounded to the native type, as in all torch kernels except
+        the fused ones.
     """
 
     beta1: float
@@ -62,26 +62,28 @@ class AdamRule:
         Raises
         ------
         VariableNotRecorded
-            If the run does not say which optimizer trained it.
+            If the optimizer is not recorded.
         InvalidArgument
-            If that is not Adam or AdamW, nor one of them rounded once a step, or a hyperparameter
-            is missing.
+            If the optimizer is not Adam, AdamW, RoundedAdam or RoundedAdamW, or a hyperparameter is
+            missing.
         """
         if not optimizer:
             raise VariableNotRecorded(
-                "the run has no attribute optimizer, so its rule is not known; pass "
+                "the run has no attribute optimizer, so its update rule is unknown; pass "
                 "optimizer={'class': 'AdamW', 'hyperparameters': {'betas': …, 'eps': …, …}}"
             )
         name = str(optimizer.get("class", "")).rpartition(".")[2]
         if name not in _RULES + _ROUNDED:
             raise InvalidArgument(
-                f"the run was trained by {optimizer.get('class')!r}; the update is known for "
-                f"{', '.join(_RULES)} and {' and '.join(_ROUNDED)} only"
+                f"got the optimizer {optimizer.get('class')!r}, expected one of "
+                f"{', '.join(_RULES + _ROUNDED)}"
             )
         given = optimizer.get("hyperparameters", {})
         missing = [key for key in ("betas", "eps", "weight_decay") if key not in given]
         if missing:
-            raise InvalidArgument(f"the optimizer's hyperparameters lack {', '.join(missing)}")
+            raise InvalidArgument(
+                f"hyperparameters of the optimizer are missing: {', '.join(missing)}"
+            )
         decoupled = given.get("decoupled_weight_decay", name.endswith("AdamW"))
         return cls(
             beta1=float(given["betas"][0]),
@@ -101,16 +103,16 @@ class AdamRule:
         step: npt.NDArray[np.int64],
         native: str,
     ) -> Array:
-        """Change of W that the rule asks for.
+        """Change of W according to the rule.
 
         Parameters
         ----------
         W : ndarray of stored values, (row, token, hidden)
-            Before the step.
+            W before the step.
         exp_avg, exp_avg_sq : ndarray of stored values, same shape
-            After the step; with `amsgrad`, the second is the largest so far.
+            Moments after the step. With `amsgrad`, the second is the largest so far.
         lr, step : ndarray, (row, 1, 1) or any shape that broadcasts
-            Learning rate and number of the step.
+            Learning rate, and number of the step.
         native : str
             Type of W.
 
@@ -128,8 +130,8 @@ class AdamRule:
             change: Array = scale.astype(kind) * exp_avg / below
             if self.weight_decay:
                 decayed = self._staged(W * (1 - lr * self.weight_decay).astype(kind), native)
-                # In float64, where the difference of neighbours and the sum are exact enough to
-                # be rounded once.
+                # In float64 the difference of neighbors and the sum are nearly exact, so that
+                # the result is rounded once.
                 change = (np.subtract(decayed, W, dtype=np.float64) + change).astype(kind)
         return change
 
@@ -144,7 +146,7 @@ def next_weights(W: Array, change: Array, native: str) -> Array:
     ----------
     W : ndarray of stored values, any shape
     change : ndarray, same shape
-        As `AdamRule.change` gives it.
+        Result of `AdamRule.change`.
     native : str
         Type of W.
     """

@@ -16,7 +16,7 @@ import xarray as xr
 from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, collect, draw_sheet
 from trajstore.analysis.figures.figure import compute_together, prepared
 from trajstore.analysis.figures.titles import run_system
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.reproduction import reproduction
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
 from trajstore.analysis.results.run_summary import summary
@@ -46,7 +46,7 @@ def write_report(
     *,
     steps: Steps = None,
     within: bool = False,
-    min_still: int = MIN_STILL,
+    min_unchanged: int = MIN_UNCHANGED,
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
@@ -64,7 +64,7 @@ def write_report(
         whole run.
     within : bool
         Have the whole page be about the rows of the window, as if the run had no others.
-    min_still : int
+    min_unchanged : int
         Steps without motion that make a token frozen, as for `analysis.freeze`.
     check : bool
         Verify every stored byte, and say so on the page; by default it says that nothing was.
@@ -82,7 +82,7 @@ def write_report(
     MissingExtra
         Without Jinja2 or matplotlib.
     """
-    options = Options(steps=steps, within=within, min_still=min_still)
+    options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
 
     def facts() -> dict[str, Any]:
         return _facts(location(run), options, check, report)
@@ -157,7 +157,7 @@ def _facts(
     pictures, left_out = drawn([ds], alone, options, report)
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
-    lazy, unknown = evidence(scan, options.min_still)
+    lazy, unknown = evidence(scan, options.min_unchanged)
     found = dict(zip(lazy, compute_together(list(lazy.values())), strict=True))
     names, groups = populations(scan.ds)
     sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
@@ -165,7 +165,7 @@ def _facts(
         {"title": f"{number:,} {name.replace('_', ' ')} tokens", "sentences": sentences}
         for name, number in sizes.items()
         if number and (name != "all" or len(sizes) == 1)
-        if (sentences := verdicts(found, name, options.min_still))
+        if (sentences := verdicts(found, name, options.min_unchanged))
     ]
     general = [sentence for sentence in (_loss(ds), seam_verdict(found)) if sentence]
     general += [f"Not told: {name}, for {why}." for name, why in unknown.items()]

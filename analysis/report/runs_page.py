@@ -13,7 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.figures import FIGURES, Options
 from trajstore.analysis.figures.titles import run_system
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.page import drawn, html_table, verified, write_page
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import summary_table
@@ -39,7 +39,7 @@ def write_runs_report(
     *,
     steps: Steps = None,
     within: bool = False,
-    min_still: int = MIN_STILL,
+    min_unchanged: int = MIN_UNCHANGED,
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
@@ -50,7 +50,7 @@ def write_runs_report(
     ----------
     runs : sequence of str
         At least two; also such as are being recorded.
-    path, steps, within, min_still, check, overwrite, report
+    path, steps, within, min_unchanged, check, overwrite, report
         As for `trajstore.analysis.report.write_report`.
 
     Raises
@@ -58,7 +58,7 @@ def write_runs_report(
     RunNotFound, FormatError, InvalidArgument, RunExists, MissingExtra
         As `trajstore.analysis.report.write_report`.
     """
-    options = Options(steps=steps, within=within, min_still=min_still)
+    options = Options(steps=steps, within=within, min_unchanged=min_unchanged)
     return write_page(path, lambda: _facts(runs, options, check, report), overwrite=overwrite)
 
 

@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.norms import grad_norms
-from trajstore.analysis.motion.resume_seams import seams
+from trajstore.analysis.motion.resume_discontinuities import discontinuities
 from trajstore.analysis.optimizer.freeze_causes import CAUSES, freeze_cause
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.scan import Scan
@@ -21,11 +21,11 @@ from trajstore.populations.masks import populations
 __all__ = ["evidence", "verdicts"]
 
 
-def evidence(scan: Scan, min_still: int) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+def evidence(scan: Scan, min_unchanged: int) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     """What the sentences need, lazy, and by name what cannot be sentences, and why."""
     questions: dict[str, Callable[[Scan], xr.Dataset]] = {
         "gradients": _gradients,
-        "rest": partial(_rest, min_still=min_still),
+        "rest": partial(_rest, min_unchanged=min_unchanged),
         "causes": _causes,
         "seams": _seams,
     }
@@ -46,14 +46,14 @@ def _gradients(scan: Scan) -> xr.Dataset:
     return xr.Dataset({"counts": counts.sum("step")})
 
 
-def _rest(scan: Scan, min_still: int) -> xr.Dataset:
+def _rest(scan: Scan, min_unchanged: int) -> xr.Dataset:
     names, groups = populations(scan.ds)
-    facts = freeze(scan, min_still)[["last_motion", "frozen_since", "moves"]]
+    facts = freeze(scan, min_unchanged)[["last_motion", "frozen_since", "moves"]]
     return facts.assign(member=(("population", "token"), groups)).assign_coords(population=names)
 
 
 def _seams(scan: Scan) -> xr.Dataset:
-    return seams(scan)[["seam"]]
+    return discontinuities(scan)[["discontinuity"]]
 
 
 def _causes(scan: Scan) -> xr.Dataset:
@@ -61,7 +61,7 @@ def _causes(scan: Scan) -> xr.Dataset:
     return xr.Dataset({"counts": counts.sum("step").assign_coords(cause=list(CAUSES))})
 
 
-def verdicts(found: dict[str, xr.Dataset], population: str, min_still: int) -> list[str]:
+def verdicts(found: dict[str, xr.Dataset], population: str, min_unchanged: int) -> list[str]:
     """Sentences about one population.
 
     Parameters
@@ -70,14 +70,14 @@ def verdicts(found: dict[str, xr.Dataset], population: str, min_still: int) -> l
         `evidence`, computed.
     population : str
         That has tokens.
-    min_still : int
+    min_unchanged : int
         As `evidence` got it.
     """
     sentences: list[str] = []
     if "gradients" in found:
         sentences.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
     if "rest" in found:
-        sentences.append(_of_rest(found["rest"], population, min_still))
+        sentences.append(_of_rest(found["rest"], population, min_unchanged))
     if "causes" in found:
         sentences.append(_of_causes(found["causes"]["counts"].sel(population=population)))
     return [sentence for sentence in sentences if sentence]
@@ -91,11 +91,11 @@ def _of_gradients(counts: xr.DataArray) -> str:
     return f"{share:.1%} of their gradients were exactly zero: {zero:,} of {zero + other:,}."
 
 
-def _of_rest(rest: xr.Dataset, population: str, min_still: int) -> str:
+def _of_rest(rest: xr.Dataset, population: str, min_unchanged: int) -> str:
     member = rest["member"].sel(population=population).values
     since, last = rest["frozen_since"].values[member], rest["last_motion"].values[member]
     frozen = since >= 0
-    still = f"still for {min_still:,} step{'s' * (min_still > 1)} or more at the end"
+    still = f"still for {min_unchanged:,} step{'s' * (min_unchanged > 1)} or more at the end"
     if not frozen.any():
         return f"None of them was frozen: {still}."
     if frozen.all():
@@ -129,7 +129,7 @@ def seam_verdict(found: dict[str, xr.Dataset]) -> str:
     """Whether the history continues itself."""
     if "seams" not in found:
         return ""
-    seam = found["seams"]["seam"]
+    seam = found["seams"]["discontinuity"]
     steps = seam["step"].values[seam.values]
     if not steps.size:
         return "The history continues itself at every step: no seam was found."

@@ -1,9 +1,9 @@
 """Results as tables and files.
 
 ``run_summary``
-    What `summary` reports, as a Dataset.
+    The results of `summary`, as a Dataset.
 ``summary_table``
-    Summaries of several runs as one table: a line for each.
+    Summaries of several runs as one table, one line per run.
 ``write_results``
-    Results written to Zarr, NetCDF or CSV, or described in numbers.
+    Write results to Zarr, NetCDF or CSV, or describe them in numbers.
 """

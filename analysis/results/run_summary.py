@@ -1,4 +1,4 @@
-"""The tables that the notebooks print at their end."""
+"""Summary of a run at its first and last step."""
 
 from __future__ import annotations
 
@@ -59,33 +59,33 @@ def _ends(ds: xr.Dataset, groups: npt.NDArray[np.bool_], populations: int) -> xr
 
 @checks_types
 def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
-    """First and last step at a glance: gradients, displacement, centroid, logits, loss.
+    """Gradients, displacement, centroid, logits and loss at the first and last step.
 
     Parameters
     ----------
     ds : Dataset
-        A run with at least one step. What was not recorded is left out; without W, but with
-        ``delta`` of every step, ``centroid_norm``.
+        A run with at least one step. Results that need missing variables are left out; without W,
+        but with ``delta`` of every step, this is ``centroid_norm``.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to for ``displacement`` and ``centroid_norm``; that of bfloat16 is
-        also known of a run of ``cells`` without W.
+        Round W to this type for ``displacement`` and ``centroid_norm``. A run with ``cells`` and
+        without W has the lattice of bfloat16.
 
     Returns
     -------
     Dataset
-        Along ``when`` (first and last training step; their numbers are ``when_step``):
-        ``grad_norms`` (statistic, when, population), ``loss`` (when). Furthermore
-        ``max_dead_grad_norm``, the largest of any dead token at any step, where the run says which
-        are dead; ``displacement``
-        (statistic, population) of the last row from the first; ``centroid_norm`` (state,
-        population) at the first and last row; ``logits`` (logit_statistic) at the first step. The
-        coordinate ``population_tokens`` is the number of tokens in each population.
+        Along ``when`` (first and last training step, with the coordinate ``when_step``):
+        ``grad_norms`` (statistic, when, population) and ``loss`` (when).
+        ``max_dead_grad_norm``: the largest gradient norm of any dead token at any step, if
+        ``is_dead`` is recorded. ``displacement`` (statistic, population): of the last row from the
+        first. ``centroid_norm`` (state, population): at the first and last row. ``logits``
+        (logit_statistic): at the first step. The coordinate ``population_tokens`` is the number of
+        tokens in each population.
 
     Raises
     ------
     InvalidArgument
-        If no step has been recorded yet; for another lattice, or where W is not of its
-        ``native_dtype``.
+        If no training step is recorded, the lattice is unknown, or W holds values that its
+        ``native_dtype`` does not.
 
     Examples
     --------
@@ -105,7 +105,7 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     steps = ds["step"].values
     if steps.size < 2:
         raise InvalidArgument(
-            f"a summary needs at least one training step, and the run has {steps.size} rows"
+            f"got a run with {steps.size} rows, expected at least 2 (one training step)"
         )
     trained = [1, steps.size - 1]
     parts: dict[str, xr.DataArray] = {}

@@ -1,4 +1,4 @@
-"""Summaries of several runs as one table: a line for each."""
+"""Summaries of several runs as one table, one line per run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def summary_table(found: Mapping[str, xr.Dataset]) -> tuple[str, list[str], list
     Parameters
     ----------
     found : mapping
-        By the label of each run, its `trajstore.analysis.summary`, computed.
+        Computed `trajstore.analysis.summary` of each run, by its label.
 
     Returns
     -------
     title : str
     columns : list of str
-        Run, last step, loss at the first and last step; of each population that has tokens, dead
-        and live ones or all, the mean gradient norm at the last step and the mean displacement.
+        Run, last step, loss at the first and last step. Then the mean gradient norm at the last
+        step and the mean displacement, for each population with tokens (dead and live, or all).
     rows : list of list of str
-        What a run did not record is empty.
+        Values that were not recorded are empty.
     """
     names = dict.fromkeys(
         str(name)
@@ -36,7 +36,7 @@ def summary_table(found: Mapping[str, xr.Dataset]) -> tuple[str, list[str], list
     )
     if len(names) > 1:
         names.pop("all", None)
-    kinds = {"|grad|": ("grad_norms", {"when": "last"}), "moved": ("displacement", {})}
+    kinds = {"|grad|": ("grad_norms", {"when": "last"}), "displacement": ("displacement", {})}
     columns = [f"{kind} {name}" for kind in kinds for name in names]
     rows = []
     for label, facts in found.items():

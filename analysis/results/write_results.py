@@ -1,4 +1,4 @@
-"""Analysis results to files, block by block: Zarr, NetCDF or CSV, by the ending of the name."""
+"""Write analysis results block by block: Zarr, NetCDF or CSV, by the file extension."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ __all__ = ["ENDINGS", "check_result_target", "describe", "write_result"]
 ENDINGS = (".zarr", ".nc", ".csv")
 
 _WRITTEN_BY = "written_by_trajstore"
-"""Attribute of a Zarr that tells a result from a run, and from what others have written."""
+"""Attribute of a Zarr that marks it as a result, not a run or a file of another program."""
 
-# Values of one part of a table; some 100 bytes each while it is text.
+# Values per part of a table; each takes about 100 bytes as text.
 _CSV_VALUES = 1 << 19
 
-_CENSUS = 1000
-"""Most values of a table that is shown as a whole."""
+_MOST_COUNTS = 1000
+"""Maximum values of a table of counts that is shown completely."""
 
 
 def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, dict[str, Any]]:
-    """Sizes and extremes of each variable of a result, computed block by block.
+    """Sizes and statistics of each variable of a result, computed block by block.
 
     Parameters
     ----------
     result : Dataset
-        Lazy, of numbers.
+        A lazy numeric result.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the numbers of finished and of all tasks.
 
     Returns
     -------
     dict
-        Per variable: ``sizes``, ``units``, ``long_name``, ``flags`` (how many have each value that
-        is no number, by its meaning), ``nan`` (how many), and ``min``, ``mean`` and ``max`` of the
-        others; NaN if there is none. Of one along population also ``populations``: the same of
-        each by itself. Of a small table of counts also ``values``, and ``labels`` along each
-        dimension.
+        Per variable: ``sizes``, ``units``, ``long_name``, ``flags`` (the count of each category or
+        special value, by meaning), ``nan`` (the count of NaN), and ``min``, ``mean`` and ``max`` of
+        the other values, NaN if there are none. A variable along population also has
+        ``populations``, with the same for each population. A small table of counts also has
+        ``values``, and ``labels`` along each dimension.
     """
     parts: dict[tuple[Any, str | None], xr.DataArray] = {
         (name, None): whole for name, whole in result.data_vars.items()
@@ -69,7 +69,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     } | {
         (name, None, "values"): result[name]
         for name in result.data_vars
-        if _is_census(result[name])
+        if _are_counts(result[name])
     }
     values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
 
@@ -78,7 +78,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
             fact: values[name, population, fact].item()
             if (name, population, fact) in lazy
             else none
-            for fact, none in _OF_NOTHING.items()
+            for fact, none in _EMPTY_STATISTICS.items()
         }
         part = parts[name, population]
         counts = {
@@ -94,13 +94,13 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
             "long_name": str(array.attrs.get("long_name", name)),
             **facts_of(name, None),
             "populations": {one: facts_of(name, one) for one in _populations(array)},
-            **_census(values.get((name, None, "values"))),
+            **_counts(values.get((name, None, "values"))),
         }
         for name, array in result.data_vars.items()
     }
 
 
-_OF_NOTHING: dict[str, float] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
+_EMPTY_STATISTICS: dict[str, float] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
 
 
 def _extremes(array: xr.DataArray) -> dict[str, xr.DataArray]:
@@ -118,20 +118,20 @@ def _extremes(array: xr.DataArray) -> dict[str, xr.DataArray]:
 
 
 def _populations(array: xr.DataArray) -> dict[str, xr.DataArray]:
-    """Of a variable along population, what is of each."""
+    """The parts of a variable along population, by name."""
     if "population" not in array.dims or "population" not in array.coords:
         return {}
     names = array["population"].values.tolist()
     return {str(name): array.isel(population=at) for at, name in enumerate(names)}
 
 
-def _is_census(array: xr.DataArray) -> bool:
-    """Whether it is a small table of counts, each dimension of which is labelled by texts."""
+def _are_counts(array: xr.DataArray) -> bool:
+    """True for a small table of counts whose dimensions all have text labels."""
     labelled = all(dim in array.coords and array[dim].dtype.kind in "UTO" for dim in array.dims)
-    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _CENSUS
+    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _MOST_COUNTS
 
 
-def _census(array: xr.DataArray | None) -> dict[str, Any]:
+def _counts(array: xr.DataArray | None) -> dict[str, Any]:
     if array is None:
         return {}
     labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}
@@ -145,33 +145,33 @@ def write_result(
     overwrite: bool = False,
     report: Report | None = None,
 ) -> list[Path]:
-    """Compute a result and write it, holding a few blocks at a time.
+    """Compute a result and write it, with a few blocks in memory at a time.
 
     Parameters
     ----------
     result : Dataset
-        Lazy, of any dimensions.
+        A lazy result of any dimensions.
     path : path-like
-        Ending in ``.zarr``, ``.nc`` or ``.csv``. A table has one shape: variables of different
-        dimensions go to one file each, such as ``NAME.token.csv`` and ``NAME.step.population.csv``.
+        Path with the extension ``.zarr``, ``.nc`` or ``.csv``. CSV writes one file per set of
+        dimensions, such as ``NAME.token.csv`` and ``NAME.step.population.csv``.
     overwrite : bool
-        Replace what is there.
+        Replace an existing result.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the numbers of finished and of all tasks.
 
     Returns
     -------
     list of Path
-        What was written, each of them whole or not at all.
+        Written files. Each is written completely or not at all.
 
     Raises
     ------
     InvalidArgument
-        For another ending.
+        For another extension.
     RunExists
-        If something is at `path` and `overwrite` is not set, or it is a folder that is no result.
+        If `path` exists and `overwrite` is not set, or if it is a folder that is not a result.
     MissingExtra
-        For NetCDF without h5netcdf.
+        For NetCDF if h5netcdf is not installed.
     """
     target = check_result_target(path, overwrite=overwrite)
     parts = {target: result}
@@ -188,24 +188,24 @@ def write_result(
 
 
 def check_result_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Where a result may be written, as far as that shows before anything is computed.
+    """Check the target of a result before the computation.
 
     Raises
     ------
     InvalidArgument, RunExists, MissingExtra
-        As `write_result`; into how many tables a result goes, only the result shows.
+        As for `write_result`. The files of several CSV tables are checked later.
     """
     target = local_path(path)
     if target.suffix not in ENDINGS:
         raise InvalidArgument(
-            f"cannot tell the format of {target} by its ending; expected {', '.join(ENDINGS)}"
+            f"got {target}, expected a file name that ends with {', '.join(ENDINGS)}"
         )
     if target.suffix == ".nc":
         try:
             import h5netcdf  # noqa: F401
         except ImportError as error:
             raise MissingExtra(
-                "writing NetCDF needs h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
+                "writing NetCDF requires h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
             ) from error
     if target.suffix != ".csv":
         _check_parts([target], overwrite=overwrite)
@@ -216,15 +216,15 @@ def _check_parts(parts: Collection[Path], *, overwrite: bool) -> None:
     taken = [str(part) for part in parts if part.exists()]
     if taken and not overwrite:
         raise RunExists(
-            f"{', '.join(taken)} is already there; choose another name, or overwrite it "
-            "(--overwrite)"
+            f"{', '.join(taken)} already exists; choose another name, or replace it with "
+            "--overwrite"
         )
     for part in parts:
         _check_replaceable(part)
 
 
 def _check_replaceable(path: Path) -> None:
-    """Refuse to replace a folder that no analysis has written.
+    """Raise for a folder that is not a result of an analysis.
 
     Raises
     ------
@@ -239,13 +239,13 @@ def _check_replaceable(path: Path) -> None:
         ours = False
     if not ours or path.is_symlink():
         raise RunExists(
-            f"{path} is a folder that no analysis has written, so it is not replaced; choose "
-            "another name"
+            f"{path} is a folder but not an analysis result, so it is not replaced; choose another "
+            "name"
         )
 
 
 def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
-    """Without the storage settings of the run it came from, even chunks, and text of one type."""
+    """Dataset without the encoding of its run, with even chunks and one text type."""
     ds = ds.drop_encoding()
     largest: dict[Any, int] = {}
     for array in ds.variables.values():
@@ -260,10 +260,10 @@ def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
 
 
 def _write_zarr(ds: xr.Dataset, path: Path) -> Any:
-    # Text of fixed length is no type of Zarr's specification; this is.
+    # The Zarr specification has variable-length text, but no text of fixed length.
     plain = _plain(ds, np.dtypes.StringDType()).assign_attrs({_WRITTEN_BY: __version__})
     with warnings.catch_warnings():
-        # Readers that know consolidated metadata expect it; the others need not.
+        # Some readers expect consolidated metadata; the others ignore it.
         warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
         return plain.to_zarr(path, mode="w-", zarr_format=3, consolidated=True, compute=False)
 
@@ -273,7 +273,7 @@ def _write_netcdf(ds: xr.Dataset, path: Path) -> Any:
 
 
 def _tables(result: xr.Dataset, path: Path) -> dict[Path, xr.Dataset]:
-    """Variables of one shape each, and the file of each table."""
+    """Files and variables of the tables, one per set of dimensions."""
     shapes: dict[tuple[Any, ...], list[Any]] = {}
     for name, array in result.data_vars.items():
         shapes.setdefault(array.dims, []).append(name)
@@ -294,7 +294,7 @@ def _write_csv(ds: xr.Dataset, path: Path) -> Any:
     size = max(1, _CSV_VALUES // max(1, row * len(ds.data_vars)))
     written = None
     for start in range(0, max(ds.sizes["step"], 1), size):
-        # Each part waits for the one before it, so that they come in order and few at a time.
+        # Each part depends on the previous one, so that they run in order and few at a time.
         written = dask.delayed(_append_rows)(
             ds.isel(step=slice(start, start + size)), path, written
         )

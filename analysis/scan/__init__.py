@@ -1,25 +1,25 @@
 """One pass over the rows of a run.
 
 ``block_tasks``
-    Tasks about the blocks of an array: of whole vectors, of last rows, and in what order.
+    Dask tasks over the blocks of an array: whole vectors, last rows, and their order.
 ``consecutive_rows``
-    One pass over a block of rows for everything that is asked about the way between rows.
+    One pass over a block of rows for all measures of the change between rows.
 ``flags``
-    Values that are categories, or stand for no number, with CF's attributes.
+    Values that are categories or have a special meaning, with CF attributes.
 ``input_checks``
-    What every question checks first: one run, what it holds, its steps and its optimizer.
+    Checks of the input: a single run, its variables, steps and optimizer.
 ``lattice_points``
-    W on a lattice of choice: its values checked against their type, and rounded to another.
+    W on a chosen lattice: values checked against their type, and rounded to another.
 ``population_statistics``
-    Dead, live and all tokens, populations of the user, and the statistics of anything over them.
+    Statistics over populations: dead, live and all tokens, and user-defined populations.
 ``quantity``
-    The decorator of a quantity, and the table of all of them.
+    The decorator of a quantity, and the table of all quantities.
 ``running_state``
-    A state that is carried from each block of rows to the next: sums over any number of rows.
+    Folds over blocks of rows, with a state that is passed from block to block.
 ``scan``
-    A Dataset prepared for scans: blocks of rows, and the last row of the block before each.
+    A Dataset prepared for scans: blocks of rows, and the row before each block.
 ``task_progress``
-    Computing, and telling how far it is: on dask's local schedulers, and on clusters.
+    Computation with progress reports, on dask's local schedulers and on clusters.
 ``window``
-    Windows of steps: what of a run is shown, or all that is looked at.
+    Windows of steps: the steps to return, or the only steps to use.
 """

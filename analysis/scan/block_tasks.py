@@ -1,4 +1,4 @@
-"""Tasks about the blocks of an array: of whole vectors, of last rows, and in what order."""
+"""Dask tasks over the blocks of an array: whole vectors, last rows, and their order."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-# Pairs of vectors that make a task worth its place in dask's list: rows of few tokens go together.
+# Pairs of vectors per task: rows with few tokens are combined to limit dask's overhead.
 _PAIRS_OF_A_TASK = 1 << 24
 
 
 def over_hidden(
     kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
 ) -> da.Array:
-    """Function of whole vectors, block by block, whose result has no hidden dimension.
+    """Apply a function of whole vectors block by block. The result has no hidden dimension.
 
-    What `dask.array.map_blocks` with ``drop_axis`` does, but that copies every block, to join the
-    only one along the axis that is dropped.
+    `dask.array.map_blocks` with ``drop_axis`` has the same result, but copies every block to
+    concatenate the only chunk along the dropped axis.
 
     Parameters
     ----------
     kernel : callable
-        Of a block of every array.
+        Function of a block of every array.
     *arrays : dask Array, (…, hidden)
-        One chunk along hidden. The first has all dimensions, the others the last ones of them;
-        along each they have as many chunks as it has, of any length, or a single one.
+        With one chunk along hidden. The first has all dimensions, the others the last of them.
+        Along each dimension they have as many chunks as the first, of any length, or one.
     dtype : dtype
-        Of its result.
+        Type of the result.
     **options
         Passed to `kernel`.
     """
@@ -74,19 +74,19 @@ def over_hidden(
 
 
 def of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
-    """The kernel of each array's only block: `dask.array.blockwise` gives it in nested lists."""
+    """Call the kernel with the only blocks: `dask.array.blockwise` passes nested lists."""
     return kernel(*map(only_block, blocks), **options)
 
 
 def only_block(nested: Any) -> Any:
-    """The block in nested lists of one; a block as it is."""
+    """The block within nested lists of length one; a block itself is returned unchanged."""
     while isinstance(nested, list):
         (nested,) = nested
     return nested
 
 
 def field(measured: da.Array, name: str) -> da.Array:
-    """One field of structured blocks, contiguous; a field with a shape adds its dimensions.
+    """One field of structured blocks, contiguous. A field with a shape adds dimensions.
 
     Parameters
     ----------
@@ -111,15 +111,15 @@ def _field(measured: npt.NDArray[np.void], name: str) -> Array:
 
 
 def shared(values: Array) -> Any:
-    """An array that many tasks need: a task of its own, and not a copy within each of them.
+    """Wrap an array that many tasks need as one task, to avoid a copy in each.
 
-    For a keyword of `dask.array.map_blocks` or `dask.array.blockwise`.
+    Use it for a keyword of `dask.array.map_blocks` or `dask.array.blockwise`.
     """
     return dask.delayed(values, name=f"shared-{tokenize(values)}", traverse=False)
 
 
 def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
-    """These rows, all tokens together, as few of a block at a time as make work for a task."""
+    """The given rows with all tokens in one chunk, split into tasks of sufficient size."""
     every = np.array_equal(rows, np.arange(len(blocks)))
     chosen = blocks if every else blocks[rows]
     most = max(1, _PAIRS_OF_A_TASK // max(1, chosen.shape[1]) ** 2)
@@ -132,9 +132,9 @@ def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
 
 
 def in_halves(blocks: da.Array) -> da.Array:
-    """The same, with each block of rows in two, so that two threads are busy with it.
+    """Split each block of rows in two, so that two threads work on it.
 
-    While one alone was, others would read ahead.
+    Otherwise idle threads would read further blocks.
     """
     if not len(blocks):
         return blocks
@@ -143,7 +143,7 @@ def in_halves(blocks: da.Array) -> da.Array:
 
 
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
-    """Row before each block, (1 per block, …); of the first, `first`, or its own first row."""
+    """Row before each block, (1 per block, …). For the first: `first`, or its own first row."""
     first = blocks[:1] if first is None else first
     return da.concatenate([first, last_rows(blocks)[:-1]])
 
@@ -160,20 +160,20 @@ def last_rows(blocks: da.Array) -> da.Array:
 
 
 def last_row(block: Array) -> Array:
-    """Last row of a block, (1, …): a copy, as a view would keep the whole block alive."""
+    """Last row of a block, (1, …), copied: a view would keep the whole block in memory."""
     return block[-1:].copy()
 
 
 def per_row(blocks: da.Array, values: Array) -> da.Array:
-    """Numbers per row as a dask array, (step, 1, 1), that broadcasts against these blocks."""
+    """Values per row as a dask array, (step, 1, 1), that broadcasts against `blocks`."""
     return da.from_array(values[:, None, None], chunks=(blocks.chunks[0], (1,), (1,)))
 
 
 def waiting(row: da.Array, *others: da.Array) -> da.Array:
-    """The same row, (1, token, hidden), that waits until the whole of others is known.
+    """The row, (1, token, hidden), computed after all of `others`.
 
-    Otherwise all steps of some tokens would be followed first, and of each block that is read for
-    them the other tokens held until it is their turn.
+    Otherwise dask would first compute all steps of some tokens, and hold the other tokens of each
+    block in memory.
     """
     numbers = itertools.count(row.ndim)
     indexed = (
@@ -196,17 +196,16 @@ def _first_of(row: Array, *others: Any) -> Array:
 
 
 def read_again(blocks: da.Array, after: da.Array) -> da.Array:
-    """The same array from tasks of its own, which wait until another one is known.
+    """The array from separate tasks that run after another array is computed.
 
-    `dask.graph_manipulation.bind` would do, but it leaves what an array was sliced from as it is,
-    so that all of it is held until then (dask 2025.9 to 2026.8). What a task is, dask tells in a
-    module that it calls private.
+    `dask.graph_manipulation.bind` does not clone the source of a slice, so the source would stay in
+    memory (dask 2025.9 to 2026.8). The task classes of dask are in a private module.
 
     Parameters
     ----------
     blocks : dask Array
     after : dask Array
-        Of a single chunk.
+        An array of a single chunk.
     """
     nodes = convert_legacy_graph(dict(blocks.dask))
     made = {key for key, node in nodes.items() if not isinstance(node, DataNode)}
@@ -229,10 +228,9 @@ def _call_after(_: Any, function: Callable[..., Any], *args: Any, **options: Any
 
 
 def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) -> da.Array:
-    """Measure block after block of rows: each one's boundary waits for the one before it.
+    """Measure blocks of rows in sequence: the boundary of each waits for the previous result.
 
-    Otherwise dask may read a block for the sake of its last row long before what else is needed to
-    measure it, and hold all of it until then.
+    Otherwise dask may read a block early for its last row, and hold all of it in memory.
 
     Parameters
     ----------

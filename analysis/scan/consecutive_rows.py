@@ -1,8 +1,8 @@
-"""One pass over a block of rows for everything that is asked about the way between rows.
+"""One pass over a block of rows for all measures of the change between rows.
 
-The block is walked in tiles that stay in the processor's cache. Regimes of 16-bit types are told of
-all vectors at once; everything else is measured of the vectors whose bits changed. NumPy only, no
-dask.
+The pass works on tiles that fit in the processor's cache. Regimes of 16-bit types are computed for
+all vectors at once. Other measures are computed only for vectors whose bits changed. The module
+uses NumPy only, not dask.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ MEASURES = (
     "ordinal_inf",
     "regime",
 )
-"""What can be measured of each token between two rows.
+"""Measures of each token between two rows.
 
 ``moved``: any bit changed; ``step_norm``: ‖ΔW‖₂; ``ulp_…`` and ``ordinal_…``: norm of the hops, in
 lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
 """
 
-REGIMES = ("frozen", "single", "neighbour", "local", "jump")
-"""In the order of their flag values, from rest to the longest hops."""
+REGIMES = ("frozen", "single", "neighbor", "local", "jump")
+"""In the order of their flag values, from unchanged to the longest hops."""
 
-# A tile and its temporaries stay in the last-level cache. Smaller ones are no faster by themselves,
-# and threads would spend the time that is won on handing each other the interpreter's lock.
+# A tile and its temporaries fit in the last-level cache. Smaller tiles are not faster, and threads
+# would contend more for the interpreter's lock.
 _TILE_ELEMENTS = 1 << 19
 
 _LONGEST_VECTOR = 1 << 12
-"""Up to which float32 tells the regimes of a 16-bit type exactly."""
+"""Maximum vector length for exact regimes of a 16-bit type in float32."""
 
 
 def tiles(rows: int, tokens: int, hidden: int, most: int = _TILE_ELEMENTS) -> Iterator[slice]:
-    """Consecutive slices of tokens, each of which is a tile, of so many elements at most."""
+    """Consecutive slices of tokens. Each is a tile of at most `most` elements."""
     width = max(1, most // max(1, rows * hidden))
     for start in range(0, tokens, width):
         yield slice(start, min(start + width, tokens))
@@ -77,14 +77,13 @@ def _order(measure: str) -> float:
 
 
 def pair_dtype(measures: Sequence[str], stored: npt.DTypeLike) -> np.dtype[Any]:
-    """Structured type of what `measure_pairs` returns."""
+    """Structured type of the result of `measure_pairs`."""
     small = result_dtype(stored)
 
     def kind(measure: str) -> np.dtype[Any]:
         if measure in ("moved", "regime"):
             return np.dtype(bool if measure == "moved" else "int8")
-        # Sums and maxima of whole numbers are whole; they fit, for a token moves from one value
-        # to another in each of fewer than 2^30 elements.
+        # Sums and maxima of integers are integers. They fit in int64 for fewer than 2^30 elements.
         return np.dtype("int64") if measure in ("ordinal_1", "ordinal_inf") else small
 
     return np.dtype([(measure, kind(measure)) for measure in measures])
@@ -93,16 +92,16 @@ def pair_dtype(measures: Sequence[str], stored: npt.DTypeLike) -> np.dtype[Any]:
 def measure_pairs(
     block: Array, boundary: Array, measures: Sequence[str], native: str
 ) -> npt.NDArray[np.void]:
-    """Measure every row against the one before it.
+    """Measure the change of every row from the previous row.
 
     Parameters
     ----------
     block : ndarray of stored values, (row, token, hidden)
-        Of any memory layout.
+        Any memory layout.
     boundary : ndarray of stored values, (1, token, hidden)
-        Last row of the block before.
+        Last row of the previous block.
     measures : sequence of str
-        Of `MEASURES`.
+        Names in `MEASURES`.
     native : str
         Type of the values.
 
@@ -122,7 +121,7 @@ def measure_pairs(
 
 
 def _in_vectors(block: Array) -> Array:
-    """The block; copied, if its vectors do not lie in one piece each."""
+    """The block, copied if its vectors are not contiguous."""
     return block if block.strides[-1] == block.itemsize else np.ascontiguousarray(block)
 
 
@@ -142,7 +141,7 @@ def _measure_tile(
         if len(measures) == 1:
             return
     if "step_norm" in measures and not (np.isfinite(earlier).all() and np.isfinite(later).all()):
-        # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
+        # An unchanged infinity or NaN has equal bits, but its displacement is NaN.
         changed = np.ones_like(changed)
     ulp = [measure for measure in measures if measure.startswith("ulp")]
     if ulp == ["ulp_1"] and known is not None:
@@ -177,7 +176,7 @@ def _measure_hops(
     native: str,
     out: npt.NDArray[np.void],
 ) -> None:
-    """Norms of the hops of the chosen vectors."""
+    """Write the norms of the hops of the chosen vectors."""
     at, earlier, later = _those(chosen, earlier, later)
     norms = vector_norms(ulp_hops(earlier, later, native), [_order(name) for name in measures])
     for name, norm in zip(measures, norms, strict=True):
@@ -186,25 +185,25 @@ def _measure_hops(
 
 
 def _those(chosen: npt.NDArray[np.bool_], *values: Array) -> tuple[Any, ...]:
-    """Where the chosen vectors are, and they themselves; of all of them there is no copy."""
+    """Index of the chosen vectors, and the vectors; not copied if all are chosen."""
     at = ... if chosen.all() else np.nonzero(chosen)
     return at, *(each[at] for each in values)
 
 
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Whether any flag of each vector is set."""
-    words, rest = divmod(flags.shape[-1], 8)
-    if rest or not 0 < words < 255:
+    """True for each vector with any flag set."""
+    words, remainder = divmod(flags.shape[-1], 8)
+    if remainder or not 0 < words < 255:
         return np.asarray(flags.any(-1))
-    # Eight flags at once. Sums of so few words of zeros and ones neither carry over nor vanish.
+    # Eight flags at once. With fewer than 255 words, no byte of the sum overflows.
     return np.asarray(np.einsum("...i->...", flags.view(np.uint64)) != 0)
 
 
 def changed_vectors(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
-    """Whether any bit of each vector differs, (row, token)."""
+    """True for each vector in which any bit differs, (row, token)."""
     before, after = unsigned_view(earlier), unsigned_view(later)
     if before.itemsize * before.shape[-1] % 8 == 0:
-        # Twice as fast in words of 64 bits, where a vector is a whole number of them.
+        # Words of 64 bits are twice as fast, if they divide a vector.
         before, after = before.view(np.uint64), after.view(np.uint64)
     return _any(before != after)
 
@@ -212,7 +211,7 @@ def changed_vectors(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
 def moved_vectors(
     earlier: Array, later: Array, changed: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Which of the vectors that changed differ in more than the sign of a zero."""
+    """True for each changed vector that differs in more than the sign of a zero."""
     if _holds_negative_zero(earlier) or _holds_negative_zero(later):
         at = np.nonzero(changed)
         before, after = unsigned_view(earlier)[at], unsigned_view(later)[at]
@@ -223,7 +222,7 @@ def moved_vectors(
 
 
 def _holds_negative_zero(stored: Array) -> bool:
-    # As a signed integer it is the least of all, so one pass finds it.
+    # As a signed integer, −0.0 is the smallest value, so one pass finds it.
     signed = np.dtype(f"i{stored.itemsize}")
     return bool(stored.view(signed).min(initial=0) == np.iinfo(signed).min)
 
@@ -237,11 +236,11 @@ def _regime(
     -------
     regime : ndarray of int8
     lengths : ndarray of float32, optional
-        L1 norms of the hops in spacings, where they were told on the way; NaN where they were not.
+        L1 norms of the hops in spacings, if they were computed as intermediates; otherwise NaN.
     """
     lengths = None
     hidden = later.shape[-1]
-    # The short way takes a stored form that is wider than the type.
+    # The fast path needs a stored form that is wider than the type.
     if lattice_type(native).itemsize == later.itemsize or hidden > _LONGEST_VECTOR:
         unknown = changed_vectors(earlier, later)
         regime = np.full(unknown.shape, REGIMES.index("frozen"), np.int8)
@@ -251,10 +250,10 @@ def _regime(
     if at[0].size:
         hops = ulp_hops(earlier[at], later[at], native)
         l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
-        # From the wildest to the calmest, so that NaN, which no comparison holds of, is a jump.
+        # From jump to frozen, so that NaN, for which every comparison is false, stays a jump.
         found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
         found[l2 <= np.sqrt(hidden)] = REGIMES.index("local")
-        found[linf <= 1] = REGIMES.index("neighbour")
+        found[linf <= 1] = REGIMES.index("neighbor")
         found[l1 <= 1] = REGIMES.index("single")
         found[l1 == 0] = REGIMES.index("frozen")
         regime[at] = found
@@ -264,22 +263,21 @@ def _regime(
 def _regime_of_short_hops(
     earlier: Array, later: Array, native: str
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
-    """Regimes of a 16-bit type, in float32: five times as fast, and the same.
+    """Regimes of a 16-bit type in float32: five times as fast, with the same result.
 
-    A hop of at most √hidden spacings, at most 64, ends no lower than a binade below its start: it
-    is a multiple of half a spacing, and float32 holds it, its square and the sums of both exactly.
-    A longer hop makes a jump, however its square is rounded. That holds of values of the native
-    type, and not of others that merely claim it.
+    A hop of at most √hidden ≤ 64 spacings ends at most one binade below its start. It is a multiple
+    of half a spacing, so float32 holds it, its square and the sums of both exactly. A longer hop is
+    a jump regardless of the rounding of its square. The values must be of the native type.
 
     Returns
     -------
     regime : ndarray of int8, (row, token)
     unknown : ndarray of bool, (row, token)
-        Where an infinity or NaN is met.
+        True for vectors with an infinity or NaN.
     lengths : ndarray of float32, (row, token)
-        L1 norms of the hops, in spacings; NaN of jumps, and where an infinity or NaN is met.
+        L1 norms of the hops in spacings; NaN for jumps, infinities and NaN.
     """
-    # In units of the binade, not of the spacing: that saves a pass, and scales exactly.
+    # Units of the binade instead of the spacing save a pass. The scale factor is exact.
     spacing = np.float32(lattice_type(native).epsilon)
     with np.errstate(invalid="ignore", over="ignore"):
         hops = np.subtract(later, earlier)
@@ -292,7 +290,7 @@ def _regime_of_short_hops(
     near &= ~unknown
     regime = np.full(squares.shape, REGIMES.index("jump"), np.int8)
     regime[squares <= later.shape[-1] * spacing**2] = REGIMES.index("local")
-    regime[near] = REGIMES.index("neighbour")
+    regime[near] = REGIMES.index("neighbor")
     regime[near & (sums <= spacing)] = REGIMES.index("single")
     regime[squares == 0] = REGIMES.index("frozen")
     sums[regime == REGIMES.index("jump")] = np.nan

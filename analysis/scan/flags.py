@@ -1,4 +1,4 @@
-"""Values that are categories, or stand for no number, with CF's attributes."""
+"""Values that are categories or have a special meaning, with CF attributes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import xarray as xr
 __all__ = ["NO_ROW_BEFORE", "flag_attributes", "flags_of", "is_category", "with_flag"]
 
 NO_ROW_BEFORE = "no_row_before"
-"""Meaning of −1 in the first row, of what is about the way between rows."""
+"""Meaning of −1 in the first row of a quantity of changes between rows."""
 
 
 def flag_attributes(
     meanings: Mapping[int, str] | Sequence[str], dtype: npt.DTypeLike = np.int64
 ) -> dict[str, Any]:
-    """Attributes that say what some values of a variable mean.
+    """CF attributes with the meanings of some values of a variable.
 
     Parameters
     ----------
     meanings : mapping of int to str, or sequence of str
-        Words without spaces, by value; of a sequence, by their places. If all values are negative,
-        the other values of the variable are numbers; otherwise it has no others.
+        Words without spaces, by value, or by position in a sequence. If all flagged values are
+        negative, the other values of the variable are numbers; otherwise all values are flags.
     dtype : dtype
-        Of the variable.
+        Type of the variable.
 
     Examples
     --------
@@ -41,7 +41,7 @@ def flag_attributes(
 
 
 def flags_of(array: xr.DataArray) -> dict[int, str]:
-    """Meaning of each value that has one; nothing where all values are numbers."""
+    """Meanings of flagged values; empty if all values are numbers."""
     if "flag_values" not in array.attrs:
         return {}
     values = np.atleast_1d(array.attrs["flag_values"]).tolist()
@@ -49,11 +49,11 @@ def flags_of(array: xr.DataArray) -> dict[int, str]:
 
 
 def is_category(array: xr.DataArray) -> bool:
-    """Whether every value of a variable is a flag."""
+    """True if every value of a variable is a flag."""
     return max(flags_of(array), default=-1) >= 0
 
 
 def with_flag(array: xr.DataArray, value: int, meaning: str) -> xr.DataArray:
-    """The same variable, with the meaning of one more value."""
+    """The variable with one additional flag."""
     known = {value: meaning, **flags_of(array)}
     return array.assign_attrs(flag_attributes(known, array.dtype))

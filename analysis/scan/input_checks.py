@@ -1,4 +1,4 @@
-"""What every question checks first."""
+"""Checks of the input: a single run, its variables, steps and optimizer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 RUN = "run"
-"""Dimension of several runs."""
+"""Name of the dimension of several runs."""
 
 
 def check_single_run(ds: xr.Dataset) -> None:
-    """Refuse several runs, where a question is about one.
+    """Raise if the Dataset holds several runs.
 
     Raises
     ------
@@ -40,13 +40,13 @@ def check_single_run(ds: xr.Dataset) -> None:
     """
     if RUN in ds.dims:
         raise InvalidArgument(
-            "this is a question about one run, and there are several here; ask each of them with "
-            "ds.traj, or analysis.over_runs(ds, function), or choose one: ds.isel(run=0)"
+            "got several runs, expected one; compute for each with ds.traj or "
+            "analysis.over_runs(ds, function), or select one with ds.isel(run=0)"
         )
 
 
 def with_own_attributes(ds: xr.Dataset) -> xr.Dataset:
-    """A single run of several, with the attributes that it alone has; others as they are."""
+    """Restore the own attributes of a run selected from several; else return it unchanged."""
     if RUN in ds.dims or RUN not in ds.coords or OF_RUN not in ds.attrs:
         return ds
     own = ds.attrs[OF_RUN].get(str(ds[RUN].values))
@@ -63,58 +63,57 @@ def with_own_attributes(ds: xr.Dataset) -> xr.Dataset:
 
 
 def hold_only_changes(ds: xr.Dataset) -> bool:
-    """Whether a Dataset holds ``delta`` and no W."""
+    """True if a Dataset holds ``delta`` but no W."""
     return "delta" in ds and "W" not in ds
 
 
 def check_every_step(steps: npt.NDArray[np.int64]) -> None:
-    """Check that the change of each row is the way from the row before.
+    """Check that the change of each row is the displacement from the previous row.
 
     Raises
     ------
     InvalidArgument
-        If a step has no row.
+        If a step is missing.
     """
     gaps = np.flatnonzero(np.diff(steps) != 1)
     if gaps.size:
         at = int(gaps[0])
         raise InvalidArgument(
-            f"delta is the change of each step, and after step {steps[at]} comes step "
-            f"{steps[at + 1]}; ask about rows of consecutive steps"
+            f"delta is the change per step, so consecutive steps are required; step {steps[at]} is "
+            f"followed by step {steps[at + 1]}; select consecutive steps"
         )
 
 
 def variables(ds: xr.Dataset, *names: str) -> None:
-    """Check that the run holds the variables of a question.
+    """Check that the run holds the required variables.
 
     Raises
     ------
     VariableNotRecorded
-        Which are missing, and what to record to have them.
+        If variables are missing. The message names them, and the option to record them.
     """
     missing = [name for name in names if name not in ds]
     if missing:
-        asked = _recording_of(missing)
-        remedy = f"; record it with --record {asked}" if asked else ""
+        tiers = _recording_of(missing)
+        remedy = f"; record it with --record {tiers}" if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
-                "; it holds delta, the changes of W, which answer how far tokens move (velocity, "
-                "speed, acceleration, displacement, freeze, bulk_thermal, coherence), and not "
-                "where they are"
+                "; it holds delta, the changes of W, which only give quantities of motion "
+                "(velocity, speed, acceleration, displacement, freeze, bulk_thermal, coherence)"
             )
         elif "imported" in ds.attrs:
             remedy = (
-                "; --schedule constant or linear:N of the import makes it of a file's learning rate"
+                "; import with --schedule constant or linear:N to compute it from a learning rate"
                 if missing == ["lr"]
-                else ", as the file that it was imported from does not"
+                else ", because the imported file does not"
             )
         raise VariableNotRecorded(
-            f"this question needs {', '.join(missing)}, which the run does not hold{remedy}"
+            f"this analysis requires {', '.join(missing)}, which the run does not hold{remedy}"
         )
 
 
 def _recording_of(names: Sequence[str]) -> str:
-    """What ``--record`` is given to have these variables; nothing if it has not all of them."""
+    """Value of ``--record`` for these variables; empty if one of them cannot be recorded."""
     if not set(names) <= set(RECORDED):
         return ""
     in_tiers = set().union(*TIERS.values())
@@ -127,12 +126,12 @@ def _recording_of(names: Sequence[str]) -> str:
 
 
 def optimizer_of(ds: xr.Dataset, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Optimizer that took the steps of these rows: as given, or as the run says.
+    """Optimizer of these rows: as given, or as recorded in the run.
 
     Raises
     ------
     InvalidArgument
-        If the run is a fork, and some of the steps were taken before, with another optimizer.
+        If the run is a fork, and some steps precede it and used another optimizer.
     """
     if given:
         return given
@@ -140,9 +139,8 @@ def optimizer_of(ds: xr.Dataset, given: Mapping[str, Any] | None) -> Mapping[str
     steps = ds["step"].values
     if steps.size > 1 and steps[1] <= last:
         raise InvalidArgument(
-            f"the steps up to {last} were taken with another optimizer, before the run was forked; "
-            f"ask about those after it, ds.sel(step=slice({last}, None)), or ask the run that it "
-            "was forked from"
+            f"the steps up to {last} precede the fork and used another optimizer; select the steps "
+            f"after it with ds.sel(step=slice({last}, None)), or use the original run"
         )
     optimizer: Mapping[str, Any] | None = ds.attrs.get("optimizer")
     return optimizer
@@ -154,7 +152,7 @@ def quantile_levels(quantiles: Sequence[float] | float) -> npt.NDArray[np.float6
     Raises
     ------
     InvalidArgument
-        If one is not from 0 to 1.
+        If a value is not from 0 to 1.
     """
     levels = np.atleast_1d(np.asarray(quantiles, np.float64))
     if not ((levels >= 0) & (levels <= 1)).all():
@@ -165,28 +163,28 @@ def quantile_levels(quantiles: Sequence[float] | float) -> npt.NDArray[np.float6
 
 
 def row_of_step(ds: xr.Dataset, step: int) -> int:
-    """Row that holds the state after that step.
+    """Row with the state after the given step.
 
     Raises
     ------
     StepNotFound
-        If the step was not recorded; the message names the nearest ones.
+        If the step was not recorded. The message names the nearest recorded steps.
     """
     steps = ds["step"].values
     row = int(np.searchsorted(steps, step))
     if row < steps.size and steps[row] == step:
         return row
     nearest = [str(s) for s in steps[max(row - 1, 0) : row + 1]]
-    told = {
+    suffixes = {
         0: ", which has no rows",
         1: f"; the nearest recorded one is {''.join(nearest)}",
         2: f"; the nearest recorded ones are {' and '.join(nearest)}",
     }
-    raise StepNotFound(f"step {step} is not in the run{told[len(nearest)]}")
+    raise StepNotFound(f"step {step} is not in the run{suffixes[len(nearest)]}")
 
 
 def rows_of_steps(ds: xr.Dataset, steps: Sequence[int] | int | None) -> npt.NDArray[np.int64]:
-    """Rows of these steps, or all of them.
+    """Rows of the given steps, or all rows.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""W on a lattice of choice: its values checked against their type, and rounded to another.
+"""W on a chosen lattice: values checked against their type, and rounded to another.
 
-What is rounded is what a cast of torch gives, so a question about float32 master weights on the
-lattice of bfloat16 is one about what the forward pass under autocast sees of them.
+Rounding equals a cast in torch. Thus float32 master weights on the lattice of bfloat16 are the
+values that the forward pass uses under autocast.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Points:
-    """A matrix whose values are points of a lattice, or the ways between such points.
+    """A matrix whose values are points of a lattice, or displacements between them.
 
     Attributes
     ----------
     variable : str
-        What was rounded: ``W``, or ``cells``; or ``delta``.
+        Source of the values: ``W``, ``cells`` or ``delta``.
     type : str
-        Whose values are the points.
+        Type that defines the lattice.
     blocks : dask Array, (step, token, hidden)
     boundaries : dask Array, (1 per block, token, hidden)
         Row before each block.
     are_changes : bool
-        Whether a row is the way that led to it, and not a place.
+        True if a row is the displacement from the previous row, not a position.
     """
 
     variable: str
@@ -58,19 +58,19 @@ class Points:
 
 
 def chosen_type(lattice: str, native: str) -> str:
-    """Name of the type whose values are the points of a lattice.
+    """Name of the type that defines a lattice.
 
     Parameters
     ----------
     lattice : str
-        Of `trajstore.schema.LATTICES`.
+        One of `trajstore.schema.LATTICES`.
     native : str
         Type in which the trainer held the values.
 
     Raises
     ------
     InvalidArgument
-        If there is no such lattice, or no run can hold the native type.
+        If the lattice is unknown, or the native type is not supported.
     """
     if lattice not in LATTICES:
         expected = ", ".join(map(repr, LATTICES))
@@ -87,31 +87,31 @@ def on_lattice(values: Array, variable: str, native: str, chosen: str) -> Array:
     ----------
     values : ndarray of stored values, any shape
     variable : str
-        Their name, for the message.
+        Name for the error message.
     native : str
-        Type in which the trainer held them.
+        Type in which the trainer held the values.
     chosen : str
-        Type whose values are the points.
+        Type that defines the lattice.
 
     Raises
     ------
     InvalidArgument
-        If a value is not of the type that is said to be the native one.
+        If a value is not representable in the type ``native``.
     """
     if not is_of_type(values, native):
         wrong = (cast(values, native) != values) & ~np.isnan(values)
         raise InvalidArgument(
-            f"the attribute native_dtype of {variable} says {native}, and "
-            f"{np.count_nonzero(wrong):,} of {values.size:,} values that were looked at are not "
-            f"{native}, the first is {values[wrong][0]!s}; set the attribute to the type in which "
-            f"the trainer held them (it is stored as {values.dtype}), and choose the lattice with "
-            f"lattice={native!r}"
+            f"the attribute native_dtype of {variable} is {native}, but "
+            f"{np.count_nonzero(wrong):,} of {values.size:,} checked values are not "
+            f"representable in {native}, the first is "
+            f"{values[wrong][0]!s}; set the attribute to the type of the trainer (stored as "
+            f"{values.dtype}), and select the lattice with lattice={native!r}"
         )
     return values if chosen == native else cast(values, chosen)
 
 
 def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) -> da.Array:
-    """The same of blocks, lazily; the blocks themselves, if there is nothing to check or round."""
+    """Lazy `on_lattice` of blocks; the blocks themselves if no check or rounding is needed."""
     if chosen == native and is_within(blocks.dtype, native):
         return blocks
     dtype = blocks.dtype if chosen == native else NATIVE_TYPES[chosen].stored
@@ -126,9 +126,9 @@ def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) 
 
 
 def with_lattice_attributes(result: xr.Dataset, lattice: str, **others: str) -> xr.Dataset:
-    """Result all of whose variables say their lattice, and other attributes.
+    """Add the lattice and other attributes to all variables of a result.
 
-    Not by `Dataset.map`, which may give the variables the attributes back that they had before.
+    `Dataset.map` is not used, because it may restore previous attributes.
     """
     attributes = {**others, **lattice_attributes(lattice)}
     return result.assign(
@@ -137,5 +137,5 @@ def with_lattice_attributes(result: xr.Dataset, lattice: str, **others: str) -> 
 
 
 def lattice_attributes(lattice: str) -> dict[str, str]:
-    """What a result says of its lattice, unless that is the native one."""
+    """Attributes for the lattice of a result; empty for the native lattice."""
     return {} if lattice == "native" else {"lattice": lattice}

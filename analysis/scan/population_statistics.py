@@ -1,4 +1,4 @@
-"""Dead, live and all tokens, populations of the user, and the statistics of anything over them."""
+"""Statistics over populations: dead, live and all tokens, and user-defined populations."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _STATISTICS = ("mean", "std", "min", "max", "median")
 
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
-    """Dataset with the coordinate ``is_mostly_dead``, where its configuration says what that is.
+    """Add the coordinate ``is_mostly_dead`` if the configuration defines it.
 
     Parameters
     ----------
     ds : Dataset
-        A run. Of one that was recorded with ``data.mostly_dead`` = n, the tokens that occur in the
-        text, but at most n times (``token_count``), are mostly dead.
+        A run. If it was recorded with ``data.mostly_dead`` = n, tokens that occur at least once and
+        at most n times in the corpus (``token_count``) are mostly dead.
     """
     config = ds.attrs.get("config")
     data = config.get("data") if isinstance(config, Mapping) else None
@@ -60,12 +60,12 @@ def over_groups(
     dtype: npt.DTypeLike,
     **options: Any,
 ) -> xr.DataArray:
-    """Facts about the tokens of each group, lazy where `da` is: (…, population, `dim`).
+    """Facts about the tokens of each group, (…, population, `dim`), lazy if `da` is.
 
     Parameters
     ----------
     kernel : callable
-        Of values (…, token), groups (population, token) and options.
+        Function of values (…, token), groups (population, token) and options.
     da : DataArray (…, token)
     names : sequence of str
     groups : ndarray of bool (population, token)
@@ -77,7 +77,7 @@ def over_groups(
     facts: xr.DataArray = xr.apply_ufunc(
         kernel,
         da.chunk({"token": -1}) if da.chunks is not None else da,
-        groups,  # no keyword: that would go with each task
+        groups,  # an argument: a keyword would be copied into each task
         kwargs=options,
         input_core_dims=[["token"], ["population", "token"]],
         output_core_dims=[["population", dim]],
@@ -92,13 +92,13 @@ def over_groups(
 def _count(
     values: npt.NDArray[np.int8], groups: npt.NDArray[np.bool_], kinds: int
 ) -> npt.NDArray[np.int64]:
-    """How many of each group have each value: (…, token) to (…, population, kind)."""
+    """Count of each value in each group: (…, token) to (…, population, kind)."""
     flags = values[..., None, :] == np.arange(kinds)[:, None]
     return np.stack([flags[..., group].sum(-1) for group in groups], -2)
 
 
 def count_by_population(da: xr.DataArray, kinds: int, dim: str) -> xr.DataArray:
-    """Number of tokens of each population with each of the values 0, 1, … of `da`.
+    """Number of tokens in each population with each value 0, 1, … of `da`.
 
     Parameters
     ----------
@@ -124,12 +124,12 @@ def _statistics(
         if not group.any():
             continue
         out = result[..., number, :]
-        with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is the answer
-            # Widened when sorted: narrow numbers are sorted in half the time.
+        with np.errstate(invalid="ignore"):  # inf − inf is NaN, a valid result
+            # Widened after sorting: narrow numbers sort in half the time.
             chosen = np.sort(values[..., group], axis=-1).astype(np.float64)
             out[..., 0] = chosen.mean(-1)
             out[..., 1] = chosen.std(-1)
-            # Sorted, NaN comes last: it must spoil every statistic, not only the maximum.
+            # NaN sorts last. It must make every statistic NaN, not only the maximum.
             out[..., 2:] = np.moveaxis(
                 np.quantile(chosen, np.concatenate([[0, 1, 0.5], quantiles]), axis=-1), 0, -1
             )
@@ -138,12 +138,12 @@ def _statistics(
 
 
 def category_counts(da: xr.DataArray) -> xr.DataArray:
-    """Number of tokens of each population in each category of a variable.
+    """Number of tokens in each population and each category of a variable.
 
     Parameters
     ----------
     da : DataArray, (…, token)
-        All of whose values are flags, 0, 1, ….
+        A variable whose values are all flags, 0, 1, ….
 
     Returns
     -------
@@ -159,28 +159,28 @@ def category_counts(da: xr.DataArray) -> xr.DataArray:
 def by_population(
     da: xr.DataArray, quantiles: Sequence[float] | float = (0.05, 0.25, 0.75, 0.95)
 ) -> xr.Dataset:
-    """Statistics over the tokens of each population: dead, live, all, and those of the user.
+    """Statistics over the tokens of each population: dead, live, all, and user-defined.
 
     Parameters
     ----------
     da : DataArray, (…, token)
-        Anything per token, with the coordinate ``is_dead``, and those of other populations.
+        Values per token, with the coordinate ``is_dead`` and those of other populations.
     quantiles : float or sequence of float
-        Between 0 and 1, linearly interpolated.
+        From 0 to 1, with linear interpolation.
 
     Returns
     -------
     Dataset
         ``mean``, ``std`` (population standard deviation), ``min``, ``max``, ``median`` over
-        (…, population) and ``quantiles`` over (…, population, quantile), float64. A NaN among the
-        tokens makes all of them NaN; so does a population without tokens.
+        (…, population) and ``quantiles`` over (…, population, quantile), float64. All are NaN if a
+        token is NaN, or a population has no tokens.
 
     Raises
     ------
     VariableNotRecorded
-        If there is no ``is_dead``.
+        If ``is_dead`` is missing.
     InvalidArgument
-        If there is no dimension token, or a quantile is not within 0 and 1.
+        If the dimension token is missing, or a quantile is not from 0 to 1.
 
     Examples
     --------
@@ -192,7 +192,7 @@ def by_population(
     if "token" not in da.dims:
         raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
     levels = input_checks.quantile_levels(quantiles)
-    members(da)  # says what is missing
+    members(da)  # raises if missing
     return statistics(da, levels)
 
 
@@ -201,12 +201,12 @@ def statistics(
     levels: npt.NDArray[np.float64],
     population: Sequence[str] | None = None,
 ) -> xr.Dataset:
-    """`by_population`, also of some populations, and where nothing says which tokens are dead.
+    """`by_population` for selected populations, also without ``is_dead``.
 
     Raises
     ------
     InvalidArgument
-        If there is no population of that name.
+        If a population is unknown.
     """
     names, groups = chosen_populations(da, population)
     width = len(_STATISTICS) + levels.size
@@ -223,6 +223,6 @@ def statistics(
         return picked
 
     ds = xr.Dataset({label: pick(at, label) for at, label in enumerate(_STATISTICS)})
-    rest = pick(slice(len(_STATISTICS), None), "quantiles").rename(statistic="quantile")
-    quantile_table: xr.Dataset = ds.assign(quantiles=rest.assign_coords(quantile=levels))
+    quantiles = pick(slice(len(_STATISTICS), None), "quantiles").rename(statistic="quantile")
+    quantile_table: xr.Dataset = ds.assign(quantiles=quantiles.assign_coords(quantile=levels))
     return quantile_table

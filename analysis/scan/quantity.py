@@ -1,4 +1,4 @@
-"""Register a quantity: a function of a `Scan` that everybody calls with a Dataset."""
+"""Register a quantity: a function of a `Scan` that users call with a Dataset."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ F = TypeVar("F", bound=Callable[..., xr.DataArray | xr.Dataset])
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One question about a run.
+    """A quantity of a run.
 
     Attributes
     ----------
     function : callable
-        The public function, of a Dataset or a `Scan` and options.
+        The public function of a Dataset or a `Scan`, and options.
     measures : tuple of str
-        What it needs of the way between rows, with default options.
+        Measures of the change between rows that it needs with default options.
     only_native : bool
-        Whether it refuses any lattice but that of W itself.
+        True if it accepts only the native lattice of W.
     of_window : bool
-        Whether it describes the rows of a window of steps, as if there were no others, such as a
-        mean over them. By default its values are those of the whole run, and a window shows some.
+        True if it describes only the rows of a window, such as a mean over them. By default a
+        window selects from the values of the whole run.
     """
 
     function: Callable[..., xr.DataArray | xr.Dataset]
@@ -50,26 +50,26 @@ class Quantity:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Names of the options that have no default."""
+        """Names of the options without a default."""
         parameters = inspect.signature(self.function).parameters
         return tuple(
             key for key in self.options if parameters[key].default is inspect.Parameter.empty
         )
 
     def kind_of(self, option: str) -> str:
-        """What values of an option are: ``text``, ``numbers`` or ``whole numbers``."""
+        """Kind of values of an option: ``text``, ``numbers`` or ``whole numbers``."""
         types = _types_in(typing.get_type_hints(self.function)[option]) - {type(None)}
         if types == {int}:
             return "whole numbers"
         return "numbers" if types <= {int, float} else "text"
 
     def known(self, **options: Any) -> dict[str, Any]:
-        """Those of these options that it has."""
+        """The given options that this quantity has."""
         return {name: value for name, value in options.items() if name in self.options}
 
 
 def _types_in(hint: Any) -> set[Any]:
-    """Types that a hint is made of; of a literal those of its values."""
+    """Types in a type hint; for a literal, the types of its values."""
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return {type(part) for part in parts}
@@ -77,18 +77,18 @@ def _types_in(hint: Any) -> set[Any]:
 
 
 QUANTITIES: dict[str, Quantity] = {}
-"""Quantities by name, which `trajstore.analysis.compute` computes together in one pass."""
+"""Quantities by name. `trajstore.analysis.compute` computes them together in one pass."""
 
 ALONE: dict[str, Quantity] = {}
-"""Quantities that ``trajstore analyze`` computes by themselves only, about named steps."""
+"""Quantities that are only computed separately, because they require their own options."""
 
 
 def takes_scan(
     function: Callable[Concatenate[Scan, P], R],
 ) -> Callable[Concatenate[xr.Dataset | Scan, P], R]:
-    """Decorator of a function of a `Scan`, so that it takes a Dataset or a Scan.
+    """Decorator that makes a function of a `Scan` accept a Dataset or a Scan.
 
-    It also checks the types of the other arguments. Users see a function of a Dataset, ``ds``.
+    It also checks the types of the other arguments. The public signature has a Dataset, ``ds``.
     """
     checked = checks_types(function)
 
@@ -112,7 +112,7 @@ def takes_scan(
 def _windowed(
     function: Callable[Concatenate[Scan, P], R], of_window: bool
 ) -> Callable[Concatenate[Scan, P], R]:
-    """The same function, of a `Scan` that may have a window, as `Quantity.of_window` says."""
+    """The function extended to a `Scan` with a window, according to `Quantity.of_window`."""
 
     def windowed(scan: Scan, /, *arguments: P.args, **options: P.kwargs) -> R:
         if not scan.has_window:
@@ -140,7 +140,7 @@ def registered(
     only_native, of_window : bool
         As in `Quantity`.
     alone : bool
-        Whether it is never computed together with others.
+        True if it is never computed together with others.
     """
 
     def register(function: F) -> F:
@@ -162,7 +162,7 @@ def quantity(
     of_window: bool = False,
     alone: bool = False,
 ) -> Callable[[Callable[Concatenate[Scan, P], R]], Callable[Concatenate[xr.Dataset | Scan, P], R]]:
-    """Decorator of a quantity, written as a function of a `Scan`: `registered` and `takes_scan`."""
+    """Decorator of a quantity of a `Scan`: combines `registered` and `takes_scan`."""
     register = registered(
         measures=measures, only_native=only_native, of_window=of_window, alone=alone
     )

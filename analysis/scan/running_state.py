@@ -1,4 +1,4 @@
-"""A state that is carried from each block of rows to the next: sums over any number of rows."""
+"""Folds over blocks of rows, with a state that is passed from block to block."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def fold_rows(
     most: int,
     **options: Any,
 ) -> da.Array:
-    """One result from all rows, whole ones, in their order.
+    """Fold complete rows, in order, to one result.
 
-    The work is in `measure`, which needs no row but its own, so that every worker has some: those
-    without would read ahead of the state, and hold what they read.
+    `measure` does most of the work and needs only its own rows, so that all workers are busy. Idle
+    workers would read blocks ahead of the state and hold them in memory.
 
     Parameters
     ----------
-    blocks : dask Array, (step, token, hidden), hidden whole, with at least one block
+    blocks : dask Array, (step, token, hidden)
+        With one chunk along hidden, and at least one block.
     measure : callable
-        From the chunks of some rows of a block, a list along token, to what the state needs.
+        From the chunks of some rows (a list along token) to the input of `kernel`.
     kernel : callable
-        From the state so far (None at first) and that to the next state.
+        From the state (None at first) and the result of `measure` to the next state.
     finish : callable
         From the last state to the result, float64.
     shape : tuple of int
-        Of the result.
+        Shape of the result.
     most : int
-        Rows that are measured at a time.
+        Maximum rows per call of `measure`.
     **options
         Passed to `measure`.
 
@@ -59,7 +60,7 @@ def fold_rows(
     dask Array, float64, of one chunk
     """
     name = f"fold-{tokenize(blocks.name, measure, kernel, finish, shape, most, options)}"
-    shared = f"options-{name}"  # once, and not with each task
+    shared = f"options-{name}"  # one task, not a copy in each task
     tasks: dict[Any, Any] = {shared: options}
     last: Any = None
     for number, rows in enumerate(blocks.chunks[0]):
@@ -89,23 +90,23 @@ def fold_tokens(
     measure: Callable[..., Any] | None = None,
     **options: Any,
 ) -> da.Array:
-    """Facts about each token from all rows, in their order.
+    """Fold all rows, in order, to facts per token.
 
     Parameters
     ----------
     sources : list of dask Array, (step, token, …)
-        Of as many chunks along step, and the same ones along token; whole along the rest; at least
-        one block.
+        With the same number of chunks along step, the same chunks along token, one chunk along
+        other dimensions, and at least one block.
     kernel : callable
-        From the state so far (None at first) and a block of each source, or what `measure` makes of
-        them, to the next state.
+        From the state (None at first) and a block of each source, or the result of `measure`, to
+        the next state.
     finish : callable
         From the last state to the result, float64 (*facts, token).
     facts : tuple of int
-        Sizes of the dimensions of the result before that of the tokens.
+        Sizes of the dimensions of the result before token.
     measure : callable, optional
-        Of the number of the first row of a block and a block of each source: what takes long and
-        needs no state, as for `fold_rows`.
+        From the number of the first row of a block, and a block of each source, to the input of
+        `kernel`. It does the work that needs no state, as in `fold_rows`.
     **options
         Passed to `kernel` and `measure`.
 
@@ -116,7 +117,7 @@ def fold_tokens(
     names = [source.name for source in sources]
     name = f"fold-{tokenize(names, kernel, finish, measure, options)}"
     state = f"state-{name}"
-    shared = f"options-{name}"  # once, and not with each task
+    shared = f"options-{name}"  # one task, not a copy in each task
     tasks: dict[Any, Any] = {shared: options}
     rows, pieces = sources[0].numblocks[:2]
     firsts = np.cumsum((0, *sources[0].chunks[0])).tolist()

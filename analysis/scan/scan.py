@@ -1,7 +1,7 @@
-"""A Dataset prepared for scans: blocks of rows, and the last row of the block before each.
+"""A Dataset prepared for scans: blocks of rows, and the row before each block.
 
-`Scan` is what the functions of this package share when they are asked together: each of its
-dask nodes is made once, so each chunk is read once.
+Quantities that are computed together share one `Scan`. It creates each dask node once, so each
+chunk is read once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _BLOCK_BYTES = 32 << 20
 
 
 def native_dtype(array: xr.DataArray) -> str:
-    """Name of the type in which the trainer held these values.
+    """Name of the type in which the trainer held the values.
 
-    The attribute ``native_dtype``; without it, the type of the array itself.
+    This is the attribute ``native_dtype``, or the type of the array if it is missing.
     """
     return str(array.attrs.get("native_dtype", array.dtype.name))
 
@@ -58,39 +58,39 @@ def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> 
 
 
 def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
-    """Whether each vector of changes is other than zero; a NaN is."""
+    """True for each vector of changes that is not zero, including NaN."""
     return np.asarray((block != 0).any(-1))
 
 
 def _rows_of_a_block(array: xr.DataArray) -> int:
-    """Rows that are read together from an array that dask has not chunked yet."""
+    """Rows per block of an array without dask chunks."""
     stored = array.encoding.get("preferred_chunks", {}).get("step")
     row = array.dtype.itemsize * array.sizes["token"] * array.sizes["hidden"]
     return int(stored or max(1, _BLOCK_BYTES // max(1, row)))
 
 
 class Scan:
-    """One Dataset, seen as blocks of rows.
+    """One Dataset as blocks of rows.
 
     Parameters
     ----------
     ds : Dataset
-        With dimensions step, token and hidden, in any order, chunked or not.
+        A run with the dimensions step, token and hidden, in any order, chunked or not.
     measures : mapping of str to sequence of str
-        By lattice, of `MEASURES`: what is measured together, in one
-        pass. A measure that is not among them has a pass of its own.
+        Names in `MEASURES` by lattice, which are measured together in one pass. Any other measure
+        has a separate pass.
     window : ndarray of int, (step,), optional
-        Recorded steps, increasing, that results are wanted of; by default all.
+        Recorded steps, increasing, to return. Default: all.
 
     Attributes
     ----------
     window : ndarray of int64, (step,)
-        Steps that are shown. Facts about them come from all of `steps`.
+        Steps to return. Their values are computed from all `steps`.
 
     Raises
     ------
     InvalidArgument
-        If it is no Dataset, or steps do not increase.
+        If `ds` is not a Dataset of one run, or steps do not increase.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class Scan:
         input_checks.variables(ds, "step")
         if ds["step"].dims != ("step",):
             raise InvalidArgument(
-                "the Dataset has no dimension step; select rows with a list or a slice, such as "
+                "the dimension step is missing; select rows with a list or a slice, such as "
                 "ds.isel(step=[0])"
             )
         self.steps: npt.NDArray[np.int64] = ds["step"].values.astype(np.int64)
         if (np.diff(self.steps) <= 0).any():
             raise InvalidArgument(
-                "the steps of this Dataset do not increase; sort it by step, and keep each once"
+                "the steps do not increase; sort the Dataset by step, and remove duplicates"
             )
         self.window = self.steps if window is None else window
         self._measured_together: dict[str, tuple[str, ...]] = {}
-        for lattice, asked in (measures or {}).items():
+        for lattice, given in (measures or {}).items():
             known = self._measured_together.get(self._own_name(lattice), ())
             self._measured_together[self._own_name(lattice)] = tuple(
-                dict.fromkeys((*known, *asked))
+                dict.fromkeys((*known, *given))
             )
         self._blocks: dict[str, da.Array] = {}
         self._boundaries: dict[tuple[str, str], da.Array] = {}
@@ -132,52 +132,51 @@ class Scan:
 
     @property
     def has_window(self) -> bool:
-        """Whether only some of the steps are shown."""
+        """True if only some steps are returned."""
         return self.window.size < self.steps.size
 
     def without_window(self) -> Scan:
-        """The same scan of the same blocks, all of whose steps are shown."""
+        """The same scan with all steps returned."""
         whole = copy.copy(self)
         whole.window = self.steps
         return whole
 
     def of_window(self) -> Scan:
-        """A scan of the rows of the window, as if there were no others."""
+        """A scan of only the rows of the window."""
         return Scan(self.in_window(self.ds), self._measured_together)
 
     def in_window(self, result: T) -> T:
-        """The part of a result that the window shows; all of it, if it has no steps."""
+        """The part of a result in the window; all of it if it has no steps."""
         if not self.has_window or "step" not in result.dims:
             return result
         rows = np.flatnonzero(np.isin(result["step"].values, self.window))
-        # A slice, where it is one, for dask takes that as it is.
+        # dask handles a slice without an index array.
         whole = rows.size and rows.size == rows[-1] - rows[0] + 1
         step = slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows
         return cast(T, result.isel(step=step))
 
-    def require_rows(self, least: int, question: str) -> None:
-        """Check that there are enough rows for a question.
+    def require_rows(self, least: int, quantity: str) -> None:
+        """Check that the run has enough rows for a quantity.
 
         Raises
         ------
         InvalidArgument
-            If there are fewer.
+            If it has fewer.
         """
         if self.rows < least:
             raise InvalidArgument(
-                f"{question} needs at least {least} row{'s' * (least > 1)}, and there "
-                f"{'is' if self.rows == 1 else 'are'} {self.rows}"
+                f"{quantity} requires at least {least} row{'s' * (least > 1)}, got {self.rows}"
             )
 
     def variable(self, name: str) -> xr.DataArray:
-        """Matrix of that name, dimensions in order, lazily chunked.
+        """Matrix with the given name, with ordered dimensions, lazily chunked.
 
         Raises
         ------
         VariableNotRecorded
-            If there is none.
+            If the run does not hold it.
         InvalidArgument
-            If its dimensions are others.
+            If it has other dimensions.
         """
         input_checks.variables(self.ds, name)
         array = self.ds[name]
@@ -189,7 +188,7 @@ class Scan:
         return array.transpose(*_DIMS)
 
     def blocks(self, name: str) -> da.Array:
-        """Blocks of a matrix, (step, token, hidden), hidden whole."""
+        """Blocks of a matrix, (step, token, hidden), with one chunk along hidden."""
         if name not in self._blocks:
             array = self.variable(name)
             if array.chunks is None:
@@ -199,14 +198,14 @@ class Scan:
         return self._blocks[name]
 
     def aligned(self, like: str, name: str) -> da.Array:
-        """Blocks of a matrix, chunked as another."""
+        """Blocks of a matrix, with the chunks of another."""
         return self.blocks(name).rechunk(self.blocks(like).chunks)
 
     def boundaries(self, name: str, like: str | None = None) -> da.Array:
         """Row before each block, (1 per block, token, hidden).
 
-        Before the first block that is its own first row, so that nothing moves in row 0, which
-        the results leave out.
+        For the first block this is its own first row, so that nothing moves in row 0. Results
+        leave out row 0.
         """
         key = name, like or name
         if key not in self._boundaries:
@@ -216,15 +215,15 @@ class Scan:
     def points(self, lattice: str = "native") -> Points:
         """W, rounded to a lattice of `trajstore.schema.LATTICES`.
 
-        On the lattice of bfloat16, the recorded ``cells`` take the place of a W that is not there.
-        As blocks are computed, their values are compared with their ``native_dtype``.
+        On the lattice of bfloat16, the recorded ``cells`` replace a missing W. The computation
+        checks values against their ``native_dtype``.
 
         Raises
         ------
         VariableNotRecorded
-            If there is neither.
+            If the run holds neither.
         InvalidArgument
-            For another lattice; when computed, if a value is not of the native type.
+            For an unknown lattice; when computed, if a value is not of the native type.
         """
         lattice = self._own_name(lattice)
         if lattice not in self._points:
@@ -238,14 +237,14 @@ class Scan:
         return self._points[lattice]
 
     def recorded(self) -> Points:
-        """W as it is stored, whatever its type; without it, the recorded changes.
+        """W as stored, of any type; without W, the recorded changes.
 
         Raises
         ------
         VariableNotRecorded
-            If there is neither.
+            If the run holds neither.
         InvalidArgument
-            If the changes are not the ways between rows, as some step has none.
+            If the run holds only changes and steps are missing.
         """
         if hold_only_changes(self.ds):
             check_every_step(self.steps)
@@ -264,14 +263,14 @@ class Scan:
         )
 
     def lattice_type(self, lattice: str) -> str:
-        """Type whose values are the points of a lattice; '' where there is nothing to be on it.
+        """Type that defines a lattice; empty if the run holds neither W nor ``cells``.
 
         Raises
         ------
         InvalidArgument
-            For another lattice.
+            For an unknown lattice.
         VariableNotRecorded
-            If there are only ``cells``, and they are of another one.
+            If the run holds only ``cells``, and the lattice is not bfloat16.
         """
         if "W" in self.ds:
             return chosen_type(lattice, native_dtype(self.ds["W"]))
@@ -281,32 +280,32 @@ class Scan:
         if lattice == chosen == "bfloat16":
             return chosen
         raise VariableNotRecorded(
-            f"W on the lattice {lattice!r} needs W, and this run holds only its cells of bfloat16; "
-            "ask with lattice='bfloat16'"
+            f"lattice={lattice!r} requires W, but this run holds only its bfloat16 cells; use "
+            "lattice='bfloat16'"
         )
 
     def _own_name(self, lattice: str) -> str:
-        """That lattice, under one name: where it is the native one, 'native'."""
+        """Canonical name of a lattice: 'native' for the native one."""
         if "W" in self.ds and lattice == native_dtype(self.ds["W"]):
             return "native"
         return lattice
 
     def pair(self, measure: str, lattice: str = "native") -> xr.DataArray:
-        """Measure of the way between rows.
+        """Measure of the change between rows.
 
         Parameters
         ----------
         measure : str
-            Of `trajstore.analysis.scan.consecutive_rows.MEASURES`.
+            One of `trajstore.analysis.scan.consecutive_rows.MEASURES`.
         lattice : str
-            To which W is rounded first.
+            Round W to this type first.
 
         Returns
         -------
         DataArray, (step, token)
-            One row fewer than the Dataset; each has the step of the later row.
+            One row fewer than the Dataset. Each row has the step of the later row.
         """
-        self.require_rows(1, "a question about motion")
+        self.require_rows(1, "a quantity of motion")
         lattice = self._own_name(lattice)
         measures = self._measured_together.get(lattice, ())
         measures = measures if measure in measures else (measure,)
@@ -332,7 +331,7 @@ class Scan:
         rows: slice | npt.NDArray[np.int64] = slice(None),
         dims: Iterable[str] = _DIMS[:2],
     ) -> xr.DataArray:
-        """DataArray with the coordinates of a variable that belong to `dims`."""
+        """DataArray with those coordinates of a variable that have dimensions in `dims`."""
         dims = tuple(dims)
         kept = self.variable(like).isel(step=rows)
         coords = {
@@ -350,18 +349,18 @@ class Scan:
 
     @property
     def _every_row(self) -> bool:
-        """Whether the row before each row here is the row before it in the run."""
+        """True if each row follows its previous row in the run."""
         rows = self.ds.attrs.get("committed_rows")
         return bool((np.diff(self.steps) == 1).all()) or self.rows == rows
 
     def _stored(self, name: str) -> xr.DataArray | None:
-        """Stored summary of the way between rows; None if there is none that holds here."""
+        """Stored summary of the change between rows; None if missing or not valid here."""
         if name not in self.ds or not self._every_row:
             return None
         return self.ds[name].transpose("step", "token").isel(step=slice(1, None)).drop_attrs()
 
     def step_norm(self) -> xr.DataArray:
-        """Length of the way between rows, float32 (step, token)."""
+        """Length of the displacement between rows, float32 (step, token)."""
         stored = self._stored("W_step_norm")
         if stored is None and hold_only_changes(self.ds):
             dtype = result_dtype(self.blocks("delta").dtype)
@@ -369,27 +368,27 @@ class Scan:
         return self.pair("step_norm") if stored is None else stored
 
     def _of_changes(self, kernel: Callable[[Array], Array], dtype: npt.DTypeLike) -> xr.DataArray:
-        """Measure of each recorded change, but of that which led to the first row."""
-        self.require_rows(1, "a question about motion")
+        """Measure of each recorded change, except that of the first row."""
+        self.require_rows(1, "a quantity of motion")
         points = self.recorded()
         measured = over_hidden(kernel, points.blocks, dtype=dtype)
         return self.wrap(measured[1:], points.variable, rows=slice(1, None))
 
     def ulp_l1(self, lattice: str = "native") -> xr.DataArray:
-        """Lattice spacings of the way between rows, float32 (step, token)."""
+        """Displacement between rows in lattice spacings, float32 (step, token)."""
         stored = self._stored_hops(lattice)
         return self.pair("ulp_1", lattice) if stored is None else stored
 
     def moved(self, lattice: str = "native") -> xr.DataArray:
-        """Whether any bit of a token changed between rows, bool (step, token)."""
+        """True if any bit of a token changed between rows, bool (step, token)."""
         stored = self._stored_hops(lattice)
         if stored is None and lattice == "native" and hold_only_changes(self.ds):
             return self._of_changes(_has_moved, np.bool_)
-        # A changed NaN has hops of NaN, which are not 0 either.
+        # A changed NaN has NaN hops, which are also not 0.
         return self.pair("moved", lattice) if stored is None else stored != 0
 
     def _stored_hops(self, lattice: str) -> xr.DataArray | None:
-        """Stored ``W_ulp_l1``, which counts on the native lattice and on no other."""
+        """Stored ``W_ulp_l1``, which is valid only on the native lattice."""
         own = self._own_name(lattice) == "native"
         stored = self._stored("W_ulp_l1") if own else None
         if stored is None:
@@ -410,23 +409,23 @@ class Scan:
         kernel: Callable[[Array, Array], Array],
         dtype: npt.DTypeLike,
     ) -> xr.DataArray:
-        """Elementwise function of every row and the row before it.
+        """Elementwise function of every row and its previous row.
 
         Parameters
         ----------
         points : Points
-            Of W.
+            Values of W.
         kernel : callable
-            Of (later, earlier), both (row, token, hidden).
+            Function of (later, earlier), both (row, token, hidden).
         dtype : dtype
-            Of its result.
+            Type of its result.
 
         Returns
         -------
         DataArray, (step, token, hidden)
             One row fewer than the Dataset.
         """
-        self.require_rows(1, "a question about motion")
+        self.require_rows(1, "a quantity of motion")
         apply, arrays = (
             (_apply_to_changes, (points.blocks,))
             if points.are_changes
@@ -440,25 +439,25 @@ class Scan:
     def combine_rows(
         self,
         per_row: xr.DataArray,
-        summarise: Callable[..., Array],
+        summarize: Callable[..., Array],
         join: Callable[..., Array],
         facts: int,
         **arrays: Array,
     ) -> xr.DataArray:
-        """Facts about each token over all rows, from facts about each stretch of rows.
+        """Facts per token over all rows, combined from facts per block of rows.
 
         Parameters
         ----------
         per_row : DataArray, (step, token)
-            Of rows 1, 2, …, as `pair` gives it.
-        summarise : callable
-            From a stretch, (row, token), and the numbers of its rows to int64 (1, fact, token).
+            Values of rows 1, 2, …, as returned by `pair`.
+        summarize : callable
+            From a block, (row, token), and the numbers of its rows to int64 (1, fact, token).
         join : callable
-            From consecutive stretches, (stretch, fact, token), to (fact, token).
+            From consecutive blocks, (block, fact, token), to (fact, token).
         facts : int
             Number of facts.
         **arrays
-            Given to both by name.
+            Passed to both by name.
 
         Returns
         -------
@@ -471,7 +470,7 @@ class Scan:
         numbers = da.from_array(np.arange(1, self.rows)[:, None], chunks=(by_step, 1))
         given = {name: shared(values) for name, values in arrays.items()}
         stretches = data.map_blocks(
-            summarise,
+            summarize,
             numbers,
             new_axis=1,
             chunks=((1,) * len(by_step), (facts,), by_token),

@@ -1,4 +1,4 @@
-"""Computing, and telling how far it is: on dask's local schedulers, and on clusters."""
+"""Computation with progress reports, on dask's local schedulers and on clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask.callbacks import Callback
 __all__ = ["Report", "compute_all", "progress_of_tasks", "return_memory"]
 
 Report = Callable[[int, int], None]
-"""Told of tasks done and tasks in all."""
+"""Called with the numbers of finished and of all tasks."""
 
 
 @contextlib.contextmanager
@@ -34,14 +34,14 @@ def progress_of_tasks(report: Report | None) -> Iterator[None]:
 
 
 def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any, ...]:
-    """Compute dask collections together, in one pass, wherever dask computes at present.
+    """Compute dask collections together in one pass, with the current scheduler.
 
     Parameters
     ----------
     lazy : sequence
-        Of dask collections; what is none is given back as it is.
+        Dask collections. Other objects are returned unchanged.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the numbers of finished and of all tasks.
     """
     client = _client()
     if client is None or report is None:
@@ -67,18 +67,18 @@ def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any,
 
 
 def return_memory() -> None:
-    """Give memory that has become free back to the system, where its C library can do that.
+    """Return free memory to the operating system, if the C library supports it.
 
-    Between two computations of large blocks: glibc keeps what lies between others that are in use,
-    and the next computation, with blocks of other sizes, would ask for more.
+    Call it between two computations of large blocks. glibc keeps freed memory between blocks in
+    use, and the next computation, with other block sizes, would allocate more.
     """
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
         if trim is not None:
             trim(0)
 
 
 def _client() -> Any | None:
-    """Client of the cluster on which dask computes at present; None where it does so here."""
+    """Client of the current dask cluster; None for a local scheduler."""
     owner = getattr(get_scheduler(), "__self__", None)
     return owner if hasattr(owner, "scheduler_info") else None

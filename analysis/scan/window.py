@@ -1,4 +1,4 @@
-"""Windows of steps: what of a run is shown, or all that is looked at."""
+"""Windows of steps: the steps to return, or the only steps to use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["rows_of_window", "windowed_scan"]
 
 
 def rows_of_window(ds: xr.Dataset, steps: Steps) -> xr.Dataset:
-    """Rows of a Dataset that are in a window, as `select_part` chooses them."""
+    """Rows of a Dataset in a window, as selected by `select_part`."""
     if steps is None:
         return ds
-    from trajstore.exchange.selection import select_part  # which loads zarr
+    from trajstore.exchange.selection import select_part  # imports zarr
 
     return select_part(ds, steps=steps)
 
@@ -32,28 +32,28 @@ def windowed_scan(
     within: bool = False,
     measures: Mapping[str, Sequence[str]] | None = None,
 ) -> Scan:
-    """Prepare a run, of which some steps are shown.
+    """Prepare a scan of a run with a window of steps.
 
     Parameters
     ----------
     ds : Dataset
         The whole run.
     steps : str, int, slice or iterable of int, optional
-        The window, as for `select_part`; by default all steps.
+        The window, as for `select_part`. Default: all steps.
     within : bool
-        Look at the rows of the window alone, as if there were no others. By default what is shown
-        of them is what the whole run gives.
+        Use only the rows of the window, as if there were no others. By default the window selects
+        from the results of the whole run.
     measures : mapping of str to sequence of str
         As for `Scan`.
 
     Raises
     ------
     InvalidArgument, StepNotFound
-        For `within` without a window, or if a step is not there.
+        For `within` without a window, or if a step was not recorded.
     """
     if steps is None:
         if within:
-            raise InvalidArgument("got within without steps; say which steps, such as 100:200")
+            raise InvalidArgument("got within without steps; add steps, such as 100:200")
         return Scan(ds, measures)
     part = rows_of_window(ds, steps)
     return Scan(part, measures) if within else Scan(ds, measures, part["step"].values)

@@ -1,11 +1,11 @@
 """Several runs.
 
 ``differences``
-    Two arrays, vector by vector: in how many elements they differ, and how far they are apart.
+    Differences of two arrays per vector: number of differing elements, and distance.
 ``divergence``
-    How far several runs go apart.
+    Distances between several runs over time.
 ``many_runs``
-    Several runs in one Dataset, along `run`: each by itself, and functions of one run on all.
+    Several runs in one Dataset along `run`: selection, and functions applied to each run.
 ``run_comparison``
-    Where two runs part, and how far they go.
+    First difference of two runs, and their distance.
 """

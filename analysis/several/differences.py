@@ -1,4 +1,4 @@
-"""Two arrays, vector by vector: in how many elements they differ, and how far they are apart."""
+"""Differences of two arrays per vector: number of differing elements, and distance."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["DIFFERENCE", "check_comparable", "differences", "differing_names", "
 Array = npt.NDArray[Any]
 
 DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])
-"""Elements that differ in any bit, and the squared distance."""
+"""Number of elements that differ in any bit, and the squared distance."""
 
 
 def differences(first: Array, second: Array) -> npt.NDArray[np.void]:
-    """How two arrays of one type differ along their last axis: `DIFFERENCE`, (row, …)."""
+    """`DIFFERENCE` of two arrays of one type along their last axis, (row, …)."""
     x, y = np.ascontiguousarray(first), np.ascontiguousarray(second)
     result = np.empty(x.shape[:-1], DIFFERENCE)
     different = unsigned_view(x) != unsigned_view(y)
     with np.errstate(invalid="ignore", over="ignore"):
         square = np.square(np.subtract(x, y, dtype=np.float64))
-    square[~different] = 0  # an infinity or NaN that both have is no distance
+    square[~different] = 0  # equal infinities and NaN have no distance
     result["differing"] = different.sum(-1)
     result["square"] = square.sum(-1)
     return result
@@ -53,7 +53,7 @@ def first_step(differs: xr.DataArray) -> xr.DataArray:
 
 
 def differing_names(a: xr.Dataset, b: xr.Dataset) -> list[str]:
-    """Whole names of the settings, also of the optimizer, in which two runs differ."""
+    """Full names of the settings in which two runs differ, including those of the optimizer."""
     keys = ("config", "stretches", "optimizer")
     first, second = settings(a.attrs, keys), settings(b.attrs, keys)
     return sorted(
@@ -62,7 +62,7 @@ def differing_names(a: xr.Dataset, b: xr.Dataset) -> list[str]:
 
 
 def check_comparable(a: xr.Dataset, b: xr.Dataset) -> None:
-    """Refuse runs whose values do not belong to the same tokens and hidden dimensions.
+    """Check that two runs have the same tokens and hidden dimensions.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def check_comparable(a: xr.Dataset, b: xr.Dataset) -> None:
     if problems:
         names = ", ".join(differing_names(a, b))
         raise InvalidArgument(
-            f"these runs cannot be compared value by value: {'; '.join(problems)}"
+            f"the runs cannot be compared: {'; '.join(problems)}"
             + (f"; their configurations differ in {names}" if names else "")
             + "; select the same tokens in the same order from both"
         )

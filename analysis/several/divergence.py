@@ -1,4 +1,4 @@
-"""How far several runs go apart."""
+"""Distances between several runs over time."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from trajstore.populations.masks import populations
 __all__ = ["divergence"]
 
 _OTHER_DEAD = (
-    "these runs differ in which tokens are dead, so they have no populations in common; give them "
-    "ones: drop_vars('is_dead')"
+    "the runs have different dead tokens, so their populations cannot be compared; remove is_dead "
+    "with drop_vars('is_dead')"
 )
 
 
 @checks_types
 def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
-    """How far W of runs is from that of the first, at each step and for each population.
+    """Distance of W between the first run and the others, per step and population.
 
-    Runs from a common start, as a run and its fork, or two settings of one seed, are 0 apart up to
+    Runs with a common start, such as a run and its fork, have distance 0 before
     ``first_difference``.
 
     Parameters
     ----------
     ds : Dataset
-        As `trajstore.open_runs` returns it; or with `other` a single run, the first.
+        Several runs from `trajstore.open_runs`; or, with `other`, the first of two runs.
     other : Dataset, optional
-        A second run, over the same tokens and hidden dimensions, of which the steps that both have
-        are looked at. Then there is no dimension run.
+        A second run with the same tokens and hidden dimensions. Only common steps are compared, and
+        the result has no dimension run.
 
     Returns
     -------
     Dataset
-        ``distance``, float64 (run, step, population): L2 norm of the difference of all values of
-        the population's tokens; ``mean_distance``: mean over these tokens of the L2 norm of each
-        one's difference; ``differing``: share of the population's elements that differ in any bit.
-        ``first_difference``, int64 (run): the first step at which any element does, −1 if none. Of
-        the first run, the three are 0; a population without tokens has NaN.
+        ``distance``, float64 (run, step, population): L2 norm of the difference over all values of
+        a population; ``mean_distance``: mean over its tokens of the L2 norm of each token's
+        difference; ``differing``: fraction of its elements that differ in any bit.
+        ``first_difference``, int64 (run): the first step at which any element differs, −1 if none.
+        The first three are 0 for the first run, and NaN for a population without tokens.
 
     Raises
     ------
     InvalidArgument
-        If there is no dimension run, or one and `other`; if the runs differ in which tokens are
-        dead, or tokens, hidden dimensions or all steps of `other` are different ones.
+        If `ds` has no dimension run and `other` is missing, or has one and `other` is given; if
+        dead tokens, tokens or hidden dimensions differ, or if there is no common step.
     VariableNotRecorded
-        If they do not hold W.
+        If a run does not hold W.
 
     Examples
     --------
@@ -82,21 +82,21 @@ def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
 
 def _of_common_steps(ds: xr.Dataset, other: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     if "run" in ds.dims:
-        raise InvalidArgument("got several runs and another one; open all of them together")
+        raise InvalidArgument("got several runs and other; open all runs together with open_runs")
     check_comparable(ds, other)
     if "is_dead" in ds and "is_dead" in other and (ds.is_dead.values != other.is_dead.values).any():
         raise InvalidArgument(_OTHER_DEAD)
     steps = (ds["step"].values, other["step"].values)
     common, one, two = np.intersect1d(*steps, return_indices=True)
     if not common.size:
-        raise InvalidArgument("these runs have no step in common, so nothing can be compared")
+        raise InvalidArgument("the runs have no common step; compare runs with common steps")
     return ds.isel(step=one), other.isel(step=two)
 
 
 def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
     scans = [Scan(run) for run in runs]
     names, groups = populations(scans[0].ds)
-    members = da.from_array(groups, chunks=groups.shape)  # once, and not with each task
+    members = da.from_array(groups, chunks=groups.shape)  # one task, not a copy in each task
     first = scans[0].blocks("W")
     tables = []
     for scan in scans:
@@ -117,7 +117,7 @@ def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
     long_names = {
         "distance": "L2 distance of W from that of the first run",
         "mean_distance": "mean distance of the tokens from those of the first run",
-        "differing": "share of the elements that differ in any bit from the first run",
+        "differing": "fraction of the elements that differ in any bit from the first run",
     }
     units = dict.fromkeys(long_names, scans[0].units) | {"differing": "1"}
     measures = {
@@ -129,7 +129,7 @@ def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
 
 
 def _by_group(pieces: da.Array, members: da.Array, hidden: int) -> da.Array:
-    """Distance, mean distance and share of each group, (row, group, 3)."""
+    """Distance, mean distance and differing fraction of each group, (row, group, 3)."""
     return da.blockwise(
         _measures,
         "sgm",

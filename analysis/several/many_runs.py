@@ -1,4 +1,4 @@
-"""Several runs in one Dataset, along ``run``: each by itself, and functions of one run on all."""
+"""Several runs in one Dataset along ``run``: selection, and functions applied to each run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ARRAY = "result"
 
 @checks_types
 def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
-    """Runs of a Dataset, each as `trajstore.open_run` gives it.
+    """Runs of a Dataset, each as returned by `trajstore.open_run`.
 
     Parameters
     ----------
     ds : Dataset
-        As `trajstore.open_runs` returns it.
+        Several runs from `trajstore.open_runs`.
 
     Raises
     ------
     InvalidArgument
-        If it has no dimension run.
+        If `ds` has no dimension run.
 
     Examples
     --------
@@ -38,7 +38,7 @@ def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     """
     if RUN not in ds.dims:
         raise InvalidArgument(
-            "this is about several runs, and there is no dimension run here; open them together: "
+            "got one run, expected several along the dimension run; open them with "
             "open_runs('runs/*.zarr')"
         )
     along = [name for name, coordinate in ds.coords.items() if coordinate.dims == (RUN,)]
@@ -55,18 +55,18 @@ def over_runs(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Function of a single run, of each of several; its results along ``run``.
+    """Apply a function of a single run to each run, and join the results along ``run``.
 
-    As lazy as the function: no run is read before values are asked for, and then block by block.
+    The result is as lazy as the function. Values are read block by block on computation.
 
     Parameters
     ----------
     ds : Dataset
-        As `trajstore.open_runs` returns it.
+        Several runs from `trajstore.open_runs`.
     function : callable
-        Of a run, and what else it is given, to a DataArray or Dataset.
+        Function of a run and further arguments that returns a DataArray or Dataset.
     *arguments, **options
-        Given to it after the run.
+        Further arguments of `function`.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def over_runs(
     Raises
     ------
     InvalidArgument
-        If there is no dimension run, or the results of two runs do not fit together.
+        If `ds` has no dimension run, or the results of two runs cannot be joined.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def over_runs(
             combine_attrs="drop_conflicts",
         )
     except ValueError as error:
-        raise InvalidArgument(f"the results of these runs do not fit together: {error}") from error
+        raise InvalidArgument(f"the results of the runs cannot be joined: {error}") from error
     along = {name: c for name, c in ds.coords.items() if c.dims == (RUN,)}
     joined = joined.assign_coords(along)
     return joined[_ARRAY].rename(results[0].name) if arrays else joined

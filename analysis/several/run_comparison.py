@@ -1,4 +1,4 @@
-"""Where two runs part, and how far they go."""
+"""First difference of two runs, and their distance."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
 
 @checks_types
 def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
-    """First step at which two runs differ bitwise, in what, and how far apart they are after.
+    """First step at which two runs differ in any bit, per variable, and their distance.
 
     Parameters
     ----------
     a, b : Dataset
-        Two runs over the same tokens and hidden dimensions. What only one of them recorded is
-        left out, and so are steps that only one has, variables of single examples where the steps
-        are not of as many examples, and those of all parameters where these are not the same.
+        Two runs with the same tokens and hidden dimensions. Only common variables and steps are
+        compared. Variables of single examples are left out if the number of examples differs, and
+        variables of all parameters if the parameters differ.
 
     Returns
     -------
@@ -84,8 +84,8 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     Raises
     ------
     InvalidArgument
-        If tokens or hidden dimensions differ, or no step or variable is in both; the message says
-        what differs.
+        If tokens or hidden dimensions differ, or there is no common step or variable. The message
+        names the difference.
 
     Examples
     --------
@@ -103,7 +103,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"
-        raise InvalidArgument(f"these runs have no {what} in common, so nothing can be compared")
+        raise InvalidArgument(f"the runs have no common {what}; compare runs with a common {what}")
     a, b = a.isel(step=rows_a), b.isel(step=rows_b)
     table = da.stack([_difference(a[name], b[name]).rechunk(-1) for name in names], axis=1)
 

@@ -58,8 +58,8 @@ def train(
 
     torch.set_num_threads(1)
     if changes == BY_TIME:  # of seconds, such a training has few
-        checkpoint_schedule._APART = 0.0
-        checkpoint_schedule._PAUSE = commit_timer._PAUSE = 0
+        checkpoint_schedule._MIN_INTERVAL = 0.0
+        checkpoint_schedule._PAUSE_FACTOR = commit_timer._PAUSE = 0
     if kill is not None:
         kill.install()
     config = trainers.preset(preset).with_values([*SIZES, *changes])

@@ -57,7 +57,7 @@ def test_killed_in_the_middle_and_started_again(
     done = trajstore_cli(*swept, "--seeds", "1:3", "--steps", steps, "--json")
     facts = json.loads(done.stdout)
     assert facts["threads"] == 1
-    assert [(run["state"], run["committed_rows"]) for run in facts["runs"]] == [
+    assert [(run["status"], run["committed_rows"]) for run in facts["runs"]] == [
         ("skipped", steps + 1), ("complete", steps + 1),
     ]  # fmt: skip
     assert "small_seed=2.zarr: complete after" in done.stderr

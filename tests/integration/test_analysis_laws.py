@@ -39,13 +39,13 @@ def test_the_intended_update_rounds_to_the_next_weights(ds: xr.Dataset) -> None:
     assert (rounded == W[1:]).mean() >= 0.999
 
 
-def test_stillness_is_underflow_of_a_gradient_that_is_not_zero(ds: xr.Dataset) -> None:
+def test_no_motion_is_a_lost_update_of_a_gradient_that_is_not_zero(ds: xr.Dataset) -> None:
     cause = analysis.freeze_cause(ds).compute()
     still = cause.values[cause.values != 0]
     assert still.size > 0
-    assert (still == analysis.CAUSES.index("underflow")).mean() > 0.99
+    assert (still == analysis.CAUSES.index("lost_update")).mean() > 0.99
     norms = analysis.grad_norms(ds).values[1:]
-    assert (norms[cause.values == analysis.CAUSES.index("underflow")] > 0).all()
+    assert (norms[cause.values == analysis.CAUSES.index("lost_update")] > 0).all()
 
 
 def test_freeze_regimes_and_causes_agree(ds: xr.Dataset) -> None:
@@ -54,12 +54,12 @@ def test_freeze_regimes_and_causes_agree(ds: xr.Dataset) -> None:
     still = after.regime == 0
     np.testing.assert_array_equal(still, after.freeze_cause != 0)
     np.testing.assert_allclose(
-        still.mean("token"), after.still_fraction.sel(population="all", drop=True)
+        still.mean("token"), after.unchanged_fraction.sel(population="all", drop=True)
     )
     last = np.maximum.reduce([got[name] for name in ("last_jump", "last_local", "last_hop")])
     np.testing.assert_array_equal(last, got.last_motion)
-    dead = after.census.sel(population="dead", regime_name="frozen") / int(ds.is_dead.sum())
-    np.testing.assert_allclose(dead, after.still_fraction.sel(population="dead"))
+    dead = after.counts.sel(population="dead", regime_name="frozen") / int(ds.is_dead.sum())
+    np.testing.assert_allclose(dead, after.unchanged_fraction.sel(population="dead"))
 
 
 def test_bulk_and_thermal_squares_add_up(ds: xr.Dataset) -> None:
@@ -77,11 +77,11 @@ def test_dead_tokens_start_as_one(ds: xr.Dataset) -> None:
 
 
 def test_a_clean_run_has_no_seam_and_a_bad_one_has(ds: xr.Dataset) -> None:
-    assert not analysis.seams(ds).seam.any()
+    assert not analysis.discontinuities(ds).discontinuity.any()
     W = ds.W.values.copy()
     W[60:] += W[10] - W[30]  # a checkpoint of another moment
-    found = analysis.seams(ds.assign(W=ds.W.copy(data=W))).compute()
-    assert found.step.values[found.seam.values].tolist()[0] == 60
+    found = analysis.discontinuities(ds.assign(W=ds.W.copy(data=W))).compute()
+    assert found.step.values[found.discontinuity.values].tolist()[0] == 60
 
 
 def test_half_the_chunks_say_the_same(ds: xr.Dataset, path: Path) -> None:

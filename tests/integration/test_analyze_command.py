@@ -70,7 +70,7 @@ def test_a_lattice_of_choice(run: Path, trajstore_cli: Callable[..., Any], tmp_p
         assert opened.regime.attrs["lattice"] == "bfloat16"
         assert opened.speed[1:].equals(analysis.speed(ds).compute())
     refused = trajstore_cli("analyze", run, "speed", *lattice, rc=2)
-    assert "a lattice goes with" in refused.stderr
+    assert "only these have a lattice" in refused.stderr
     assert "float8" in trajstore_cli("analyze", run, "freeze", "--lattice", "float8", rc=2).stderr
 
     said = trajstore_cli("summary", run, *lattice).stdout
@@ -162,8 +162,8 @@ def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Pa
     got = xr.open_zarr(written)
     assert got.speed.dims == ("run", "step", "token")
     assert got.run.values.tolist() == [run.stem, "other"]
-    told = trajstore_cli("analyze", tmp_path / "*.zarr", "divergence", rc=1).stderr
-    assert "is not a" in told or "no run" in told, "a pattern finds what was written, too"
+    reported = trajstore_cli("analyze", tmp_path / "*.zarr", "divergence", rc=1).stderr
+    assert "is not a" in reported or "no run" in reported, "a pattern finds what was written, too"
     assert "distance" in trajstore_cli("analyze", run, other, "divergence").stdout
 
 
@@ -189,15 +189,15 @@ def test_computing_on_a_cluster(
 @pytest.mark.parametrize(
     ("arguments", "rc", "message"),
     [
-        (["wobble"], 2, "no quantity 'wobble'"),
+        (["wobble"], 2, "unknown quantity 'wobble'"),
         (["freeze", "wobble"], 2, "'wobble'"),
         (["adam_update"], 1, "exp_avg, exp_avg_sq, lr"),
         (["displacement", "--set", "since=99"], 1, "step 99 is not in the run"),
         (["displacement", "--set", "till=9"], 2, "'till=9'"),
         (["clusters", "--set", "ranks=abc"], 2, "'ranks=abc', expected whole numbers"),
         (["crossings", "--set", "levels=0.5,x"], 2, "'levels=0.5,x', expected numbers"),
-        (["freeze", "speed", "--set", "min_still=3"], 2, "single quantity"),
-        (["freeze", "--by-population"], 2, "not one number per token"),
+        (["freeze", "speed", "--set", "min_unchanged=3"], 2, "single quantity"),
+        (["freeze", "--by-population"], 2, "not have one number per token"),
         (["freeze", "-o", "motion.txt"], 2, r"\.zarr, \.nc, \.csv"),
         pytest.param(  # it waits ten seconds
             ["freeze", "--scheduler", "tcp://127.0.0.1:1"],
@@ -237,7 +237,7 @@ def test_only_results_are_overwritten(
     (tmp_path / "home.token.csv").mkdir()
     for target in (own, tmp_path / "home.csv"):
         done = trajstore_cli("analyze", own, "freeze", "-o", target, "--overwrite", rc=2)
-        assert "no analysis has written" in " ".join(done.stderr.split())
+        assert "not an analysis result" in " ".join(done.stderr.split())
     assert trajstore.verify(own).clean
 
 
@@ -256,20 +256,20 @@ def test_a_summary_without_dead_tokens_is_one_of_all(
     assert "dead (" not in text
 
 
-def test_a_census_is_printed() -> None:
+def test_counts_are_printed() -> None:
     counts = xr.DataArray(
-        [[1, 2], [3, 4]], {"a": ["x", "y"], "b": ["u", "v"]}, ("a", "b"), name="census"
+        [[1, 2], [3, 4]], {"a": ["x", "y"], "b": ["u", "v"]}, ("a", "b"), name="counts"
     )
-    told = describe(counts.to_dataset())["census"]
-    assert told["values"] == [[1, 2], [3, 4]]
-    assert told["labels"] == {"a": ["x", "y"], "b": ["u", "v"]}
-    assert "values" not in describe(counts.astype(float).to_dataset())["census"]
+    reported = describe(counts.to_dataset())["counts"]
+    assert reported["values"] == [[1, 2], [3, 4]]
+    assert reported["labels"] == {"a": ["x", "y"], "b": ["u", "v"]}
+    assert "values" not in describe(counts.astype(float).to_dataset())["counts"]
 
     facts = {
-        "census": {
+        "counts": {
             "sizes": {"cause": 2, "outcome": 2}, "min": 0, "mean": 1, "max": 9, "nan": 0,
             "size": 4, "flags": {},
-            "units": "1", "long_name": "census", "populations": {}, "values": [[1, 2000], [3, 4]],
+            "units": "1", "long_name": "counts", "populations": {}, "values": [[1, 2000], [3, 4]],
             "labels": {"cause": ["lr", "moments"], "outcome": ["moves", "rests"]},
         }
     }  # fmt: skip

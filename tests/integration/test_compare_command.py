@@ -78,8 +78,8 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) ->
             run.append(step=0, W=np.zeros((len(token), hidden), "f4"))
         done = trajstore_cli("compare", one, run.path, rc=rc)
         told = {
-            "more.zarr": "has 5 tokens, the second 6; only the 5 that both have are compared",
-            "other.zarr": "no token in common",
+            "more.zarr": "has 5 tokens, the second 6; only the 5 common tokens are compared",
+            "other.zarr": "no common token",
             "wider.zarr": "hidden has length 3 and 4",
         }
         assert told[name] in " ".join((done.stdout + done.stderr).split())

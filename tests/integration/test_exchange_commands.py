@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens=TOKENS,
         hidden=8,
         block_rows=16,
-        config={"initialisation": {"kind": "point", "sigma": 1e-5}},
+        config={"initialization": {"kind": "point", "sigma": 1e-5}},
         attributes={"optimizer": {"hyperparameters": {"lr": 1e-3, "betas": [0.9, 0.999]}}},
     )
     return path

@@ -43,7 +43,7 @@ def test_one_command_line_begins_proves_and_is_done(queued: list[str], tmp_path:
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stderr.split())
     assert "its 6 steps are trained again" in said
-    assert "proving step 1 of 6 proving step 6 of 6" in said
+    assert "comparing step 1 of 6 with the recorded rows comparing step 6 of 6" in said
     assert "Recorded 10 rows" in done.stdout
     done = call(*line, 9)
     assert done.exit_code == 0
@@ -56,22 +56,22 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     fork = ["record", "--fork", path, "--at", 5, "--corpus", queued[4], "-o", other]
     done = call(*fork, "--set", "optimizer.lr=3e-3")
     assert done.exit_code == 0, done.stderr
-    assert "proving step 5 of 5" in done.stderr
-    assert "first differs at step" in (said := call("compare", path, other).stdout)
+    assert "comparing step 5 of 5" in done.stderr
+    assert "first differing step" in (said := call("compare", path, other).stdout)
     assert "config.optimizer.lr" in said
     assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 0.003}
     assert "fork.step = 5" in call("info", other).stdout
     for arguments, rc, sentence in (
         (fork, 2, "other.zarr is already there"),
-        (["--fork", path, "-o", other], 2, "name the step to fork at: --at STEP"),
-        (["--at", 3, "-o", other], 2, "--at is the step of a fork"),
-        (["--fork", path, "--at", 5], 2, "name the run to be made"),
+        (["--fork", path, "-o", other], 2, "needs the step to fork at: --at STEP"),
+        (["--at", 3, "-o", other], 2, "--at needs --fork"),
+        (["--fork", path, "--at", 5], 2, "needs the path of the new run"),
         (["--fork", path, "--at", 99, "-o", "x.zarr"], 1, "no row of step 99"),
         (["--fork", path, "--at", 5, "--every", 2, "-o", "x.zarr"], 2, "recording.every cannot"),
         (["--fork", path, "--at", 5, "--preset", "gatsby", "-o", "x"], 2, "leave out --preset"),
         (["--fork", path, "--at", 5, "--resume", "-o", "x.zarr"], 2, "both --fork and --resume"),
         (["--fork", tmp_path / "no", "--at", 5, "-o", "x.zarr"], 2, "there is no run at"),
-        (["--resume", "-o", tmp_path / "no.zarr"], 2, "to begin one, name a preset"),
+        (["--resume", "-o", tmp_path / "no.zarr"], 2, "to start one, name a preset"),
     ):
         line = arguments if arguments[0] == "record" else ["record", *arguments]
         done = call(*line)

@@ -27,7 +27,7 @@ def test_a_sound_run(trajstore_cli: Cli, run: Path) -> None:
     assert (facts["rows"], facts["problems"], facts["notes"]) == (11, [], [])
     before = contents(run)
     done = trajstore_cli("repair", run, "--yes")
-    assert done.stdout == "run.zarr is sound: there is nothing to repair.\n"
+    assert done.stdout == "run.zarr is sound; nothing to repair.\n"
     assert contents(run) == before
 
 
@@ -46,13 +46,15 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert facts["problems"][1]["first_byte"] == offset
 
     done = trajstore_cli("verify", run, "--replay", rc=1)
-    assert "The replay was left out, because the run is damaged" in done.stdout
+    assert "Replay skipped: the run is damaged" in done.stdout
     facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
     assert facts["replay"] is None
 
     before = contents(run)
     done = trajstore_cli("repair", run)
-    assert done.stdout.startswith("Would be done:\n  3 of 11 rows are dropped, those from row 8 on")
+    assert done.stdout.startswith(
+        "Planned repair:\n  3 of 11 rows are dropped, those from row 8 on"
+    )
     assert "grad/zarr.json is written anew" in done.stdout
     assert f"trajstore repair {run} --yes" in done.stdout
     assert contents(run) == before
@@ -67,7 +69,7 @@ def test_what_cannot_be_repaired_is_said(trajstore_cli: Cli, run: Path) -> None:
     done = trajstore_cli("repair", run, "--yes", rc=1)
     assert "Cannot be repaired" in done.stdout
     assert "token_text, block 0" in done.stdout
-    assert "Would be done" not in done.stdout
+    assert "Planned repair" not in done.stdout
 
 
 def test_what_is_no_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ MISTYPED = {
     "analyze gatsby.zarr freeze --lattice bflaot16": "bfloat16",
     "analyze gatsby.zarr freeze --population 'rare=token_cout < 3'": "token_count",
     # figures, formats, layouts
-    "plot gatsby.zarr stratigrafy -o g.png": "stratigraphy",
+    "plot gatsby.zarr heatmpa -o g.png": "heatmap",
     "export gatsby.zarr --format hdf -o g.h5": "hdf5",
     "export gatsby.zarr --layout thimble6 -o g.safetensors": "thimble-6",
 }

@@ -25,7 +25,7 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     out = trajstore_cli("plot", run, "gradients", "-o", one, "--style", "dark").stdout
     assert "gradients.svg: gradients." in out
     text = one.read_text()
-    assert "letters.zarr · 128 × 4 W, AdamW, bfloat16" in text
+    assert "letters.zarr · W 128 × 4, AdamW, bfloat16" in text
     assert "L2 norm of the gradient / nat" in text
     sheet = tmp_path / "sheet.png"
     options = ("--steps", "2:", "--tokens", "live", "--population", "live", "--dpi", 40)
@@ -49,25 +49,25 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
         (("los",), 2, "got 'los' (did you mean 'loss'?), expected some of all, loss"),
-        (("loss", "-o", tmp_path / "a.gif"), 2, "by its ending; expected .png, .svg, .pdf"),
-        (("divergence",), 2, "divergence is between runs, and there is one"),
-        (("loss", "--label", "a", "--label", "b"), 2, "got 2 labels of 1 runs"),
+        (("loss", "-o", tmp_path / "a.gif"), 2, "expected a name that ends in .png, .svg, .pdf"),
+        (("divergence",), 2, "divergence compares runs, got one"),
+        (("loss", "--label", "a", "--label", "b"), 2, "got 2 labels for 1 runs"),
         (("loss", "--size", "8"), 2, "expected WxH of 1 to 100 inches each"),
-        (("all", "--log", "y"), 2, "log goes with a single kind"),
+        (("all", "--log", "y"), 2, "draw a single figure with log"),
         (("regimes", "--log", "y"), 2, "leave out log"),
         (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),
         (("loss", "--within"), 2, "within without steps"),
         (("loss", "--tokens", "999"), 2, "token 999 was not recorded"),
         (("freeze", "--population", "mostly_dead"), 2, "expected dead, live, all"),
-        (("loss", "--lattice", "float32"), 2, "loss knows of no lattice"),
+        (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
-        (("loss", "--dpi", "2"), 2, "got 2 dots per inch"),
+        (("loss", "--dpi", "2"), 2, "got 2 dpi"),
     ):
         error = trajstore_cli("plot", run, *arguments, rc=code).stderr
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
     refused = trajstore_cli("plot", run, "loss", "-o", file, rc=2).stderr
-    assert "already there; choose another name, or overwrite it (--overwrite)" in refused
+    assert "already exists; choose another name, or replace it (--overwrite)" in refused
     assert file.read_text() == "mine"
     trajstore_cli("plot", run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

@@ -99,10 +99,10 @@ def test_a_signal_interrupts_and_the_command_it_names_goes_on(
     assert ds.attrs["status"] == "interrupted"
     assert ds.step.values.tolist() == list(range(last + 1))
     assert 0 < last < 1_000_000
-    assert f"Interrupted after step {last}; {last + 1} rows are whole." in said
-    go_on = said.partition("Go on with: ")[2].strip()
-    assert go_on == f"trajstore record --resume -o '{path}'"
-    trajstore_cli(*go_on.replace("'", "").split(" ", 4)[1:4], path, "--steps", last + 9)
+    assert f"Interrupted after step {last}; {last + 1} rows are committed." in said
+    resume = said.partition("Resume with: ")[2].strip()
+    assert resume == f"trajstore record --resume -o '{path}'"
+    trajstore_cli(*resume.replace("'", "").split(" ", 4)[1:4], path, "--steps", last + 9)
     same_values(straight(name, last + 9), path)
     assert [file.name for file in (tmp_path / "a run.ckpt").iterdir()] == [
         f"step-{last + 9:08d}.safetensors"
@@ -217,9 +217,9 @@ def test_a_signal_before_the_training_says_what_is_there(
     call = ["--resume", "--steps", "9"] if resume else ["--preset", "gatsby"]
     done = CliRunner().invoke(main, ["record", *call, "-o", str(path)])
     assert done.exit_code == 128 + signal.SIGINT
-    left = f"{path} is as it was" if resume else "nothing has been recorded"
+    left = f"{path} is unchanged" if resume else "nothing was recorded"
     said = " ".join(done.stderr.split())
-    assert said.endswith(f"Stopped before the training began; {left}.")
+    assert said.endswith(f"Stopped before the training started; {left}.")
 
 
 def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     gone.unlink()
     again = ["--resume", "-o", path]
     for arguments, rc, sentence in (
-        (["--resume"], 2, "name the run to go on with"),
+        (["--resume"], 2, "no run to resume; name it"),
         (["--resume", "-o", tmp_path / "no.zarr"], 2, "there is no run at"),
         ([*again, "--overwrite", "--steps", 9], 2, "both resume and overwrite"),
         ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
-        ([*again, "--steps", 9], 1, "give that one with --corpus"),
+        ([*again, "--steps", 9], 1, "give the recorded one with --corpus"),
         ([*again, "--steps", 9, "--checkpoint-every", 0], 2, "recording.checkpoint_every = 0"),
     ):
         done = call(*arguments)
@@ -253,4 +253,4 @@ def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
     done = call(*again, "--steps", 9, "--corpus", text)
     assert done.exit_code == 1
-    assert "is not a sound checkpoint" in done.stderr
+    assert "is damaged" in done.stderr

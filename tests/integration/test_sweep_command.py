@@ -18,7 +18,7 @@ def test_nothing_begins_when_a_field_is_unknown(
 ) -> None:
     swept = ["sweep", "--preset", "gatsby", "-o", tmp_path / "runs"]
     told = trajstore_cli(*swept, "--set", "init.sigma=1e-5,1e-4", rc=2).stderr
-    assert "did you mean 'initialisation.sigma'?" in told
+    assert "did you mean 'initialization.sigma'?" in told
     assert "expected numbers and ranges" in trajstore_cli(*swept, "--seeds", "a", rc=2).stderr
     assert not list(tmp_path.iterdir())
 

@@ -104,7 +104,7 @@ def test_a_clock_that_goes_back_hours_changes_nothing(
         append(run, 6)
         follower = RunFollower(path, clock=lambda: 0.0)
         look = follower.look()
-        assert look.standing == "recording"
+        assert look.status == "recording"
         assert look.commit_age == 0
         assert look.remaining is None or look.remaining >= 0
     with RunWriter.resume(path, rows=6) as run:

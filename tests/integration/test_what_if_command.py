@@ -38,9 +38,9 @@ def cli(*arguments: object, rc: int = 0) -> str:
 def test_with_nothing_set_it_is_the_run(run: Path, tmp_path: Path) -> None:
     said = cli("what-if", run, "-o", tmp_path / "same.zarr")
     assert "13 rows, steps 0 to 12" in said
-    assert "Note: nothing was changed, and this is the recorded run again, bit for bit" in said
+    assert "Note: no setting was changed; the result equals the recorded run, bit for bit" in said
     said = cli("what-if", run, "-o", tmp_path / "part.zarr", "--from", 5, "--tokens", "dead")
-    assert "this is the recorded run again, bit for bit" in said
+    assert "the result equals the recorded run, bit for bit" in said
     compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
     assert compared["only_first"] == compared["only_second"] == []
     assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
@@ -54,7 +54,7 @@ def test_a_run_that_was_changed_is_not_said_to_be_the_same_again(run: Path, tmp_
     assert "0.999" in root.read_text()
     root.write_text(root.read_text().replace("0.999", "0.9"))
     said = cli("what-if", changed, "-o", tmp_path / "other.zarr")
-    assert "this is not the recorded run: W or a moment differs from step 1 on" in said
+    assert "W or a moment differs from the recorded run from step 1 on" in said
 
 
 def test_readers_are_told_what_it_is(run: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_readers_are_told_what_it_is(run: Path, tmp_path: Path) -> None:
     shown = cli("info", other)
     assert "provenance" in shown
     assert "what_if.settings = ['optimizer.state_dtype=float32']" in shown
-    assert "what_if.caveat = the gradients are those of the recorded path" in shown
+    assert "what_if.caveat = the gradients are those of the recorded run" in shown
     assert "Displacement" in cli("summary", other) or "displacement" in cli("summary", other)
 
 
@@ -77,7 +77,7 @@ def test_what_is_refused_leaves_nothing(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.zarr"
     for wrong, sentence, code in (
         (["--set", "optimizer.lr=0"], "optimizer.lr", 2),
-        (["--set", "training.batch_size=4"], "does not act on recorded gradients", 2),
+        (["--set", "training.batch_size=4"], "does not change recorded gradients", 2),
         (["--tokens", "nowhere.txt"], "cannot be read", 2),
         (["--from", 40], "there is no row of step 40", 1),
     ):

@@ -48,17 +48,17 @@ def motion(bits: np.ndarray) -> np.ndarray:
 
 @several
 @given(histories(), st.integers(1, 5))
-def test_freeze(history: tuple[np.ndarray, xr.Dataset], min_still: int) -> None:
+def test_freeze(history: tuple[np.ndarray, xr.Dataset], min_unchanged: int) -> None:
     bits, ds = history
-    got = analysis.freeze(ds, min_still=min_still).compute(scheduler="sync")
+    got = analysis.freeze(ds, min_unchanged=min_unchanged).compute(scheduler="sync")
     steps, moved = ds.step.values, motion(bits)
     for token in range(bits.shape[1]):
         rows = [row + 1 for row in range(len(moved)) if moved[row, token]]
         gaps = [steps[later - 1] - steps[row] for row, later in itertools.pairwise(rows)]
         assert got.moves[token] == len(rows)
         assert got.last_motion[token] == (steps[rows[-1]] if rows else -1)
-        assert got.thaws[token] == sum(gap >= min_still for gap in gaps)
-        settled = steps[-1] - steps[rows[-1] if rows else 0] >= min_still
+        assert got.thaws[token] == sum(gap >= min_unchanged for gap in gaps)
+        settled = steps[-1] - steps[rows[-1] if rows else 0] >= min_unchanged
         following = steps[rows[-1] + 1 if rows else 0] if settled else -1
         assert got.frozen_since[token] == following
 
@@ -72,8 +72,8 @@ def test_regimes_are_a_partition_that_agrees_with_motion(
     got = analysis.regimes(ds).compute(scheduler="sync")
     assert ((got.regime >= 0) & (got.regime < 5)).all()
     np.testing.assert_array_equal(got.regime != 0, motion(bits))
-    by_token = got.census.sel(population="dead") + got.census.sel(population="live")
-    np.testing.assert_array_equal(by_token, got.census.sel(population="all"))
+    by_token = got.counts.sel(population="dead") + got.counts.sel(population="live")
+    np.testing.assert_array_equal(by_token, got.counts.sel(population="all"))
     assert (by_token.sum("regime_name") == bits.shape[1]).all()
     last = analysis.lifecycle(ds).compute(scheduler="sync")
     latest = np.maximum.reduce([last[name].values for name in last])

@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 from trajstore import analysis
 from trajstore.errors import InvalidArgument
 
-# Ties, both zeros, neighbours on the lattice, both signs; NaN only now and then.
+# Ties, both zeros, neighbors on the lattice, both signs; NaN only now and then.
 VALUES = st.sampled_from([0, 0x8000, 0x3F80, 0x3F80, 0x3F81, 0xBFC0, 0x3E00])
 several = settings(
     max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")),
@@ -127,12 +127,12 @@ def test_autocorrelation(ds: xr.Dataset, of: Any) -> None:
         return (x[: len(x) - lag] * x[lag:]).sum(-1).mean(0)
 
     means = np.stack([mean_product(lag) for lag in (0, *lags)])
-    told = {None: (got.token_autocorrelation.values, means)}
+    reported = {None: (got.token_autocorrelation.values, means)}
     for name, mask in masks.items():
         one = got.autocorrelation.sel(population=name).values[:, None]
         together = means[:, mask].mean(1, keepdims=True) if mask.any() else means[:, :1] * np.nan
-        told[name] = (one, together)
-    for found, products in told.values():
+        reported[name] = (one, together)
+    for found, products in reported.values():
         moves = ~(products[0] < 1e-20)  # but for rounding; NaN is none
         expected = products[1:] / products[0]
         np.testing.assert_allclose(found[:, moves], expected[:, moves], rtol=1e-9, atol=1e-12)

@@ -47,15 +47,15 @@ def test_names_types_and_masks_of_any_kind(data: st.DataObject, seed: int) -> No
     labelled = data.draw(st.booleans())
     if labelled:
         arrays[data.draw(st.sampled_from(WORDS["steps"]))] = known.steps
-    told = data.draw(st.sets(st.sampled_from(sorted(POPULATIONS)), max_size=3))
-    arrays |= {key: POPULATIONS[key](known.dead) for key in told}
+    reported = data.draw(st.sets(st.sampled_from(sorted(POPULATIONS)), max_size=3))
+    arrays |= {key: POPULATIONS[key](known.dead) for key in reported}
     with tempfile.TemporaryDirectory() as folder:
         file = write(Path(folder, "file"), form, arrays, n_dead=int(known.dead.sum()))
         import_file(file, Path(folder, "run.zarr"))
         ds = open_run(Path(folder, "run.zarr")).load()
     _check(ds, known, names, steps=known.steps if labelled else np.arange(len(known.steps)))
-    assert ("is_dead" in ds.coords) == bool(told)
-    if told:
+    assert ("is_dead" in ds.coords) == bool(reported)
+    if reported:
         assert (ds.is_dead.values == known.dead).all()
 
 

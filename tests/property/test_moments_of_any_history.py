@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import xarray as xr
-from adam_runs import blamed_by_hand
+from adam_runs import attributed_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -140,11 +140,11 @@ def test_moment_error_does_not_depend_on_chunks(history: tuple[xr.Dataset, xr.Da
 
 @several
 @given(histories(), st.integers(1, 4))
-def test_freeze_blame(history: tuple[xr.Dataset, xr.Dataset], window: int) -> None:
+def test_freeze_attribution(history: tuple[xr.Dataset, xr.Dataset], window: int) -> None:
     ds, lazy = history
-    got = analysis.freeze_blame(lazy, window=window).compute(scheduler="sync")
-    whole = analysis.freeze_blame(ds, window=window).compute(scheduler="sync")
+    got = analysis.freeze_attribution(lazy, window=window).compute(scheduler="sync")
+    whole = analysis.freeze_attribution(ds, window=window).compute(scheduler="sync")
     xr.testing.assert_identical(got, whole)
     with np.errstate(all="ignore"):
-        for name, expected in blamed_by_hand(ds, window).items():
+        for name, expected in attributed_by_hand(ds, window).items():
             np.testing.assert_array_equal(got[name], expected, err_msg=name)

@@ -31,6 +31,7 @@ def test_the_changelog_begins_with_what_is_not_released_and_then_this_version() 
         ".github/ISSUE_TEMPLATE/bug.yml",
         ".github/ISSUE_TEMPLATE/wish.yml",
         ".pre-commit-config.yaml",
+        ".readthedocs.yaml",
     ],
 )
 def test_what_other_programs_read_can_be_read(name: str) -> None:

@@ -1,23 +1,23 @@
-"""Commands of the command line that train models, or prepare, label or recompute a training.
+"""Commands that train models, and that prepare, label or recompute a training.
 
 ``annotate``
     The command `annotate`, which labels the tokens of a recorded run.
 ``configuration``
-    Options that make the configuration of a training, and that configuration.
+    Options that set the configuration of a training.
 ``fetch``
-    The command `fetch`.
+    The command `fetch`, which downloads a corpus or tokenizer.
 ``plan``
-    The command `plan`.
+    The command `plan`, which computes the cost of a recording.
 ``presets``
-    The command `presets`.
+    The command `presets`, which lists the presets.
 ``record``
-    The command `record`.
+    The command `record`, which trains a model and records every step.
 ``recording_progress``
     Progress of a recording.
 ``sweep``
     The command `sweep`, which records many runs.
 ``sweep_view``
-    What `sweep` shows: the status of each run.
+    The display of `sweep`: the status of each run.
 ``swept_record``
     `trajstore record` as a sweep starts it: it stops when its standard input ends.
 ``what_if``

@@ -1,4 +1,4 @@
-"""The command that tells a run about its tokens afterwards: annotate."""
+"""The command `annotate`, which labels the tokens of a recorded run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ __all__ = ["annotate"]
 
 @click.command()
 @RUN
-@click.option("--corpus", type=click.Path(), metavar="TEXT", help="The text that was trained on.")
-@click.option(
-    "--tokenizer", type=click.Path(), metavar="ascii|PATH", help="What made token ids of it."
-)
+@click.option("--corpus", type=click.Path(), metavar="TEXT", help="Text that was trained on.")
+@click.option("--tokenizer", type=click.Path(), metavar="ascii|PATH", help="Tokenizer of the text.")
 @click.option(
     "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
 )
-@click.option("--overwrite", is_flag=True, help="Replace coordinates that are there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
 @JSON
 @sentences
 def annotate(
@@ -38,10 +36,10 @@ def annotate(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Tell a run which of its tokens are dead, how often each occurs, and how it reads.
+    """Label dead tokens, occurrences and texts of tokens after recording.
 
-    The rows stay as they are, as hard links, and the run is exchanged as a whole. Its content
-    digest and fingerprint become those of a run that has these coordinates.
+    The rows stay unchanged, as hard links; the run is replaced as a whole. The content digest and
+    the fingerprint change with the coordinates.
 
     \b
     Example:
@@ -56,16 +54,18 @@ def annotate(
     from trajstore.store.writing.annotated_run import annotate_run, check_unlabeled
 
     if corpus is not None and tokenizer is None:
-        raise InvalidArgument("name what makes tokens of the text: --tokenizer ascii, or a folder")
+        raise InvalidArgument(
+            "--corpus needs the tokenizer of the text: --tokenizer ascii, or --tokenizer FOLDER"
+        )
     if masks is not None and corpus is not None:
-        raise InvalidArgument("both --masks and --corpus tell the dead tokens; name one of them")
+        raise InvalidArgument("got both --masks and --corpus, which both set is_dead; give one")
     if not overwrite:  # before a file is read, or transformers is imported
-        told = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
-        check_unlabeled(run, [name for name, source in told.items() if source is not None])
+        given = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        check_unlabeled(run, [name for name, source in given.items() if source is not None])
     token = np.asarray(open_group(run)["token"])
     found: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
     if tokenizer is not None:
-        found |= _of_text(corpus, tokenizer, token)
+        found |= _text_coordinates(corpus, tokenizer, token)
     added = annotate_run(run, **found, overwrite=overwrite)
     facts: dict[str, Any] = {"run": run, "added": list(added), "tokens": len(token)}
     if "is_dead" in found:
@@ -77,8 +77,10 @@ def annotate(
     out.print(f"{run} now has {', '.join(added)}{dead}.")
 
 
-def _of_text(corpus: str | None, tokenizer: str, token: npt.NDArray[Any]) -> dict[str, Any]:
-    """Coordinates that a tokenizer, and a text, tell."""
+def _text_coordinates(
+    corpus: str | None, tokenizer: str, token: npt.NDArray[Any]
+) -> dict[str, Any]:
+    """Return the coordinates that a tokenizer and a text give."""
     import numpy as np
 
     from trajstore.trainers.texts.corpus import tokenize_file
@@ -87,8 +89,8 @@ def _of_text(corpus: str | None, tokenizer: str, token: npt.NDArray[Any]) -> dic
     maker = AsciiTokenizer() if tokenizer == "ascii" else FileTokenizer(tokenizer)
     if len(token) and int(token.max()) >= maker.vocab_size:
         raise CorpusError(
-            f"the run has token {token.max()}, and the tokenizer {maker.name} has "
-            f"{maker.vocab_size} tokens; it is not the run's"
+            f"the run has token {token.max()}, but the tokenizer {maker.name} has only "
+            f"{maker.vocab_size} tokens; give the tokenizer of the run"
         )
     texts = np.array(maker.texts(), dtype=object)
     found: dict[str, Any] = {"token_text": [str(text) for text in texts[token]]}

@@ -1,4 +1,4 @@
-"""Options that make the configuration of a training, and that configuration."""
+"""Options that set the configuration of a training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
-    """Presets that begin so, for the completion of a shell; none where they cannot be imported."""
+    """Return the presets that start with a text, for shell completion; none without the extra."""
     try:
         from trajstore.trainers import PRESETS
     except MissingExtra:
@@ -38,7 +38,7 @@ def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> lis
 
 
 def _together(*options: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds several options, in this order."""
+    """Return a decorator that adds several options, in this order."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
@@ -48,13 +48,13 @@ configuration = _together(
         "preset_name",
         metavar="NAME",
         shell_complete=preset_names,
-        help="One of `trajstore presets`.",
+        help="A preset; `trajstore presets` lists them.",
     ),
     click.option(
         "--config",
         "config_file",
         type=click.Path(dir_okay=False),
-        help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
+        help="TOML file in place of a preset, in the form that `trajstore presets NAME` prints.",
     ),
     click.option(
         "--set",
@@ -64,56 +64,58 @@ configuration = _together(
         help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
     ),
     click.option("--steps", type=int, help="Optimizer steps to train."),
-    click.option("--corpus", type=click.Path(), help="A text; default: as fetched, or embedded."),
+    click.option(
+        "--corpus", type=click.Path(), help="Text file; default: the fetched or embedded text."
+    ),
     click.option(
         "--tokenizer",
         type=click.Path(),
-        help="Folder of a tokenizer; default: as fetched, or none.",
+        help="Folder of a tokenizer; default: the fetched tokenizer, or none.",
     ),
     RECORD,
     click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
-    click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
+    click.option("--tokens", metavar="all|dead|live|FILE", help="Tokens to record."),
     click.option(
         "--population",
         "populations",
         multiple=True,
         metavar="NAME=EXPR|FILE",
-        help="A group of tokens that the run names: an expression over what is known of them, "
-        "such as 'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
+        help="Named group of tokens: an expression over the coordinates of the tokens, such as "
+        "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
     ),
     click.option(
-        "--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB."
+        "--memory", metavar="SIZE", help="Memory of all buffers of the recorder, such as 512MiB."
     ),
     click.option(
         "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
     ),
 )
-"""Options that make a configuration, the same for all commands that take one."""
+"""Options that set a configuration, shared by all commands that take one."""
 
 recording = _together(
-    click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train."),
+    click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Training device."),
     click.option(
         "--commit-every",
         type=float,
         metavar="SECONDS",
-        help="How late a row is safe, and seen, at most; default: 10; 0: whole blocks only.",
+        help="Maximum seconds between commits; default: 10; 0: commit complete blocks only.",
     ),
     click.option(
         "--checkpoint-every",
         type=int,
         metavar="K",
-        help="Steps between checkpoints, rounded up to whole blocks; default: by time, so that "
-        "they cost at most a hundredth of it.",
+        help="Steps between checkpoints, rounded up to whole blocks; default: by time, at most a "
+        "hundredth of it.",
     ),
     click.option(
         "--fsync/--no-fsync",
         default=True,
-        help="Whether every commit and checkpoint survives a loss of power; default: it does.",
+        help="Make every commit and checkpoint survive a loss of power; default: --fsync.",
     ),
     click.option(
         "--strict-numerics",
         is_flag=True,
-        help="Refuse types in which the optimizer's state, or the weight decay, can do nothing.",
+        help="Refuse types in which the optimizer's state or the weight decay has no effect.",
     ),
 )
 """Options of commands that record with a configuration."""
@@ -141,10 +143,10 @@ def configured(
     fields: dict[str, Any],
     run: Location | None = None,
 ) -> RunConfig:
-    """Configuration that is asked for; of a run that goes on, where none is named, its own.
+    """Return the configuration of a command; a resumed run supplies its own if none is given.
 
-    `run` is the one that goes on, if it is there. The steps of a preset or a file are those of a
-    new run: one that goes on keeps its own.
+    `run` is the run to resume, if it exists. A resumed run keeps its number of steps, also if a
+    preset or a file is given.
     """
     from trajstore import trainers
 
@@ -158,11 +160,14 @@ def configured(
 
 
 def named_config(preset_name: str | None, config_file: str | None) -> RunConfig:
-    """Configuration of a preset or of a file."""
+    """Return the configuration of a preset or a file."""
     from trajstore import trainers
 
     if (preset_name is None) == (config_file is None):
-        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+        raise InvalidArgument(
+            "expected either a preset (--preset gatsby) or a file (--config FILE), got "
+            + ("neither" if preset_name is None else "both")
+        )
     if preset_name is not None:
         return trainers.preset(preset_name)
     return trainers.RunConfig.from_toml(str(config_file))
@@ -171,7 +176,7 @@ def named_config(preset_name: str | None, config_file: str | None) -> RunConfig:
 def settings_of(
     assignments: tuple[str, ...], variables: str | None, fields: dict[str, Any]
 ) -> list[str]:
-    """All that is to be changed of a configuration, whichever option says so."""
+    """Return all changes of the configuration that the options make."""
     given = [
         f"{PLACES[name]}={json.dumps(value)}"
         for name, value in fields.items()

@@ -13,8 +13,8 @@ __all__ = ["fetch"]
 
 @click.command()
 @click.argument("name", metavar="gatsby|fineweb|gpt2")
-@click.option("--source", help="Another place: an address, a data set, or a local path.")
-@click.option("--sha256", metavar="HEX", help="What the result must have.")
+@click.option("--source", help="Another source: an address, a data set, or a local path.")
+@click.option("--sha256", metavar="HEX", help="Expected SHA-256 of the result.")
 @JSON
 @sentences
 def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:

@@ -22,7 +22,7 @@ __all__ = ["plan", "print_plan", "time_sentence"]
 @click.option(
     "--no-timing",
     is_flag=True,
-    help="Do not train a few steps on this machine to tell how long the whole will take.",
+    help="Skip the time estimate, which trains a few steps on this machine.",
 )
 @JSON
 @sentences
@@ -37,10 +37,10 @@ def plan(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Print what a run will cost before it is made: rows, chunks, bytes, memory, files, time.
+    """Print the cost of a run before it starts: rows, chunks, bytes, memory, files, time.
 
-    The sizes are printed at once. For the time, a few steps are trained here, and recorded to a
-    temporary folder; that takes minutes for a large model.
+    The sizes are printed at once. The time estimate trains a few steps on this machine and records
+    them to a temporary folder. This takes minutes for a large model.
 
     \b
     Example:
@@ -64,8 +64,8 @@ def plan(
         err.print("Timing a few steps on this machine …")
         try:
             timed = trainers.time_steps(config, corpus=corpus, tokenizer=tokenizer)
-        except TrajstoreError as error:  # the plan may be of another machine
-            facts["notes"].append(f"no time was measured: {error}")
+        except TrajstoreError as error:  # the plan may be for another machine
+            facts["notes"].append(f"the time was not measured: {error}")
             if not as_json:
                 print_notes(facts["notes"][-1:])
         else:
@@ -77,7 +77,7 @@ def plan(
 
 
 def print_plan(facts: dict[str, Any]) -> None:
-    """Print the sizes that `facts` holds, and those of the tiers beside each other."""
+    """Print the sizes in `facts`, and a table of the tiers."""
     out.print(
         f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
         f"{facts['every']}; blocks of {facts['block_rows']} rows; at most "
@@ -93,7 +93,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             " × ".join(map(str, array["chunk"])),
         )
     print_table(printed)
-    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows a block")
+    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows per block")
     for tier, totals in facts["tiers"].items():
         printed.add_row(
             tier,
@@ -107,19 +107,19 @@ def print_plan(facts: dict[str, Any]) -> None:
 
 
 def time_sentence(time: dict[str, Any]) -> str:
-    """How long a planned run will take, and what that is measured on.
+    """Return a sentence with the duration of a planned run, and what was timed.
 
     Parameters
     ----------
     time : dict
-        Of `TimedSteps.facts`.
+        From `TimedSteps.facts`.
     """
     steps = f"{time['timed_steps']} {'step' if time['timed_steps'] == 1 else 'steps'}"
     return (
         f"About {format_duration(time['seconds'])} on this machine ({time['device']}), "
         f"{format_duration(time['seconds_recording'])} of it for recording: "
-        f"{format_duration(time['step_seconds'])} a step and "
-        f"{format_duration(time['row_seconds'])} a row. {steps} and {time['timed_rows']} rows "
-        f"({format_bytes(time['row_bytes'])} each on disk) were timed. Other programs that run "
-        "meanwhile, and checkpoints, come on top."
+        f"{format_duration(time['step_seconds'])} per step and "
+        f"{format_duration(time['row_seconds'])} per row. Timed: {steps} and {time['timed_rows']} "
+        f"rows ({format_bytes(time['row_bytes'])} each on disk). Checkpoints and other programs "
+        "add to this."
     )

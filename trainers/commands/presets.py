@@ -18,7 +18,7 @@ __all__ = ["presets"]
 @JSON
 @sentences
 def presets(name: str | None, as_json: bool) -> None:
-    """List the presets, or print one as TOML that `record --config` takes.
+    """List the presets, or print one as TOML for `record --config`.
 
     \b
     Example:

@@ -36,28 +36,28 @@ __all__ = ["record"]
 @click.command()
 @configuration
 @recording
-@click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
-@click.option("--seed", type=int, help="Of everything random.")
+@click.option("-o", "--output", type=click.Path(), help="Path of the run; default: NAME.zarr.")
+@click.option("--seed", type=int, help="Random seed.")
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on with the run if it is there, also with more --steps, and else begin it.",
+    help="Resume the run if it exists, otherwise start it. --steps may be larger.",
 )
 @click.option(
     "--fork",
     "source",
     type=click.Path(),
     metavar="RUN",
-    help="Train on from a step of another run, with the settings of --set.",
+    help="Continue another run from one of its steps, with the settings of --set.",
 )
-@click.option("--at", type=int, metavar="STEP", help="The step of --fork.")
-@click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@click.option("--at", type=int, metavar="STEP", help="Step at which --fork starts.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Threads of torch on the CPU, on which the bits depend; default: as the run had, or "
-    "torch's own number.",
+    help="Threads of torch on the CPU; they affect the bits. Default: as recorded in the run, "
+    "or torch's default.",
 )
 @JSON
 @sentences
@@ -81,14 +81,14 @@ def record(
 ) -> None:
     """Train a model and record every optimizer step.
 
-    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on; killed, it
-    loses the last seconds. Without a checkpoint, --resume trains the recorded steps again, and
-    compares them. With --resume one and the same command line begins a run and goes on with it,
-    whenever it was killed.
+    Ctrl-C and SIGTERM stop the training after the current step. --resume continues it. A kill loses
+    the last seconds. Without a checkpoint, --resume trains the recorded steps again and compares
+    them. The same command line with --resume starts a run and resumes it after any kill.
 
-    --fork goes on from a step of another run, recorded or reached by training again, with other
-    settings: any of optimizer and schedule, training.steps, training.max_grad_norm,
-    training.autocast, model.dtype=float32. The rows until there are shared, not copied.
+    --fork continues from a step of another run. The step may be recorded, or reached by training
+    again. Settings that may change: optimizer and schedule, training.steps, training.max_grad_norm,
+    training.autocast, model.dtype=float32. The fork shares the rows before that step; it does not
+    copy them.
 
     \b
     Example:
@@ -102,7 +102,7 @@ def record(
     """
     named = preset_name is not None or config_file is not None
     if resume and output is None and not named:
-        raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
+        raise InvalidArgument("no run to resume; name it: --resume -o RUN.zarr")
     _check_fork(source, at, output, named=named, resume=resume)
     from trajstore.store.storage.remote_path import location
     from trajstore.store.writing.create import check_local_target, check_target
@@ -158,41 +158,41 @@ def record(
 
 @contextmanager
 def _report_early_stop(path: Location) -> Iterator[None]:
-    """Say what is there when a signal ends the command before its training."""
+    """Print what the run contains if a signal ends the command before its training."""
     try:
         yield
     except SystemExit:
-        left = f"{path} is as it was" if path.exists() else "nothing has been recorded"
-        err.print(f"Stopped before the training began; {left}.")
+        left = f"{path} is unchanged" if path.exists() else "nothing was recorded"
+        err.print(f"Stopped before the training started; {left}.")
         raise
 
 
 def _check_fork(
     source: str | None, at: int | None, output: str | None, *, named: bool, resume: bool
 ) -> None:
-    """Refuse options that do not go with a fork, or only with one."""
+    """Raise an error for options that a fork needs or does not take."""
     if source is None:
         if at is not None:
-            raise InvalidArgument("--at is the step of a fork; name the run: --fork RUN.zarr")
+            raise InvalidArgument("--at needs --fork; name the run to fork: --fork RUN.zarr")
         return
     if at is None:
-        raise InvalidArgument("name the step to fork at: --at STEP")
+        raise InvalidArgument("--fork needs the step to fork at: --at STEP")
     if output is None:
-        raise InvalidArgument("name the run to be made: -o OTHER.zarr")
+        raise InvalidArgument("--fork needs the path of the new run: -o OTHER.zarr")
     if named:
         raise InvalidArgument(
-            "a fork has the configuration of its run; leave out --preset and --config, and say "
-            "with --set what changes"
+            "a fork takes the configuration of its source; leave out --preset and --config, and "
+            "change settings with --set"
         )
     if resume:
         raise InvalidArgument(
-            f"got both --fork and --resume; a fork that is there goes on with: trajstore record "
+            f"got both --fork and --resume; resume an existing fork with: trajstore record "
             f"--resume -o {shlex.quote(output)}"
         )
 
 
 def _forked(source: str, at: int | None, changes: list[str]) -> Any:
-    """Configuration of a fork, before it is looked at more closely."""
+    """Return the configuration of a fork, before its settings are checked."""
     from trajstore import trainers
     from trajstore.store.reading.open_group import open_group
 
@@ -204,41 +204,41 @@ def _forked(source: str, at: int | None, changes: list[str]) -> Any:
 def print_recorded(
     path: RunPath, facts: dict[str, Any], seconds: float | None, rate: float | None
 ) -> None:
-    """Print what was recorded, how long that took, and three commands to go on with.
+    """Print what was recorded, its duration, and three commands to run next.
 
     Parameters
     ----------
     path : path-like
-        Of the run, as it was named.
+        Path of the run, as the user gave it.
     facts : dict
-        Of `trajstore.store.reading.run_info.information`.
+        From `trajstore.store.reading.run_info.information`.
     seconds, rate : float or None
-        That it took, and steps a second; None where nothing was trained, or a single step.
+        Duration, and steps per second; None if no step or a single one was trained.
     """
     took = "" if seconds is None else f" in {format_duration(seconds)}"
     if rate is not None:
-        took += f" ({rate:.3g} steps a second)"
+        took += f" ({rate:.3g} steps per second)"
     out.print(
         f"Recorded {facts['committed_rows']} rows to {path}{took}: "
         f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
         f"on disk (ratio {facts['ratio']:.2f})."
     )
     run = shlex.quote(str(path))
-    said = {
+    next_commands = {
         f"trajstore summary {run}": "gradients, displacement, loss",
-        f"trajstore analyze {run} freeze": "when each token stopped moving",
-        f"trajstore verify {run}": "every byte, against its checksum",
+        f"trajstore analyze {run} freeze": "the step at which each token stopped moving",
+        f"trajstore verify {run}": "every byte against its checksum",
     }
-    longest = max(map(len, said))
-    out.print("Go on with:")
-    for command, what in said.items():
-        out.print(f"  {command:<{longest}}   {what}")
+    longest = max(map(len, next_commands))
+    out.print("Next commands:")
+    for command, purpose in next_commands.items():
+        out.print(f"  {command:<{longest}}   {purpose}")
 
 
 def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> None:
-    """Print, on standard error, how far it came, and the command that goes on."""
+    """Print, on standard error, the last recorded step and the command that resumes the run."""
     again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --no-fsync' * (not fsync)}"
     err.print(
         f"Interrupted after step {facts['steps']['last']}; "
-        f"{facts['committed_rows']} rows are whole. Go on with: {again}"
+        f"{facts['committed_rows']} rows are committed. Resume with: {again}"
     )

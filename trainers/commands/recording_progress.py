@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["RecordingProgress"]
 
 
-_WIDE = 120  # columns of a terminal that hold everything beside a bar
+_WIDE = 120  # columns of a terminal that fit all columns and a bar
 
 
 class _Rate(ProgressColumn):
-    """Steps a second."""
+    """Steps per second."""
 
     def render(self, task: Any) -> Text:
         return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
 
 
 class RecordingProgress(Bar):
-    """Progress of a recording: a bar on a terminal, a line now and then elsewhere.
+    """Progress of a recording: a bar on a terminal, occasional lines elsewhere.
 
     Parameters
     ----------
@@ -45,12 +45,12 @@ class RecordingProgress(Bar):
     """
 
     def __init__(self, steps: int) -> None:
-        # Seconds between two looks at the loss, which may have to wait for the device.
+        # Seconds between reads of the loss, which may wait for the device.
         self._interval = 0.2 if err.is_terminal else 30.0
         self._wide = err.width >= _WIDE
         super().__init__(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),  # what the others leave
+            BarColumn(bar_width=None),  # the rest of the width
             _Rate(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[state]}"),
@@ -66,7 +66,7 @@ class RecordingProgress(Bar):
         self._waited = 0.0
 
     def show_corpus(self, corpus: Corpus) -> None:
-        """Say which text is trained on. The time that the recording takes is counted from here."""
+        """Print which text is trained on, and start to measure the duration."""
         self._began = time.monotonic()
         dead = int((corpus.counts() == 0).sum())
         err.print(
@@ -75,22 +75,22 @@ class RecordingProgress(Bar):
         )
 
     def show_note(self, note: str) -> None:
-        """Say what should be known about the run."""
+        """Print a note about the run."""
         err.print(Text(f"Note: {note}."))
 
     def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""
         if err.is_terminal:
-            state = f"proving step {step} of {last} against the recorded rows"
+            state = f"comparing step {step} of {last} with the recorded rows"
             self._bar.update(self._task, completed=step, state=state)
             return
         now = time.monotonic()
         if now >= self._next or step == last:
             self._next = now + self._interval
-            err.print(f"proving step {step} of {last}")
+            err.print(f"comparing step {step} of {last} with the recorded rows")
 
     def show_step(self, recorder: Recorder) -> None:
-        """Show the step, its loss, what is recorded and how far the writer is behind."""
+        """Show the step, its loss, the recorded bytes and the rows in memory."""
         now = time.monotonic()
         self._last = now, recorder.step
         self._first = self._first or self._last
@@ -108,20 +108,20 @@ class RecordingProgress(Bar):
 
     @property
     def seconds(self) -> float | None:
-        """That the recording has taken so far; None before the first step."""
+        """Seconds of the recording so far; None before the first step."""
         if self._began is None or self._last is None:
             return None
         return self._last[0] - self._began
 
     @property
     def rate(self) -> float | None:
-        """Steps a second, from the first one on; None before the second."""
+        """Steps per second since the first step; None before the second."""
         if self._first is None or self._last is None or self._first == self._last:
             return None
         return (self._last[1] - self._first[1]) / max(self._last[0] - self._first[0], 1e-9)
 
     def _written(self, writer: RunWriter | ComparedRun) -> str:
-        """How much is recorded, and where it is; in a narrow terminal, what matters most."""
+        """Return the recorded and written bytes; a narrow terminal gets the most important."""
         waiting = writer.seconds_waited > self._waited
         self._waited = writer.seconds_waited
         if err.is_terminal and not self._wide:

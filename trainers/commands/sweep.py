@@ -1,4 +1,4 @@
-"""The command that records many runs: sweep."""
+"""The command `sweep`, which records many runs."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 _OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json"}
-"""Options that are the sweep's; all others are those of `trajstore record`, and passed on to it."""
+"""Options of `sweep` itself; all others are options of `trajstore record` and are passed on."""
 
 
 @click.command()
 @configuration
 @recording
-@click.option("--seeds", metavar="A:B|LIST", help="Seeds from A on and before B, or several: 1,2.")
+@click.option("--seeds", metavar="A:B|LIST", help="Seeds: A to B - 1 for A:B, or a list: 1,2.")
 @click.option(
     "-o", "--output", type=click.Path(), required=True, help="Folder of the runs, such as runs/."
 )
-@click.option("--jobs", type=click.IntRange(1), default=1, help="Runs at once; default: 1.")
+@click.option("--jobs", type=click.IntRange(1), default=1, help="Simultaneous runs; default: 1.")
 @click.option(
     "--threads",
     type=click.IntRange(1),
-    help="Of each run; default: OMP_NUM_THREADS, or the processors divided by --jobs. Settled by "
-    "the first call.",
+    help="Threads of each run; default: OMP_NUM_THREADS, or the processors divided by --jobs. The "
+    "first call fixes the number.",
 )
 @click.option(
     "--print",
     "printed",
     is_flag=True,
-    help="Print the command of each run, a line each, for a cluster's array job; record nothing.",
+    help="Print one command per run, for a cluster's array job; record nothing.",
 )
 @JSON
 @sentences
@@ -70,26 +70,26 @@ def sweep(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Record many runs: every seed with every setting, each in a process of its own.
+    """Record many runs: every seed with every setting, each in its own process.
 
-    Several values of one --set, between commas, are swept: --set optimizer.lr=1e-3,3e-4. Commas
-    within brackets and quotes belong to a value. The same command again skips the runs that are
-    complete, and goes on with the others. One that fails does not stop the others; then the exit
-    code is 1. Ctrl-C and SIGTERM stop all of them after the step in progress.
+    A --set with several values, separated by commas, is swept: --set optimizer.lr=1e-3,3e-4. Commas
+    within brackets and quotes belong to a value. Run the same command again to skip complete runs
+    and resume the others. A failed run does not stop the others; the exit code is then 1. Ctrl-C
+    and SIGTERM stop all runs after the current step.
 
     \b
     Example:
       trajstore sweep --preset gatsby --seeds 1601:1617 --steps 300 -o runs/ --jobs 2
-      trajstore sweep --preset gatsby --set initialisation.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
+      trajstore sweep --preset gatsby --set initialization.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
     from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
-    from trajstore.trainers.sweeps.sweep_folder import keep_names, settle_threads
+    from trajstore.trainers.sweeps.sweep_folder import choose_threads, save_names
 
     if "://" in output:
         raise InvalidArgument(
-            f"cannot sweep to {output}: the runs of a sweep are recorded to a local folder; record "
-            "single runs there, or copy them when they are complete"
+            f"cannot sweep to {output}: a sweep records to a local folder; record single runs to "
+            "this address, or copy complete runs there"
         )
     folder = Path(output)
     places = {name: value for name, value in fields.items() if name in PLACES}
@@ -97,16 +97,16 @@ def sweep(
     base = named_config(preset_name, config_file)
     stem = preset_name or Path(str(config_file)).stem
     chosen = None if seeds is None else parse_seeds(seeds)
-    # All of them now, so that what is wrong with any is reported before the first begins.
+    # All runs are parsed now, so that an error in any is reported before the first starts.
     runs = swept_runs(base, stem, assignments, chosen, common)
-    threads = settle_threads(folder, jobs, threads, keep=not printed)
+    threads = choose_threads(folder, jobs, threads, keep=not printed)
     passed_on = _passed_on(click.get_current_context())
     commands = [_command(run, folder, passed_on) for run in runs]
     if printed:
         for command in commands:
             click.echo(f"OMP_NUM_THREADS={threads} {shlex.join(['trajstore', *command])}")
         return
-    keep_names(folder, (run.name for run in runs))
+    save_names(folder, (run.name for run in runs))
     steps_given = any(
         text.partition("=")[0].strip() == "training.steps" for text in (*assignments, *common)
     )
@@ -114,7 +114,7 @@ def sweep(
 
 
 def _passed_on(ctx: click.Context) -> list[str]:
-    """Options of `trajstore record` as they were given to this command."""
+    """Return the options of `trajstore record` that were given to this command."""
     words: list[str] = []
     for parameter in ctx.command.params:
         name = str(parameter.name)
@@ -128,7 +128,7 @@ def _passed_on(ctx: click.Context) -> list[str]:
 
 
 def _command(run: SweptRun, folder: Path, passed_on: list[str]) -> list[str]:
-    """Arguments of `trajstore` that begin a run, and go on with it."""
+    """Return the arguments of `trajstore` that start or resume a run."""
     words = ["record", *passed_on]
     for assignment in run.assignments:
         words += ["--set", assignment]
@@ -147,7 +147,7 @@ def _record(
     steps_given: bool,
     as_json: bool,
 ) -> None:
-    """Run the processes, tell what became of each, and exit with what that means."""
+    """Run the processes, print the status of each run, and set the exit code."""
     from trajstore.trainers.sweeps.process_queue import Job, run_jobs
     from trajstore.trainers.sweeps.sweep_folder import is_done, planned_rows
 
@@ -162,7 +162,8 @@ def _record(
 
     jobs = [job(run, command) for run, command in zip(runs, commands, strict=True)]
     rows = [planned_rows(run.config) for run in runs]
-    err.print(f"{len(jobs)} runs in {folder}, {at_once} at once, threads of each: {threads}")
+    each = f"{threads} {'thread' if threads == 1 else 'threads'} each"
+    err.print(f"{len(jobs)} runs in {folder}, {at_once} at a time, {each}")
     with StopRequest() as stop, SweepProgress(jobs, rows) as progress:
         stop.begin()
         run_jobs(
@@ -177,11 +178,13 @@ def _record(
     else:
         print_jobs(jobs, rows)
     if stop():
-        err.print("Stopped; the same command goes on with what is not complete.")
+        err.print("Stopped; run the same command again to resume the incomplete runs.")
         sys.exit(stop.exit_code)
     if any(job.state not in ("complete", "skipped") for job in jobs):
-        err.print("Not all runs are complete; the same command goes on with the others.")
+        err.print(
+            "Some runs are incomplete; run the same command again to resume the incomplete runs."
+        )
         sys.exit(1)
     if not as_json:
         pattern = shlex.quote(str(folder / "*.zarr"))
-        out.print(f"Go on with: trajstore plot {pattern} gradients")
+        out.print(f"Next command: trajstore plot {pattern} gradients")

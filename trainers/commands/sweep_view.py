@@ -1,4 +1,4 @@
-"""What `trajstore sweep` shows: its runs while they are trained, and what became of each."""
+"""The display of `trajstore sweep`: the status of each run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SweepProgress", "print_jobs", "sweep_facts"]
 
 _STATES = {
-    "busy": "waits: another process writes to it",
+    "busy": "waiting: another process writes to this run",
     "waiting": "waiting",
     "running": "recording",
     "skipped": "complete already",
@@ -29,13 +29,13 @@ _STATES = {
 
 
 class SweepProgress:
-    """A view on a terminal, a line for every change elsewhere; shown while the ``with`` block runs.
+    """Status of the runs while the ``with`` block runs: a table on a terminal, else lines.
 
     Parameters
     ----------
     jobs : sequence of Job
     rows : sequence of int
-        That each run has in the end.
+        Planned rows of each run.
     """
 
     def __init__(self, jobs: Sequence[Job], rows: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class SweepProgress:
         self._shown = ["waiting"] * len(jobs)
         self._live: Live | None = None
         if err.is_terminal:
-            # A console of its own, which wraps lines, other than `err`.
+            # A separate console that wraps lines, unlike `err`.
             self._live = Live(console=PlainConsole(stderr=True), auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class SweepProgress:
             self._live.stop()
 
     def show(self) -> None:
-        """Show what has changed."""
+        """Show the changes since the last call."""
         for number, job in enumerate(self._jobs):
             if job.state != self._shown[number]:
                 self._shown[number] = job.state
@@ -67,7 +67,7 @@ class SweepProgress:
             self._live.update(self._view(), refresh=True)
 
     def _view(self) -> RenderableType:
-        """What is going on and what failed; of the others, how many there are."""
+        """Return a table of running and failed runs, and counts of the other states."""
         counted = Counter(job.state for job in self._jobs)
         counts = ", ".join(
             f"{number} {_STATES.get(state, state).partition(':')[0]}"
@@ -81,18 +81,18 @@ class SweepProgress:
 
 
 def print_jobs(jobs: Sequence[Job], rows: Sequence[int]) -> None:
-    """Print what became of each run, and why those that failed did."""
+    """Print the status of each run, and the message of each failed run."""
     printed = _table()
     for job, planned in zip(jobs, rows, strict=True):
         _add_row(printed, job, planned)
     print_table(printed)
     for job in jobs:
         if job.state == "failed":
-            out.print(Text(f"{job.run.name} failed: {job.said} (all it said: {job.log})"))
+            out.print(Text(f"{job.run.name} failed: {job.message} (full output: {job.log})"))
 
 
 def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
-    """The same, as JSON values."""
+    """Return the status of each run as JSON values."""
     from trajstore.trainers.sweeps.sweep_folder import committed_rows
 
     return {
@@ -100,11 +100,11 @@ def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
         "runs": [
             {
                 "run": str(job.run),
-                "state": job.state,
+                "status": job.state,
                 "committed_rows": committed_rows(job.run),
                 "seconds": job.seconds,
                 "exit_code": job.exit_code,
-                "said": job.said,
+                "message": job.message,
                 "log": str(job.log),
             }
             for job in jobs
@@ -113,8 +113,8 @@ def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
 
 
 def _table() -> Any:
-    printed = table("", "run", "became of it", "rows", "of", "took", words=(0, 1))
-    printed.columns[0].no_wrap = False  # a name goes on below rather than being cut
+    printed = table("", "run", "status", "rows", "planned", "duration", words=(0, 1))
+    printed.columns[0].no_wrap = False  # long names are wrapped, not cut
     printed.columns[0].overflow = "fold"
     return printed
 
@@ -130,5 +130,5 @@ def _add_row(printed: Any, job: Job, rows: int) -> None:
 def _status_line(job: Job) -> str:
     state = _STATES.get(job.state, job.state)
     after = f" after {format_duration(job.seconds)}" if job.seconds else ""
-    said = f": {job.said}" if job.said else ""
-    return f"{state}{after}{said}"
+    message = f": {job.message}" if job.message else ""
+    return f"{state}{after}{message}"

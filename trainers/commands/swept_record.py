@@ -1,7 +1,7 @@
 """`trajstore record` as a sweep starts it: it stops when its standard input ends.
 
-That is a pipe which the sweep holds open. However the sweep ends, also by a signal that cannot be
-caught, the pipe ends with it; the run then commits, and is interrupted as by SIGTERM.
+Standard input is a pipe that the sweep holds open. The pipe closes when the sweep ends, also by
+SIGKILL. The run then commits and stops, as after SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STANDARD_INPUT = 0
 
 
 def main() -> None:
-    """Be `trajstore`, with the arguments of this process."""
+    """Run `trajstore` with the arguments of this process."""
     threading.Thread(target=_stop_at_end, name="trajstore-sweep", daemon=True).start()
     from trajstore.cli.main import main as trajstore
 

@@ -1,4 +1,4 @@
-"""Commands that carry a run out differently: what-if."""
+"""The command `what-if`, which applies recorded gradients with other settings."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["what_if"]
 
 @click.command("what-if")
 @RUN
-@click.option("-o", "--output", required=True, type=click.Path(), help="The new run.")
+@click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new run.")
 @click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="SECTION.FIELD=VALUE",
-    help="What is to be different, such as optimizer.state_dtype=float32. Repeatable.",
+    help="Change one setting, such as optimizer.state_dtype=float32. Repeatable.",
 )
 @click.option(
-    "--from", "from_step", type=int, metavar="STEP", help="Go on from this step's recorded state."
+    "--from", "from_step", type=int, metavar="STEP", help="Start from the state of this step."
 )
-@click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Of which tokens.")
-@click.option("--seed", type=int, help="Of stochastic rounding; default: 0.")
-@click.option("--memory", metavar="SIZE", help="For the buffer of the writer, such as 512MiB.")
-@click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Tokens to compute.")
+@click.option("--seed", type=int, help="Seed of stochastic rounding; default: 0.")
+@click.option("--memory", metavar="SIZE", help="Memory of the writer's buffer, such as 512MiB.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @JSON
 @sentences
 def what_if(
@@ -45,12 +45,12 @@ def what_if(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Apply a run's recorded gradients with other settings of the optimizer, as a new run.
+    """Apply a run's recorded gradients with other optimizer settings, as a new run.
 
-    Open loop: the gradients stay those of the recorded path. What can be changed: optimizer.name,
-    lr, betas, eps, momentum, weight_decay, state_dtype and rounding; schedule.name, warmup_steps
-    and steps; training.max_grad_norm; model.dtype. With nothing changed it is the run again, bit
-    for bit.
+    The gradients stay those of the recorded run: an open loop. Settings that may change:
+    optimizer.name, lr, betas, eps, momentum, weight_decay, state_dtype and rounding; schedule.name,
+    warmup_steps and steps; training.max_grad_norm; model.dtype. Without a change the result equals
+    the run bit for bit.
 
     \b
     Example:
@@ -83,10 +83,10 @@ def what_if(
         return
     out.print(
         Text(
-            f"Made {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
-            f"of the gradients of {run}."
+            f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
+            f"from the gradients of {run}."
         )
     )
     print_notes(found.notes)
     if tokens == "all":  # runs of other tokens cannot be compared value by value
-        out.print(Text(f"Compare them with: trajstore compare {shlex.join([run, output])}"))
+        out.print(Text(f"Compare the runs with: trajstore compare {shlex.join([run, output])}"))

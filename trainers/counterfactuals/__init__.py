@@ -1,7 +1,7 @@
-"""The recorded gradients, applied with other settings of the optimizer.
+"""Recorded gradients, applied with other settings of the optimizer.
 
-``what_if`` makes a run of them. ``settings`` is what may be changed, ``changed_rates`` what that
-makes of the learning rates and of clipping; ``planned_counterfactual`` puts that together and
-refuses what is impossible. ``counterfactual_rows`` then makes row after row, with the real
+``what_if`` writes the result as a run. ``settings`` defines what may change. ``changed_rates``
+computes the learning rates and clipping factors. ``planned_counterfactual`` combines them and
+raises errors before anything is written. ``counterfactual_rows`` computes the rows with the real
 optimizer, which starts from a recorded state.
 """

@@ -1,4 +1,4 @@
-"""Learning rates and clipping factors of each step, as changed settings have them."""
+"""Learning rates and clipping factors of each step under changed settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from trajstore.errors import ConfigError
 from trajstore.store.metadata.stretches import STRETCHES, listed_stretches
-from trajstore.store.reading.tiled_reader import attribute
+from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
 from trajstore.trainers.recording.step_hooks import clip_coefficient
@@ -27,7 +27,7 @@ Rates = npt.NDArray[np.float64]
 
 
 def changed_schedule(attributes: Mapping[str, Any], settings: ChangedSettings) -> dict[str, Any]:
-    """Attribute ``optimizer.schedule`` of a run, with what was changed of it."""
+    """Return the attribute ``optimizer.schedule`` of a run with the changed fields."""
     recorded = attribute(attributes, "optimizer", "schedule")
     schedule = dict(recorded) if isinstance(recorded, Mapping) else {}
     for name, value in settings.given.items():
@@ -40,16 +40,16 @@ def changed_schedule(attributes: Mapping[str, Any], settings: ChangedSettings) -
 def changed_learning_rates(
     rows: RecordedRows, attributes: Mapping[str, Any], settings: ChangedSettings
 ) -> Rates:
-    """Learning rate of the step that each row is after, (step,).
+    """Return the learning rate of the step before each row, (step,).
 
-    As recorded, where neither the rate nor its schedule was changed. Schedules of all stretches
-    that are known, and give what is recorded, give the changed rates in the same way; of others,
-    the recorded rates are multiplied.
+    The rates are as recorded if neither the rate nor its schedule changes. If the known schedules
+    of all stretches reproduce the recorded rates, they also give the changed rates. Otherwise the
+    recorded rates are multiplied.
 
     Raises
     ------
     CannotReplay
-        If a rate is to change and the run does not say what the schedule began with.
+        If a rate changes and the run does not record the initial rate of the schedule.
     """
     recorded = np.array([rows.value("lr", number) for number in range(len(rows))])
     reshaped = [name for name in settings.given if name.startswith("schedule.")]
@@ -72,20 +72,20 @@ def changed_learning_rates(
 
 
 def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[npt.NDArray[Any]]:
-    """Bits of the factor that clipping multiplies each row's gradient by.
+    """Return the bits of the factor by which clipping multiplies each row's gradient.
 
     Raises
     ------
     CannotReplay
-        If clipping is to change, and the norm of all gradients is not recorded.
+        If clipping changes and the norm of all gradients is not recorded.
     """
     numbers = range(len(rows))
     if "training.max_grad_norm" not in settings.given:
         return [rows.scalar("clip_coef", number) for number in numbers]
     if "grad_norm" not in rows:
         raise CannotReplay(
-            "clipping goes by the norm of all gradients, and grad_norm was not recorded; every "
-            "tier holds it"
+            "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
+            "tier, such as --record all"
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])
@@ -99,20 +99,20 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
 
 
 def _base_rate(attributes: Mapping[str, Any]) -> float:
-    """Rate that a schedule multiplies."""
+    """Return the rate that a schedule multiplies."""
     hyperparameters = attribute(attributes, "optimizer", "hyperparameters") or {}
     config = attribute(attributes, "config", "optimizer", "lr")
     for value in (hyperparameters.get("initial_lr"), config, hyperparameters.get("lr")):
         if isinstance(value, int | float) and value > 0:
             return float(value)
     raise CannotReplay(
-        "the run does not say which learning rate its schedule began with (initial_lr of the "
-        "optimizer), so neither can be changed"
+        "the run does not record the initial learning rate of its schedule (initial_lr of the "
+        "optimizer); leave out optimizer.lr and schedule"
     )
 
 
 def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, ScheduleConfig]]:
-    """Schedule of each stretch of a run, with the step before it; none where it is not known."""
+    """Return the schedule of each stretch of a run and the step before it; none if unknown."""
     if STRETCHES in attributes:
         configs = [(e["step"], RunConfig.parse(e["config"])) for e in listed_stretches(attributes)]
         return [
@@ -134,29 +134,31 @@ def _is_known(schedule: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _schedule(values: Mapping[str, Any]) -> ScheduleConfig:
-    """Schedule of the values of an attribute.
+    """Return the schedule of the values of an attribute.
 
     Raises
     ------
     ConfigError
-        If it is none that a configuration can name, or the end of its decay is not known.
+        If a configuration cannot express it, or the end of its decay is not known.
     """
     named = {key: values[key] for key in ("name", "warmup_steps", "steps") if key in values}
     if "name" not in named:
         raise ConfigError(
-            "the run does not say its schedule; give schedule.name, and schedule.steps where it "
-            "decays"
+            "the run does not record its schedule; set schedule.name, and schedule.steps if the "
+            "rate decays"
         )
     schedule = RunConfig.parse({"schedule": named}).schedule
     if schedule.name != "constant" and schedule.steps is None:
-        raise ConfigError(f"schedule.steps: say at which step the {schedule.name} decay ends")
+        raise ConfigError(
+            f"schedule.steps is missing; set the step at which the {schedule.name} decay ends"
+        )
     return schedule
 
 
 def _scheduled(
     lr: float, schedule: ScheduleConfig, taken: npt.NDArray[np.int64], recorded: Rates
 ) -> Rates:
-    """Rates as a schedule gives them after so many steps; NaN where none is recorded."""
+    """Return the rates of a schedule after given numbers of steps; NaN where none is recorded."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
     built = build_schedule(optimizer, schedule, schedule.steps or 1)
     factor = built.lr_lambdas[0]

@@ -1,4 +1,4 @@
-"""The rows of a counterfactual: what the optimizer makes of W, beside what stays as recorded."""
+"""The rows of a counterfactual: the computed W, and variables copied from the recorded run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from trajstore.schema import VARIABLES
 from trajstore.trainers.counterfactuals.planned_counterfactual import (
-    OF_THE_OPTIMIZER,
+    OPTIMIZER_VARIABLES,
     PlannedCounterfactual,
 )
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
@@ -30,7 +30,7 @@ _WINDOW = 128 << 20
 
 
 class CounterfactualRows:
-    """Makes one row after the other.
+    """Iterator that computes row after row.
 
     Parameters
     ----------
@@ -39,8 +39,8 @@ class CounterfactualRows:
     Attributes
     ----------
     first_difference : int or None
-        First step after which W or a moment is not the recorded one; looked for only where nothing
-        was set, and known when all rows have been made.
+        First step after which W or a moment differs from the recorded one. It is searched only if
+        no setting changes, and is known after all rows.
     """
 
     def __init__(self, planned: PlannedCounterfactual) -> None:
@@ -48,14 +48,14 @@ class CounterfactualRows:
         self._rows = planned.rows
         self._variables = planned.variables
         self.first_difference: int | None = None
-        self._proven = [
+        self._compared = [
             name
             for name in ("W", *MOMENTS)
             if name in planned.variables and not planned.settings.given
         ]
 
     def __iter__(self) -> Iterator[tuple[RecordedRow, dict[str, Array]]]:
-        """Each row of the new run with its bits."""
+        """Yield each row of the new run with its bits."""
         first = self._planned.first
         names = {*self._variables, *self._planned.recorded.state_names}
         (row,) = self._rows.read(names, first=first, stop=first + 1)
@@ -63,12 +63,14 @@ class CounterfactualRows:
         recorded = {name: self._rows.scalar(name, first) for name in ("lr", "clip_coef")}
         values = self._values(loop, row, None) | recorded
         if "W_ulp_l1" in values and self._variables["W"] != self._rows.natives["W"]:
-            # The way that led to this row was counted in spacings of another type.
+            # The motion before this row was counted in spacings of another type.
             values["W_ulp_l1"] = np.full_like(
                 values["W_ulp_l1"], self._variables["W_ulp_l1"].nan_bits
             )
         yield row, values
-        read = [name for name in self._variables if name not in OF_THE_OPTIMIZER] + self._proven
+        read = [
+            name for name in self._variables if name not in OPTIMIZER_VARIABLES
+        ] + self._compared
         for row in self._rows.read(read, first=first + 1, window=_WINDOW):
             last = loop.weights.clone() if self._has_motion else None
             self._step(loop, row, self._planned.lr, self._planned.clip_coef)
@@ -80,7 +82,7 @@ class CounterfactualRows:
     def _is_as_recorded(self, row: RecordedRow, values: dict[str, Array]) -> bool:
         return all(
             np.array_equal(values[name], self._planned.of_tokens(row.bits[name]))
-            for name in self._proven
+            for name in self._compared
         )
 
     @property
@@ -88,7 +90,7 @@ class CounterfactualRows:
         return "W_step_norm" in self._variables or "W_ulp_l1" in self._variables
 
     def _begin(self, row: RecordedRow) -> OpenLoop:
-        """The optimizer with the recorded state of a row."""
+        """Return the optimizer with the recorded state of a row."""
         taken = self._rows.steps_taken(row.number)
         state: State | None = None
         if taken and self._planned.settings.keeps_state:
@@ -101,14 +103,14 @@ class CounterfactualRows:
                 }
             if state and row.number == 0 and not any(value.any() for value in state.values()):
                 raise CannotReplay(
-                    f"the state of the optimizer at step {row.step} was not seen: recording began "
-                    "there; begin a step later (--from)"
+                    f"the optimizer's state at step {row.step} was not recorded, because recording "
+                    "began there; start a step later (--from)"
                 )
         weights = self._parameter("W", row).to(getattr(torch, self._planned.settings.weights_dtype))
         return OpenLoop(self._planned.optimizer, self._planned.placement, weights, state, taken)
 
     def _rebuilt(self, last: int) -> OpenLoop:
-        """The recorded optimizer after all recorded steps up to a row, to have its state."""
+        """Return the recorded optimizer after all recorded steps up to a row."""
         (start,) = self._rows.read(["W"], stop=1)
         loop = OpenLoop(
             self._planned.recorded, self._planned.placement, self._parameter("W", start), None, 0
@@ -124,7 +126,7 @@ class CounterfactualRows:
         lr: npt.NDArray[np.float64] | None,
         clip_coef: list[Array] | None,
     ) -> None:
-        """Take the step of a row, with changed rates or, without them, as it was recorded."""
+        """Take the step of a row, with changed or with recorded rates."""
         number = row.number
         if self._rows.skipped[number]:
             return
@@ -143,7 +145,7 @@ class CounterfactualRows:
     def _values(
         self, loop: OpenLoop, row: RecordedRow, last: torch.Tensor | None
     ) -> dict[str, Array]:
-        """Bits of a row of the new run."""
+        """Return the bits of a row of the new run."""
         values: dict[str, Array] = {}
         for name in self._variables:
             if name == "W":
@@ -171,7 +173,7 @@ class CounterfactualRows:
         return values
 
     def _gradient(self, row: RecordedRow) -> Array:
-        """The gradient as the optimizer gets it, before clipping."""
+        """Return the gradient that the optimizer gets, before clipping."""
         native, wanted = self._rows.natives["grad"], self._variables["grad"]
         bits = self._planned.of_tokens(row.bits["grad"])
         if native == wanted:
@@ -186,13 +188,13 @@ class OpenLoop:
     ----------
     optimizer : RecordedOptimizer
     placement : Placement
-        Of the given tokens in the parameter.
+        Placement of the tokens in the parameter.
     weights : tensor, (vocabulary, hidden)
-        To begin with.
+        Initial weights.
     state : dict of str to tensor, optional
-        That the optimizer has then; None for one that has taken no step.
+        Initial state; None before the first step.
     steps_taken : int
-        Steps that it has taken.
+        Steps that the optimizer has taken.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class OpenLoop:
         return self._parameter.detach()
 
     def state(self, name: str) -> torch.Tensor:
-        """State of that name, (vocabulary, hidden); 0 before the first step."""
+        """Return a state by name, (vocabulary, hidden); 0 before the first step."""
         held = self._optimizer.state[self._parameter]
         if name not in held:
             return torch.zeros(
@@ -230,7 +232,7 @@ class OpenLoop:
         return tensor
 
     def gradient(self, bits: Array, native: NativeType) -> torch.Tensor:
-        """A recorded gradient in the type of W, (vocabulary, hidden)."""
+        """Return a recorded gradient in the type of W, (vocabulary, hidden)."""
         return self._placement.parameter(bits, native).to(self._parameter.dtype)
 
     def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
@@ -244,12 +246,12 @@ class OpenLoop:
             Factor of clipping.
         lr : float
         """
-        # As torch.nn.utils.clip_grad_norm_ does: by a tensor of the type of the norm.
+        # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type.
         self._parameter.grad = gradient.mul_(clip_coef.to(gradient.device))
         self._optimizer.param_groups[0]["lr"] = lr
         self._optimizer.step()
 
     def bits(self, tensor: torch.Tensor) -> Array:
-        """Native bits of the given tokens of a tensor, (token, hidden)."""
+        """Return the native bits of the tokens in a tensor, (token, hidden)."""
         native = native_type(str(tensor.dtype).removeprefix("torch."))
         return self._placement.bits(tensor, native)

@@ -1,4 +1,4 @@
-"""A counterfactual as it will be, decided before anything is written."""
+"""The plan of a counterfactual, made before anything is written."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.trainers.replay.step_simulator import check_inputs
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
-__all__ = ["CAVEAT", "OF_THE_OPTIMIZER", "PlannedCounterfactual"]
+__all__ = ["CAVEAT", "OPTIMIZER_VARIABLES", "PlannedCounterfactual"]
 
 Array = npt.NDArray[Any]
 
 CAVEAT = (
-    "the gradients are those of the recorded path, whatever became of W: this is what another "
-    "optimizer makes of them, not what training with these settings would have done"
+    "the gradients are those of the recorded run, independent of the new W; the result shows what "
+    "another optimizer computes from them, not a training with these settings"
 )
-"""What everybody who looks at a counterfactual has to know."""
+"""Note that every counterfactual carries."""
 
-OF_THE_OPTIMIZER = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
-"""Variables that settings of the optimizer change; all others are of the recorded path."""
+OPTIMIZER_VARIABLES = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
+"""Variables that settings of the optimizer change; all others are those of the recorded run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCounterfactual:
-    """What a counterfactual is made of. Made by `of`, which refuses what is impossible.
+    """The plan of a counterfactual; `of` makes it and raises errors.
 
     Attributes
     ----------
@@ -56,20 +56,20 @@ class PlannedCounterfactual:
     optimizer : RecordedOptimizer
         With the changed settings.
     recorded : RecordedOptimizer
-        As the run had it.
+        As recorded.
     placement : Placement
-        Of the chosen tokens.
+        Placement of the chosen tokens.
     chosen : ndarray of int, optional
-        Their positions; None for all that the run holds.
+        Positions of the chosen tokens; None for all tokens of the run.
     first : int
-        Row that it goes on from.
+        Row with the initial state.
     lr : ndarray of float64, (step,)
     clip_coef : list of ndarray, ()
-        Bits.
+        Bits of each factor.
     variables : dict of str to NativeType
-        Of the new run.
+        Variables of the new run.
     needs_rebuilding : bool
-        Whether the state to begin with is not recorded, and follows from the steps before.
+        True if the initial state is not recorded and has to be computed from earlier steps.
     """
 
     source: TiledRun
@@ -97,7 +97,7 @@ class PlannedCounterfactual:
         seed: int | None,
         device: torch.device,
     ) -> PlannedCounterfactual:
-        """Decide all of it, before anything is written.
+        """Plan a counterfactual before anything is written.
 
         Raises
         ------
@@ -114,8 +114,8 @@ class PlannedCounterfactual:
         rebuilt = any(name not in rows for name in recorded.state_names)
         if rebuilt and rows.steps[first] and not rows.from_start:
             raise CannotReplay(
-                f"the optimizer's state is not recorded, and the run begins at step "
-                f"{rows.steps[0]}, so it cannot be rebuilt; record the tier all"
+                f"the optimizer's state is not recorded and cannot be computed, because the run "
+                f"starts at step {rows.steps[0]}; record the tier all"
             )
         begin = 0 if rebuilt else first
         _check_every_step(rows, begin)
@@ -123,9 +123,8 @@ class PlannedCounterfactual:
         forked_at = steps_of_another_optimizer(source.attributes)
         if rows.steps[begin] < forked_at:
             raise CannotReplay(
-                f"the steps up to {forked_at} were taken with another optimizer, before the run "
-                f"was forked; begin there (--from {forked_at}), or ask about the run that it was "
-                "forked from"
+                f"another optimizer took the steps up to {forked_at}, before the run was forked; "
+                f"start at the fork (--from {forked_at}), or use the source of the fork"
             )
         if first and rebuilt:
             recorded_lr = np.array([rows.value("lr", number) for number in range(len(rows))])
@@ -152,14 +151,14 @@ class PlannedCounterfactual:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be known about it."""
+        """Notes about the interpretation of the result."""
         found = [CAVEAT] if self.settings.given else []
         if not self.settings.keeps_state:
-            found.append("the optimizer is of another class, and begins without a state")
+            found.append("the optimizer has another class and starts without a state")
         if self.left_out:
             found.append(
-                f"{', '.join(self.left_out)}: left out, as the gradients of W do not tell what "
-                "they would be"
+                f"{', '.join(self.left_out)}: left out, because the gradients of W do not "
+                "determine them"
             )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
@@ -167,16 +166,16 @@ class PlannedCounterfactual:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Variables of the recorded run that the new one does not hold."""
+        """Variables of the recorded run that the new run lacks."""
         return tuple(name for name in self.rows.natives if name not in self.variables)
 
     def attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
-        """Attributes of the root of the new run.
+        """Return the attributes of the root of the new run.
 
         Parameters
         ----------
         origin : mapping
-            What identifies the run that it is made of.
+            Identifies the run with the gradients.
         """
         before = self.source.attributes
         known = before.get("provenance")
@@ -185,11 +184,11 @@ class PlannedCounterfactual:
             for name in ("corpus", "tokenizer")
             if isinstance(known, Mapping) and name in known
         }
-        told = {
+        what_if = {
             **origin,
             "from_step": int(self.rows.steps[self.first]),
             "settings": [f"{name}={value}" for name, value in self.settings.given.items()],
-            "of_recorded_path": sorted(set(self.variables) - set(OF_THE_OPTIMIZER)),
+            "of_recorded_path": sorted(set(self.variables) - set(OPTIMIZER_VARIABLES)),
             "caveat": CAVEAT,
         }
         attributes = {
@@ -197,29 +196,28 @@ class PlannedCounterfactual:
                 **self.settings.optimizer,
                 "schedule": changed_schedule(before, self.settings),
             },
-            "provenance": provenance(self.placement.device, kept | {"what_if": told}),
+            "provenance": provenance(self.placement.device, kept | {"what_if": what_if}),
         }
         if "recording" in before:
             attributes["recording"] = before["recording"]
         return attributes
 
     def of_tokens(self, values: Array) -> Array:
-        """Values of the chosen tokens, of all that the run holds, (token, …)."""
+        """Select the chosen tokens from values of all tokens of the run, (token, …)."""
         return values if self.chosen is None else values[self.chosen]
 
 
 def _row_of(rows: RecordedRows, step: int | None) -> int:
     if not len(rows):
-        raise CannotReplay("the run has no rows yet")
+        raise CannotReplay("the run has no rows yet; record at least two steps")
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(f"{step} is the last step of the run, so nothing is left to be done")
+        raise CannotReplay(f"{step} is the last step of the run; give an earlier one with --from")
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
-            f"there is no row of step {step}; the run holds steps {rows.steps[0]} to "
-            f"{rows.steps[-1]}"
+            f"there is no row of step {step}; the run has steps {rows.steps[0]} to {rows.steps[-1]}"
         )
     return int(found[0])
 
@@ -231,7 +229,7 @@ def _check_state(
     optimizer: RecordedOptimizer,
     first: int,
 ) -> None:
-    """Insist on a state for the optimizer where it has taken steps."""
+    """Raise an error if the optimizer has no state after its first step."""
     step = int(rows.steps[first])
     if step == 0:
         return
@@ -239,13 +237,13 @@ def _check_state(
     if not settings.keeps_state or fresh:
         name = settings.optimizer["class"].rpartition(".")[2]
         raise CannotReplay(
-            f"{name} with these settings has no state at step {step}, where the run had another "
-            "optimizer; begin where training began, without --from"
+            f"{name} with these settings has no state at step {step}, because the run had another "
+            "optimizer; start at the first row, without --from"
         )
     if optimizer.counts_steps and not rows.counts_skipped(first + 1):
         raise CannotReplay(
-            f"how many steps were skipped until step {step}, and so do not count, is not recorded; "
-            "ask about a run that holds every step from 0 on"
+            f"the number of skipped steps before step {step} is not recorded; use a run with every "
+            "step from 0 on"
         )
 
 
@@ -254,8 +252,8 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
     if gaps.size:
         at = first + int(gaps[0])
         raise CannotReplay(
-            f"after step {rows.steps[at]} comes step {rows.steps[at + 1]}, and the gradients "
-            "between were not recorded; record with every=1, or begin later (--from)"
+            f"step {rows.steps[at + 1]} follows step {rows.steps[at]}, so the gradients between "
+            "them are missing; record with every=1, or start later (--from)"
         )
 
 
@@ -267,19 +265,20 @@ def _check_known(
         if rows.skipped[number]:
             continue
         if np.isnan(lr[number]):
-            raise CannotReplay(f"the learning rate of step {rows.steps[number]} is not known")
+            raise CannotReplay(
+                f"the learning rate of step {rows.steps[number]} is NaN; set schedule.name"
+            )
         if tensor_of(clip_coef[number], native).isnan():
             raise CannotReplay(
-                f"clip_coef is NaN at step {rows.steps[number]}, so what the gradient was "
-                "multiplied by is not known; say how it is to be clipped, such as "
-                "--set training.max_grad_norm=1"
+                f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
+                "unknown; set the clipping, such as --set training.max_grad_norm=1"
             )
 
 
 def _placement(
     source: TiledRun, tokens: Tokens, device: torch.device
 ) -> tuple[Placement, Array | None]:
-    """Placement of the chosen tokens, and their positions in the run."""
+    """Return the placement of the chosen tokens, and their positions in the run."""
     whole = recorded_placement(source, device)
     held = source.coordinates["token"].astype(np.int64)
     if isinstance(tokens, str):
@@ -292,24 +291,26 @@ def _placement(
                 f"tokens: got {tokens!r}, expected all, dead, live or a list of ids"
             )
         missing = wanted[~np.isin(wanted, held)]
-        if missing.size or not wanted.size:
+        if not wanted.size:
+            raise InvalidArgument("tokens: got no ids, expected at least one; give ids of the run")
+        if missing.size:
             raise InvalidArgument(
-                f"tokens: the run does not hold {', '.join(map(str, missing[:5])) or 'none'}"
+                f"tokens: the run lacks {', '.join(map(str, missing[:5]))}; give ids of the run"
             )
         chosen = np.flatnonzero(np.isin(held, wanted))
     if chosen is None:
         return whole, None
-    # A run that does not say how large the vocabulary was is all that there is.
+    # Without a recorded size of the vocabulary, the tokens of the run are the vocabulary.
     return replace(whole, ids=chosen if whole.ids is None else held[chosen]), chosen
 
 
 def _variables(
     rows: RecordedRows, settings: ChangedSettings, optimizer: RecordedOptimizer
 ) -> dict[str, NativeType]:
-    """Variables of the new run, each with its type."""
+    """Return the variables of the new run with their types."""
     found = {}
     for name in RECORDED:
-        if name in MODEL:  # they are of a model that other settings would have made another
+        if name in MODEL:  # they belong to the recorded model, not to the changed one
             continue
         if name in ("W", "grad") and name in rows:
             found[name] = NATIVE_TYPES[settings.weights_dtype]

@@ -1,4 +1,4 @@
-"""What may be changed in a counterfactual, and the optimizer that it gives."""
+"""The settings that a counterfactual may change, and the resulting optimizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import ConfigError
-from trajstore.store.reading.tiled_reader import attribute
-from trajstore.trainers.config import RunConfig
+from trajstore.store.reading.run_settings import attribute
+from trajstore.trainers.config import RunConfig, field_name
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
 __all__ = ["CHANGEABLE", "ChangedSettings", "changed_settings"]
@@ -23,14 +23,14 @@ CHANGEABLE = (
     "schedule.name", "schedule.warmup_steps", "schedule.steps",
     "training.max_grad_norm", "model.dtype",
 )  # fmt: skip
-"""Fields of a configuration that act on recorded gradients; what else changes them does not."""
+"""Fields of a configuration that act on recorded gradients; other fields have no effect."""
 
 _SHORT = {"rounding": "optimizer.rounding"}
 _CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 _ROUNDED: dict[str, type[Optimizer]] = {
     "Adam": RoundedAdam, "AdamW": RoundedAdamW, "SGD": RoundedSGD,
 }  # fmt: skip
-_OF_ROUNDING = ("state_dtype", "rounding", "rounding_seed")
+_ROUNDING_SETTINGS = ("state_dtype", "rounding", "rounding_seed")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 
 
@@ -41,15 +41,15 @@ class ChangedSettings:
     Attributes
     ----------
     given : dict of str to JSON value
-        What was changed, by its field.
+        The changed fields with their values.
     config : dict, optional
-        Configuration of the run with that changed, where the run has one.
+        The changed configuration of the run, if the run has one.
     optimizer : dict
         ``class`` and ``hyperparameters``, as in the attribute ``optimizer`` of a run.
     weights_dtype : str
-        Type of W, and of the gradient.
+        Type of W and of the gradient.
     keeps_state : bool
-        Whether the optimizer goes on from the recorded state: Adam and AdamW keep the same moments.
+        True if the optimizer starts from the recorded state: Adam and AdamW have the same moments.
     """
 
     given: dict[str, Any]
@@ -66,25 +66,25 @@ def changed_settings(
     *,
     seed: int | None = None,
 ) -> ChangedSettings:
-    """Settings of a run, with some changed.
+    """Return the settings of a run with some of them changed.
 
     Parameters
     ----------
     attributes : mapping
-        Of the root of the run.
+        Attributes of the root of the run.
     weights_dtype : str
         Native type of its W.
     assignments : sequence of str
         ``section.field=value`` as for a recording, of `CHANGEABLE`; ``rounding`` is short for
         ``optimizer.rounding``.
     seed : int, optional
-        Of stochastic rounding; 0 without it.
+        Seed of stochastic rounding; default: 0.
 
     Raises
     ------
     ConfigError
-        If a field does not exist, may not be changed here, or has an impossible value, or the
-        optimizer has no such setting.
+        If a field does not exist, may not change here, or has an impossible value, or if the
+        optimizer lacks the setting.
     """
     recorded = attribute(attributes, "optimizer", "hyperparameters") or {}
     path = str(attribute(attributes, "optimizer", "class"))
@@ -92,7 +92,7 @@ def changed_settings(
     base = _base_config(attributes, before)
     full = [_full_name(assignment) for assignment in assignments]
     changed = base.with_values(full)
-    given = {name: _value(changed, name) for name in (_field(text) for text in full)}
+    given = {name: _value(changed, name) for name in map(field_name, full)}
     _check_changeable(given)
     name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
     real: type[Optimizer] | None = getattr(torch.optim, name, None)
@@ -103,12 +103,16 @@ def changed_settings(
     retyped = {"model.dtype", "optimizer.state_dtype", "optimizer.rounding"} & given.keys()
     is_rounded = path.rpartition(".")[2].startswith("Rounded") and not retyped
     if seed is not None and rounding != "stochastic":
-        raise ConfigError("seed: it is of stochastic rounding, and nothing here is random")
+        raise ConfigError(
+            f"got seed {seed}, but only stochastic rounding is random; leave out the seed, or set "
+            "optimizer.rounding=stochastic"
+        )
     if state_dtype != dtype or rounding != "nearest" or is_rounded:
         if name not in _ROUNDED:
             raise ConfigError(
-                f"{name} keeps its state in the type of the weights and rounds to nearest; another "
-                f"optimizer.state_dtype or optimizer.rounding is there for {', '.join(_ROUNDED)}"
+                f"{name} keeps its state in the type of the weights and rounds to nearest; only "
+                f"{', '.join(_ROUNDED)} take optimizer.state_dtype or optimizer.rounding: leave "
+                "them out, or set optimizer.name"
             )
         kept = recorded.get("rounding_seed", 0) if seed is None else seed
         hyperparameters |= {
@@ -129,7 +133,7 @@ def changed_settings(
 
 
 def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
-    """Configuration of the run; of one that has none, a default with its kind of optimizer."""
+    """Return the configuration of the run, or a default with the run's kind of optimizer."""
     config = attributes.get("config")
     if config:
         return RunConfig.parse(config)
@@ -140,7 +144,7 @@ def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
 def _changed_config(
     recorded: Mapping[str, Any] | None, changed: RunConfig, given: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The recorded configuration, in which only what was given is another."""
+    """Return the recorded configuration with the given fields changed."""
     if not recorded:
         return None
     values = changed.model_dump(mode="json")
@@ -156,10 +160,6 @@ def _full_name(assignment: str) -> str:
     return f"{_SHORT.get(name.strip(), name)}{equals}{value}"
 
 
-def _field(assignment: str) -> str:
-    return assignment.partition("=")[0].strip()
-
-
 def _value(config: RunConfig, name: str) -> Any:
     section, _, field = name.partition(".")
     return getattr(getattr(config, section), field)
@@ -169,9 +169,9 @@ def _check_changeable(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in CHANGEABLE:
             raise ConfigError(
-                f"{name} does not act on recorded gradients, which stay as they are; what can be "
-                f"changed is {', '.join(CHANGEABLE)} (to train on with another {name}, fork the "
-                "run: trajstore record --fork)"
+                f"{name} does not change recorded gradients; settings that may change: "
+                f"{', '.join(CHANGEABLE)} (to train with another {name}, fork the run: "
+                "trajstore record --fork)"
             )
 
 
@@ -182,8 +182,8 @@ def _hyperparameters(
     *,
     same_class: bool,
 ) -> dict[str, Any]:
-    """Hyperparameters as the optimizer would hold them, those of rounding aside."""
-    values = {key: value for key, value in recorded.items() if key not in _OF_ROUNDING}
+    """Return the hyperparameters of the optimizer, without those of rounding."""
+    values = {key: value for key, value in recorded.items() if key not in _ROUNDING_SETTINGS}
     if real is not None:
         accepted = inspect.signature(real).parameters
         if not same_class:
@@ -192,13 +192,16 @@ def _hyperparameters(
                 for key, parameter in accepted.items()
                 if parameter.default is not inspect.Parameter.empty
             }
-            # A flag such as decoupled_weight_decay is what makes one class the other.
+            # Flags such as decoupled_weight_decay distinguish the classes, so they are not kept.
             kept = ("lr", "initial_lr", "weight_decay", "betas", "eps", "maximize")
             values = defaults | {k: v for k, v in values.items() if k in kept}
             values = {k: v for k, v in values.items() if k in accepted or k == "initial_lr"}
         for field in _HYPERPARAMETERS:
             if f"optimizer.{field}" in given and field not in accepted:
-                raise ConfigError(f"optimizer.{field}: {real.__name__} has no {field}")
+                raise ConfigError(
+                    f"optimizer.{field}: {real.__name__} has no {field}; leave it out, or set "
+                    "optimizer.name"
+                )
     for field in _HYPERPARAMETERS:
         if f"optimizer.{field}" in given:
             value = given[f"optimizer.{field}"]

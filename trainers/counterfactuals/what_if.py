@@ -1,4 +1,4 @@
-"""A run of what would have become of W, had the same gradients met another optimizer."""
+"""A counterfactual run: W from the recorded gradients and another optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.fingerprint import FINGERPRINT
-from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.counterfactuals.counterfactual_rows import CounterfactualRows
@@ -27,7 +28,7 @@ __all__ = ["WhatIf", "what_if"]
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A counterfactual that was made.
+    """A finished counterfactual.
 
     Attributes
     ----------
@@ -35,7 +36,7 @@ class WhatIf:
     rows : int
     first_step, last_step : int
     notes : tuple of str
-        What should be known about it.
+        Notes about its interpretation.
     """
 
     path: Path
@@ -58,35 +59,35 @@ def what_if(
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> WhatIf:
-    """Apply the recorded gradients of a run with other settings, as a run of its own (open loop).
+    """Apply the recorded gradients of a run with other settings, and write a new run (open loop).
 
-    The real optimizer of `torch.optim` goes on from the recorded state, step by step, with each
-    step's recorded gradient. With nothing set it gives the recorded run again, bit for bit. What
-    does not hang on the optimizer (gradient, loss, logits, norms of gradients) is that of the
-    recorded path.
+    The real optimizer of `torch.optim` starts from the recorded state and takes each step with its
+    recorded gradient. Without settings the result equals the recorded run, bit for bit. Variables
+    that do not depend on the optimizer (gradient, loss, logits, norms of gradients) are copied from
+    the recorded run.
 
     Parameters
     ----------
     run : path-like
-        With W, its gradient, ``lr`` and ``clip_coef`` of every step.
+        A run with W, its gradient, ``lr`` and ``clip_coef`` of every step.
     output : path-like
-        Where the new run will be, by custom ``NAME.zarr``; it appears there whole.
+        Path of the new run, by custom ``NAME.zarr``; it appears there when it is complete.
     settings : sequence of str
         ``section.field=value`` as for a recording, such as ``optimizer.lr=3e-4``,
         ``optimizer.state_dtype=float32``, ``model.dtype=float32``, ``schedule.name=constant``,
         ``training.max_grad_norm=0`` or ``rounding=stochastic``.
     from_step : int, optional
-        Step whose recorded state it goes on from; the first row without it.
+        Step whose recorded state is the start; default: the first row.
     tokens : {'all', 'dead', 'live'} or array_like of int
-        Whose rows are calculated: each element of W goes its own way.
+        Tokens whose rows are computed; each element of W is independent of the others.
     seed : int, optional
-        Of stochastic rounding; 0 without it.
+        Seed of stochastic rounding; default: 0.
     memory : int or str, default 320 MiB
-        For the buffer of the writer.
+        Memory of the writer's buffer.
     overwrite : bool
-        Replace a run that is there.
+        Replace an existing run.
     on_progress : callable, optional
-        Called with the number of rows that are done, and of all rows.
+        Called with the number of finished rows and the number of all rows.
 
     Returns
     -------
@@ -95,16 +96,16 @@ def what_if(
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run, or a chunk is broken.
+        If there is no run, or a chunk is damaged.
     RunExists
-        If something is at `output`.
+        If `output` exists.
     StepNotFound
         If there is no row of `from_step`.
     ConfigError
-        If a setting does not exist, does not act on recorded gradients, or is not one of the
+        If a setting does not exist, does not act on recorded gradients, or is missing in the
         optimizer.
     CannotReplay
-        If the run lacks what is needed: gradients of every step, the optimizer, its state.
+        If the run lacks gradients of every step, the optimizer or its state.
 
     Examples
     --------
@@ -117,7 +118,9 @@ def what_if(
     """
     target = check_local_target(output, overwrite=overwrite)
     if target.exists() and target.samefile(run):
-        raise InvalidArgument(f"{output} is the run that the gradients are read from")
+        raise InvalidArgument(
+            f"{output} is the run with the gradients; choose another path for the new run"
+        )
     source = open_tiled(run)
     rows = RecordedRows(source)
     device = replay_device(source.attributes)
@@ -148,13 +151,13 @@ def what_if(
 
 
 def _nothing_changed(first_difference: int | None) -> str:
-    """What is known of a run that was made with nothing set."""
+    """Return a note about a run with unchanged settings."""
     if first_difference is None:
-        return "nothing was changed, and this is the recorded run again, bit for bit"
+        return "no setting was changed; the result equals the recorded run, bit for bit"
     return (
-        "nothing was changed, and yet this is not the recorded run: W or a moment differs from "
-        f"step {first_difference} on. Either the run is no more as it was recorded, which "
-        "`trajstore verify` tells, or another machine or version of torch rounds otherwise"
+        "no setting was changed, but W or a moment differs from the recorded run from step "
+        f"{first_difference} on. Either the run was changed after recording, which "
+        "`trajstore verify` detects, or this machine or version of torch rounds differently"
     )
 
 
@@ -166,7 +169,7 @@ def _write(
     memory: int | str,
     on_progress: Callable[[int, int], None] | None,
 ) -> int | None:
-    """Make the run where nothing is yet, row after row; `CounterfactualRows.first_difference`."""
+    """Write the new run row by row; return `CounterfactualRows.first_difference`."""
     made = CounterfactualRows(planned)
     total = len(planned.rows) - planned.first
     chosen: dict[str, Any] = {
@@ -187,7 +190,7 @@ def _write(
         memory=memory,
         buffers=1,
         commit_every=None,
-        fsync=False,  # the whole of it is flushed before it gets its name
+        fsync=False,  # the complete run is flushed before it gets its name
         **chosen,
     ) as new:
         for done, (row, values) in enumerate(made, 1):

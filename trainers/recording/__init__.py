@@ -1,23 +1,22 @@
-"""Recording of any training: hooks, rows, and their way into the run.
+"""Recording of any training: hooks, rows, and the transfer of rows into the run.
 
-Where the tensors of one step go:
+The path of the tensors of one step:
 
-1. A hook sees the tensor: ``forward_values`` what the forward passes make, ``step_examples`` what
-   they make of single examples, ``step_hooks`` the
-   gradient when the backward pass ends, and W and the moments right after the optimizer's step.
-2. ``parameter_rows`` knows whether it is recorded, and of which tokens (``token_selection``);
-   ``device_norms`` sums up; ``model_parameters`` does of all parameters of the model.
-3. ``device_to_host`` copies it into its place in the writer's block: at once on the CPU, over the
-   bus and behind the training from CUDA. When the step ends the row is handed over as a whole.
-4. `trajstore.store.writing.writer` encodes full blocks, writes and commits them.
+1. A hook receives the tensor. ``forward_values`` handles the forward passes, ``step_examples``
+   single examples. ``step_hooks`` handles the gradient at the end of the backward pass, and W and
+   the moments right after the optimizer's step.
+2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
+   ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters.
+3. ``device_to_host`` copies the tensor into the writer's block: at once on the CPU, asynchronously
+   from CUDA. At the end of the step the writer receives the complete row.
+4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.
 
-Before the first step ``capture``, for a `Trainer` called by ``hf_callback``, puts that together:
-what ``options`` ask for, of the matrices that ``parameters`` finds, into the runs that
-``planned_run`` plans, with their populations and ``provenance``, and, where one is to go on,
-``resumed_run`` finds. ``data_set_tokens`` counts the tokens of a Trainer's data set.
-``numeric_advice`` says what the types of the optimizer keep it from doing, and ``torch_threads``
-sets the number of threads, on which its bits depend.
-Of a training that is done again, ``compared_run`` takes the rows and compares them.
-Of a parameter that is sharded over processes each records its tokens: ``sharding`` tells which.
-torch's private names are in ``torch_internals``, each with its reason.
+Before the first step ``capture`` sets this up; ``hf_callback`` calls it for a `Trainer`.
+``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
+the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
+``data_set_tokens`` counts the tokens of a Trainer's data set. ``numeric_advice`` reports types in
+which the optimizer has no effect. ``torch_threads`` sets the number of threads, on which the bits
+depend. ``compared_run`` compares the rows of a repeated training. ``sharding`` computes the tokens
+that each process records of a sharded parameter. ``torch_internals`` holds torch's private names,
+each with its reason.
 """

@@ -1,4 +1,4 @@
-"""Attaching a recorder to a training: `attach` for any, `capture` for a loop of one's own."""
+"""Functions that attach a recorder: `attach` to any training, `capture` to a PyTorch loop."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ def attach(
     on_note: Callable[[str], None] | None = None,
     comparison: Comparison | None = None,
 ) -> Recorder:
-    """Recorder that watches a training from now on, until it is closed.
+    """Return a recorder that records a training until it is closed.
 
-    In all processes but the first of a distributed training it only counts, unless the recorded
-    parameter is sharded over them.
+    In a distributed training, only the first process records, unless the recorded parameter is
+    sharded. The other processes only count steps.
 
     Parameters
     ----------
     model : Module
     optimizer : Optimizer
-        Or accelerate's wrapper of it.
+        An optimizer, or accelerate's wrapper of one.
     path : path-like
-        Where the run will be, by custom ``NAME.zarr``.
+        Path of the run, by custom ``NAME.zarr``.
     options : RecordingOptions
     loop : TrainingLoop
     on_step : callable, optional
         Called with the recorder after every optimizer step.
     on_note : callable, optional
-        Called with each sentence of advice about the numerics of a new run; without it they are
+        Called with each sentence of advice about the numerics of a new run; default: they are
         logged.
     comparison : Comparison, optional
-        Compare each row with that of the run that is there, instead of storing it.
+        Compare each row with the existing run instead of storing it.
 
     Raises
     ------
     ConfigError
-        If there is such advice, and the options are strict about it.
+        If there is such advice, and `strict_numerics` is set.
     RecordingError
-        If a parameter cannot be recorded, or another process that has a part of it fails.
+        If a parameter cannot be recorded, or another process with a part of it fails.
     RunExists
-        If something is at the path, and it is not to be gone on with.
+        If the path exists, and neither resume nor overwrite is set.
     RunNotFound
-        If nothing is there to go on with.
+        If there is no run to resume.
     NothingToResume
-        If the run that is there has not come to the step of the training, or has other weights.
+        If the existing run lacks the step of the training, or has other weights.
     """
     real = real_optimizer(optimizer)
     parameters = find_parameters(model, real, options.parameter)
@@ -109,13 +109,13 @@ def attach(
         on_step=on_step,
     )
     try:
-        # Only now that nothing is refused any more: it drops rows.
+        # All checks have passed; only now rows may be dropped.
         for parameter in rows:
             parameter.resume()
     except BaseException:
         recorder.close(complete=False)
         raise
-    if planned and not options.resume and _is_first_process():  # it reported them when it began
+    if planned and not options.resume and _is_first_process():  # a resumed run reported them before
         report_notes((one.sentence for one in advice), on_note)
         report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
@@ -139,54 +139,55 @@ def capture(
     on_note: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Iterator[Recorder]:
-    """Record a plain PyTorch loop, every optimizer step inside the ``with``.
+    """Record a PyTorch loop: every optimizer step inside the ``with`` block.
 
     The run is ``complete`` when the block ends, and ``interrupted`` when an exception leaves it.
 
     Parameters
     ----------
     model : Module
-        Wrapped by `torch.compile` or `DistributedDataParallel` or not, or sharded by
-        `torch.distributed.fsdp.fully_shard`; then all processes record, each its own tokens. In
-        training mode while it is trained: forward passes in evaluation mode are not recorded.
+        May be wrapped by `torch.compile` or `DistributedDataParallel`, or sharded by
+        `torch.distributed.fsdp.fully_shard`; then each process records its own tokens. Forward
+        passes in evaluation mode are not recorded.
     optimizer : Optimizer
-        Any; moments are recorded where it has Adam's.
+        Any optimizer; moments are recorded if it has Adam's.
     path : path-like
-        Where the run will be, by custom ``NAME.zarr``.
+        Path of the run, by custom ``NAME.zarr``.
     scaler : GradScaler, optional
-        That scales the loss. Gradients are recorded unscaled, and steps it skips as ``skipped``.
+        Scaler of the loss. Gradients are recorded unscaled; a skipped step is marked in
+        ``skipped``.
     max_grad_norm : float
-        Norm that the loop clips all gradients to. The recorded ``clip_coef`` is checked against
-        what became of the gradient, and NaN where they do not agree; 0 is no clipping.
+        Norm to which the loop clips all gradients; 0 is no clipping. The recorded ``clip_coef`` is
+        checked against the gradient, and is NaN if they do not agree.
     first_step : int
         Optimizer steps that the loop has taken before.
     on_step : callable, optional
         Called with the recorder after every optimizer step.
     on_note : callable, optional
-        Called with each sentence of advice about the optimizer's types, such as that its second
-        moment can never decay, and where the loss is not seen. Without it they are logged, as
-        warnings of ``trajstore.trainers.recording.numeric_advice``.
+        Called with each note: advice about the optimizer's types, such as a second moment that
+        cannot decay, and a missing loss. Default: logged as warnings of
+        ``trajstore.trainers.recording.numeric_advice``.
     **options
-        Of `RecordingOptions`.
+        Options of `RecordingOptions`.
 
     Yields
     ------
     Recorder
-        Its `~Recorder.observe` takes the loss where the model does not return it, and of the
-        examples of a step what no hook can see.
+        Its `~Recorder.observe` takes the loss if the model does not return it, and values of the
+        examples of a step that no hook can get.
 
     Raises
     ------
     RecordingError
-        If the parameter is not found, frozen, or not the optimizer's.
+        If the parameter is not found, has requires_grad=False, or is missing in the optimizer.
     RunExists
-        If something is at `path`, and `resume` is not set.
+        If `path` exists, and neither `resume` nor `overwrite` is set.
     NothingToResume
-        If `resume` is set, and the run has not come to `first_step`, or has other weights there.
+        If `resume` is set, and the run lacks `first_step` or has other weights there.
     InvalidArgument
         If an option is impossible.
     ConfigError
-        With `strict_numerics`, if there is advice.
+        If `strict_numerics` is set and there is advice.
 
     Examples
     --------
@@ -216,7 +217,7 @@ def capture(
     reported: set[str] = set()
 
     def after_step(recorder: Recorder) -> None:
-        new = [one for one in recorder.remarks() if one not in reported and _is_first_process()]
+        new = [one for one in recorder.notes() if one not in reported and _is_first_process()]
         reported.update(new)
         report_notes(new, on_note)
         if on_step is not None:
@@ -228,5 +229,6 @@ def capture(
         yield recorder
     if recorder.writer is None and _is_first_process():
         raise RecordingError(
-            f"no optimizer step was taken while {path} was to be recorded, so there is no run"
+            f"no optimizer step was taken, so {path} was not written; call optimizer.step() inside "
+            "the with block"
         )

@@ -1,7 +1,7 @@
-"""Rows that are compared with those of a run, in place of being stored: a training done again.
+"""Comparison of a repeated training with a recorded run.
 
-What records a training sees no difference: a `ComparedRun` gives out the places of a row and takes
-the row when it is filled, as a `RunWriter` does.
+A `ComparedRun` has the interface of a `RunWriter`: it provides memory for a row and takes the
+filled row. So the recorder needs no change.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RowDifference:
-    """The first row in which a training that is done again is not the recorded one.
+    """The first row in which a repeated training differs from the run.
 
     Attributes
     ----------
     step : int
-        Of the row.
+        Step of the row.
     row : int
-        Its number.
+        Number of the row.
     variables : tuple of str
-        Those that differ in it.
+        Variables that differ.
     """
 
     step: int
@@ -42,20 +42,20 @@ class RowDifference:
 
 
 class Comparison:
-    """What a training that is done again is to find out about a run.
+    """Result of comparing a repeated training with a run.
 
     Parameters
     ----------
     make_writer : callable, optional
-        Called with the number of the first row that differs; makes the writer that takes that row
-        and all after it. Without it, rows after the first difference are passed over.
+        Called with the number of the first different row; returns a writer for that row and all
+        later ones. Without it, rows after the first difference are ignored.
 
     Attributes
     ----------
     difference : RowDifference or None
-        None as long as every bit agrees.
+        None while every bit agrees.
     successor : RunWriter or None
-        That takes the rows from there on.
+        Writer of the rows from the difference on.
     """
 
     def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
@@ -64,42 +64,42 @@ class Comparison:
         self._make_writer = make_writer
 
     def differ(self, difference: RowDifference) -> RunWriter | None:
-        """Note the first difference, and make what takes the rows from there on."""
+        """Store the first difference, and return the writer of the following rows."""
         self.difference = difference
         if self._make_writer is not None:
             self.successor = self._make_writer(difference.row)
         return self.successor
 
     def close(self) -> None:
-        """Close what took the rows that differed."""
+        """Close the writer of the different rows."""
         if self.successor is not None:
             self.successor.close("interrupted")
 
 
 class ComparedRun:
-    """Takes rows as a `RunWriter` does, and compares each with that of a run, bit for bit.
+    """Takes rows as a `RunWriter` does, and compares each with a run, bit for bit.
 
-    The run is only read, a block at a time.
+    The run is read one block at a time and never changed.
 
     Parameters
     ----------
     stored : ResumedRun
-        With all rows that are to be compared.
+        Run with the rows to compare.
     steps : sequence of int
-        Of all its rows.
+        Steps of all its rows.
     rows : int
-        Rows that come before the first one that is taken.
+        Number of rows before the first compared row.
     comparison : Comparison
 
     Attributes
     ----------
     path : Path
     layout : Layout
-        Of the run.
+        Layout of the run.
     rows : int
-        Rows until now, those included that came before.
+        Rows so far, including those before the comparison.
     bytes_recorded, bytes_written, seconds_waited : int, int, float
-        As of a `RunWriter`; nothing is stored.
+        As in `RunWriter`; nothing is stored.
     """
 
     bytes_written = 0
@@ -121,29 +121,30 @@ class ComparedRun:
             if name != STEP.name
         }
         self._row_bytes = sum(place.nbytes for place in self._row.values())
-        self._number = -1  # of the block that is in memory
+        self._number = -1  # number of the block in memory
         self._block: dict[str, Array] = {}
 
     @property
     def committed_rows(self) -> int:
-        """Rows until now."""
+        """Rows so far."""
         return self.rows
 
     @property
     def bytes_recorded(self) -> int:
-        """Bytes of the rows until now, in native types."""
+        """Bytes of the rows so far, in native types."""
         return self.rows * self._row_bytes
 
     def next_row(self) -> dict[str, Array]:
-        """Places of the next row's values, as `RunWriter.next_row`."""
+        """Return memory for the next row's values, as `RunWriter.next_row`."""
         if self.comparison.successor is not None:
             return self.comparison.successor.next_row()
         return self._row
 
     def commit_row(self, step: int) -> None:
-        """Compare the row that `next_row` gave out, every variable filled, as that of `step`.
+        """Compare the filled row from `next_row` with the row of `step`.
 
-        A row that ended the run before it was extended is not in the run; it is passed over.
+        An earlier training may have ended with an extra row; the extended run lacks it, so it is
+        ignored.
         """
         if step not in self._held:
             return
@@ -153,21 +154,21 @@ class ComparedRun:
         elif comparison.difference is None and (unequal := self._unequal(step)):
             found = RowDifference(step=step, row=self.rows, variables=unequal)
             if (successor := comparison.differ(found)) is not None:
-                self._hand_on(step, successor)
+                self._forward_row(step, successor)
         self.rows += 1
 
     def close(self, status: str = "complete") -> None:
-        """Let go of the run; the comparison stays open, for the stretch that follows."""
+        """Release the block; the comparison stays open for the next stretch."""
         self._block = {}
 
-    def _hand_on(self, step: int, successor: RunWriter) -> None:
-        """Have another take the row that was compared."""
+    def _forward_row(self, step: int, successor: RunWriter) -> None:
+        """Write the compared row to another writer."""
         for name, place in successor.next_row().items():
             place[...] = self._row[name]
         successor.commit_row(step)
 
     def _unequal(self, step: int) -> tuple[str, ...]:
-        """Variables whose bits are not those of the row."""
+        """Return the variables whose bits differ from the row."""
         if self.rows >= self._stored.rows or self._steps[self.rows] != step:
             return (STEP.name,)
         number, at = divmod(self.rows, self.layout.block_rows)
@@ -178,7 +179,7 @@ class ComparedRun:
         )
 
     def _load(self, number: int) -> None:
-        self._block = {}  # not two at once
+        self._block = {}  # release the old block first
         first = number * self.layout.block_rows
         rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
         self._block = {
@@ -189,4 +190,4 @@ class ComparedRun:
 
 
 RowTarget = RunWriter | ComparedRun
-"""What takes the rows of a training."""
+"""Types that take the rows of a training."""

@@ -1,4 +1,4 @@
-"""What a Trainer's data set and tokenizer tell of the tokens that are recorded."""
+"""Facts about the recorded tokens from a Trainer's data set and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from trajstore.trainers.texts.tokenizer import token_texts
 __all__ = ["COUNTING_SECONDS", "TokenFacts", "facts_of_trainer"]
 
 COUNTING_SECONDS = 5.0
-"""About the most that counting a data set may take; one that takes longer is not counted."""
+"""Approximate time limit for counting a data set; a slower count is discarded."""
 
 _TOKENS = ("input_ids", "attention_mask", "labels")
-_AT_ONCE = 1000  # examples that are taken out of a table
+_BATCH = 1000  # examples that are read from a table at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFacts:
-    """Options that a Trainer tells by itself, and what is to be said of them.
+    """Options that a Trainer provides, and notes about them.
 
     Attributes
     ----------
     options : dict
-        Of `RecordingOptions`: those of ``is_dead``, ``token_count`` and ``token_text`` that are
-        known.
+        Options of `RecordingOptions`: ``is_dead``, ``token_count`` and ``token_text``, if known.
     origin : dict
-        For the provenance of the run.
+        Entries of the provenance of the run.
     notes : list of str
     """
 
@@ -46,14 +45,14 @@ class TokenFacts:
     notes: list[str] = field(default_factory=list)
 
     def added_to(self, options: RecordingOptions) -> RecordingOptions:
-        """The same options, with what they leave open."""
+        """Return options in which missing values are filled in."""
         if not self.options:
             return options
         return replace(options, **self.options, origin={**(options.origin or {}), **self.origin})
 
 
 class _NotCounted(Exception):
-    """Why the tokens of a data set are not counted."""
+    """Reason why the tokens of a data set are not counted."""
 
 
 def facts_of_trainer(
@@ -65,40 +64,39 @@ def facts_of_trainer(
     tokenizer: Any,
     processes: int,
 ) -> TokenFacts:
-    """Which tokens are dead, how often each occurs, and how it reads, where nobody has said so.
+    """Find dead tokens, occurrences and texts of tokens, unless the options have them.
 
-    A token occurs as often as it is among the inputs that are attended to, or among the labels,
-    whichever is more. What a collator makes of the examples is not seen. Whatever fails here is
-    said in a note.
+    The occurrences of a token are the larger of two counts: inputs with attention, and labels.
+    Changes by a collator are not counted. A failure becomes a note.
 
     Parameters
     ----------
     model : Module
-        A language model, whose output embeddings tell the size of its vocabulary.
+        A language model; its output embeddings have the size of its vocabulary.
     parameters : tuple of RecordedParameter
-        The tokens are told where these are the model's embeddings.
+        Facts are added only if these are the model's embeddings.
     options : RecordingOptions
-        What these say wins.
+        They take precedence.
     data_loader : DataLoader
-        Of the Trainer. Its data set is counted if reading it is known to change nothing: a list or
-        tuple of dicts, a table of Hugging Face datasets, or a `Subset` or `ConcatDataset` of those.
+        The Trainer's. Its data set is counted if reading cannot change it: a list or tuple of
+        dicts, a table of Hugging Face datasets, or a `Subset` or `ConcatDataset` of those.
     tokenizer : object
         The Trainer's ``processing_class``.
     processes : int
-        That train together.
+        Number of processes of the training.
     """
     facts = TokenFacts()
     if options.resume and not _needs_dead(options):
-        return facts  # a run that goes on keeps its coordinates
+        return facts  # a resumed run keeps its coordinates
     if options.is_dead is None and options.token_count is None:
-        remedy = "give is_dead= or token_count=, or tell it afterwards with: trajstore annotate"
-        with _noted_where_it_fails(facts, "which tokens are dead", remedy):
+        remedy = "give is_dead= or token_count=, or label them later with: trajstore annotate"
+        with _note_failures(facts, "which tokens are dead", remedy):
             rows = _vocabulary(model, parameters)
             if rows is not None:
                 data_set = getattr(data_loader, "dataset", None)
                 _add_counts(facts, *_counted(data_set, rows, processes))
     if options.token_text is None:
-        with _noted_where_it_fails(facts, "how its tokens read", "give token_text="):
+        with _note_failures(facts, "the texts of its tokens", "give token_text="):
             rows = _vocabulary(model, parameters)
             backend = getattr(tokenizer, "backend_tokenizer", None)
             if rows is not None and backend is not None:
@@ -111,17 +109,17 @@ def _needs_dead(options: RecordingOptions) -> bool:
 
 
 @contextlib.contextmanager
-def _noted_where_it_fails(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
-    """Have a note say why something is not known; no failure here may end a training."""
+def _note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
+    """Turn an error into a note, because no failure here may end a training."""
     try:
         yield
     except _NotCounted as error:
         reason = str(error)
     except Exception as error:
-        reason = f"finding out failed: {error!r}"
+        reason = f"of an error: {error!r}"
     else:
         return
-    facts.notes.append(f"the run does not say {what}, because {reason}; {remedy}")
+    facts.notes.append(f"the run does not record {what}, because {reason}; {remedy}")
 
 
 def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int) -> None:
@@ -129,21 +127,21 @@ def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int)
     facts.options.update(is_dead=dead, token_count=counts)
     facts.origin["tokens_counted"] = {"examples": examples, "tokens": int(counts.sum())}
     facts.notes.append(
-        f"is_dead and token_count are counted in the {examples} examples of the Trainer's data "
-        f"set: {np.count_nonzero(dead)} of {len(counts)} tokens are dead; is_dead= or "
-        "token_count= say otherwise"
+        f"is_dead and token_count come from the {examples} examples of the Trainer's data set: "
+        f"{np.count_nonzero(dead)} of {len(counts)} tokens are dead; set is_dead= or token_count= "
+        "to override them"
     )
 
 
 def _add_texts(facts: TokenFacts, texts: tuple[str, ...], rows: int) -> None:
-    if len(texts) <= rows:  # the others pad the matrix
+    if len(texts) <= rows:  # further rows pad the matrix
         facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]
 
 
 def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...]) -> int | None:
-    """Rows of the output embeddings; None where what is recorded has no tokens of that many.
+    """Return the number of rows of the output embeddings; None if the facts would be wrong.
 
-    What is told of the tokens goes to every recorded matrix of so many rows: all have to be
+    The facts apply to every recorded matrix with this number of rows, so all of them have to be
     embeddings.
     """
     output = _weight(model, "get_output_embeddings")
@@ -160,16 +158,16 @@ def _weight(model: torch.nn.Module, method: str) -> Any:
 
 
 def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Occurrences of each token, and the number of examples."""
+    """Return the occurrences of each token, and the number of examples."""
     if processes > 1:
-        raise _NotCounted("several processes train, each of which would have to count")
+        raise _NotCounted("several processes train, and each would have to count")
     _require_stateless(data_set)
     counts = {name: np.zeros(rows, np.int64) for name in ("input_ids", "labels")}
     end = monotonic() + COUNTING_SECONDS
     for part in _parts(data_set):
         for name, ids in part.items():
             if ids.size and not 0 <= ids.min() <= ids.max() < rows:
-                raise _NotCounted(f"its {name} go beyond the {rows} tokens of the model")
+                raise _NotCounted(f"its {name} exceed the {rows} tokens of the model")
             counts[name] += np.bincount(ids, minlength=rows)
         if monotonic() > end:
             raise _NotCounted(
@@ -180,13 +178,13 @@ def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.i
 
 
 def _require_stateless(data_set: Any) -> None:
-    """Refuse what a pass may change: caches, counters and random states decide what is trained on.
+    """Raise an error for a data set that reading may change, and with it the training.
 
-    Types are compared exactly, because a subclass may read its examples in its own way.
+    Types are compared exactly, because a subclass may read its examples differently.
     """
     kind = type(data_set)
     if data_set is None:
-        raise _NotCounted("the Trainer shows no data set")
+        raise _NotCounted("the Trainer has no data set")
     if isinstance(data_set, IterableDataset) or not hasattr(kind, "__len__"):
         raise _NotCounted("the Trainer's data set is streamed")
     if kind is ConcatDataset:
@@ -198,25 +196,25 @@ def _require_stateless(data_set: Any) -> None:
     elif not _is_table(data_set):
         _require_kind(data_set, list, tuple)
     elif data_set.format["type"] == "custom":
-        raise _NotCounted("its data set has a transform, and each call could make another example")
+        raise _NotCounted("its data set has a transform, which may change at each call")
 
 
 def _require_kind(value: Any, *kinds: type) -> None:
     if type(value) not in kinds:
         raise _NotCounted(
-            f"its data set is of a class of its own, {type(value).__name__}, and reading it could "
-            "change what is trained on"
+            f"its data set has the class {type(value).__name__}, and reading it could change the "
+            "training"
         )
 
 
 def _is_table(data_set: Any) -> bool:
-    """Whether it is one of Hugging Face; a module of the user's may have the library's name."""
+    """Return True for a table of Hugging Face, not for a user's module named `datasets`."""
     kind = type(data_set)
     return f"{kind.__module__}.{kind.__qualname__}" == "datasets.arrow_dataset.Dataset"
 
 
 def _parts(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
-    """Ids of the tokens of some examples after the others: as inputs, and as labels."""
+    """Yield token ids of some examples at a time: inputs and labels."""
     if type(data_set) is ConcatDataset:
         for part in data_set.datasets:
             yield from _parts(part)
@@ -237,7 +235,7 @@ def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]
     if "input_ids" not in columns:
         raise _NotCounted("the examples of its data set have no input_ids")
     table = data_set.with_format("arrow", columns=columns)
-    for some in table.iter(batch_size=_AT_ONCE):
+    for some in table.iter(batch_size=_BATCH):
         arrays = {name: some[name].combine_chunks() for name in columns}
         yield _selected({
             name: _of_lists(name, array)
@@ -247,19 +245,19 @@ def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]
 
 
 def _of_lists(name: str, array: Any) -> npt.NDArray[Any]:
-    """Values of an Arrow array of lists, or of lists of lists."""
+    """Return the values of an Arrow array of lists, or of lists of lists."""
     nulls = array.null_count
     while hasattr(array, "value_lengths"):
         array = array.flatten()
         nulls += array.null_count
     if nulls:
-        raise _NotCounted(f"{name} of its data set are null in places")
+        raise _NotCounted(f"{name} of its data set have nulls")
     return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
 def _of_example(example: Any) -> dict[str, npt.NDArray[np.int64]]:
     if type(example) not in (dict, BatchEncoding):
-        raise _NotCounted(f"examples of its data set are no dicts, but {type(example).__name__}")
+        raise _NotCounted(f"examples of its data set are {type(example).__name__}, not dicts")
     flat = {}
     for name in _TOKENS:
         if name in example and example[name] is not None:
@@ -272,12 +270,12 @@ def _of_example(example: Any) -> dict[str, npt.NDArray[np.int64]]:
 
 
 def _selected(flat: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:
-    """Without what is not attended to, and labels that are not trained on."""
+    """Return inputs with attention, and labels with a target."""
     if "input_ids" not in flat:
         raise _NotCounted("the examples of its data set have no input_ids")
     ids, mask = flat["input_ids"], flat.get("attention_mask")
     if ids.size and ids.dtype.kind not in "iu":
-        raise _NotCounted("input_ids of its data set are no whole numbers")
+        raise _NotCounted("input_ids of its data set are not integers")
     if mask is not None and mask.shape == ids.shape:
         ids = ids[mask != 0]
     labels = flat.get("labels", np.empty(0, np.int64))

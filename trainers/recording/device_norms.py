@@ -1,10 +1,9 @@
-"""Summaries per token, computed while recording, so that common questions read no big array.
+"""Summaries per token, computed while recording, so that common questions need no large array.
 
-What they are is defined by `trajstore.values.token_norms`. This is a second implementation of that,
-in torch, for weights on an accelerator: every operation is one that IEEE 754 rounds in one way
-only, and the sums run in the same order, so that both agree to the last bit on any device. All are
-computed in float64 on the device of the weights (on the CPU for MPS, which has no float64) and kept
-as float32.
+`trajstore.values.token_norms` defines them. This second implementation in torch is for weights on
+an accelerator. IEEE 754 defines the rounding of each of its operations, and the sums have the same
+order. So both agree to the last bit on any device. All are computed in float64 on the device of the
+weights (on the CPU for MPS, which has no float64) and stored as float32.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ __all__ = ["ULP_TYPES", "pairwise_sum", "token_norm", "ulp", "ulp_l1"]
 _NATIVE = {getattr(torch, name): native for name, native in NATIVE_TYPES.items()}
 
 ULP_TYPES = tuple(_NATIVE)
-"""Types whose spacing is known here."""
+"""Types whose spacing is known."""
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64."""
+    """Return a copy in float64."""
     tensor = tensor.detach()
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64, copy=True)
 
 
 def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dimension, in the order of `hidden_sum`, one addition after the other.
+    """Sum over the first dimension, one addition after the other, in the order of `hidden_sum`.
 
     Parameters
     ----------
@@ -68,7 +67,7 @@ def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _hidden_sum(values: torch.Tensor) -> torch.Tensor:
-    # On the host one call of NumPy takes less time than a dozen of torch.
+    # On the host one call of NumPy takes less time than many calls of torch.
     if values.device.type == "cpu":
         return torch.from_numpy(hidden_sum(values.numpy()))
     return pairwise_sum(values.movedim(-1, 0))
@@ -80,7 +79,7 @@ def _rounded(values: torch.Tensor) -> torch.Tensor:
 
 
 def token_norm(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """L2 norm over hidden, of a tensor or of its change.
+    """Return the L2 norm over hidden, of a tensor or of its change.
 
     Parameters
     ----------
@@ -97,14 +96,14 @@ def token_norm(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torc
 
 
 def _binade(wide: torch.Tensor, least_normal: float) -> torch.Tensor:
-    """Power of two at or below each magnitude, as `trajstore.values.ulp_lattice.binade`."""
+    """Return the power of two at or below each magnitude, as in `ulp_lattice.binade`."""
     exponent = NATIVE_TYPES["float64"].infinity_bits
-    # Cut out of the bits: a power computed by exp2 need not be exact on every device.
+    # Taken from the bits, because exp2 is not exact on every device.
     return (wide.view(torch.int64) & exponent).view(torch.float64).clamp_(min=least_normal)
 
 
 def ulp(tensor: torch.Tensor) -> torch.Tensor:
-    """Spacing of the tensor's own type at each element, as float64.
+    """Return the spacing of the tensor's own type at each element, as float64.
 
     Parameters
     ----------
@@ -113,8 +112,8 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     tensor of float64, same shape
-        That of `trajstore.values.ulp_lattice.spacing`: subnormals and zero have the least one; NaN
-        where the value is infinite or NaN.
+            As in `trajstore.values.ulp_lattice.spacing`: subnormals and zero have the smallest one;
+            NaN for infinite values and NaN.
     """
     native = _NATIVE[tensor.dtype]
     spacing = _binade(_double(tensor), native.least_normal).mul_(native.epsilon)
@@ -122,15 +121,15 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_l1(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """L1 norm over hidden of the change, in spacings of the type at `before`.
+    """Return the L1 norm over hidden of the change, in spacings of the type at `before`.
 
     Returns
     -------
     tensor of float32, (token,)
-        0 exactly where no bit changed.
+        0 if and only if no bit changed.
     """
     hops = _double(tensor).sub_(_double(before)).abs_().div_(ulp(before))
-    # An infinity or NaN that stays has not moved, though inf − inf is NaN.
+    # An unchanged infinity or NaN has not moved, although inf − inf is NaN.
     integer = getattr(torch, f"int{8 * before.itemsize}")
-    still = tensor.detach().view(integer) == before.detach().view(integer)
-    return _rounded(_hidden_sum(hops.masked_fill_(still.to(hops.device), 0)))
+    unchanged = tensor.detach().view(integer) == before.detach().view(integer)
+    return _rounded(_hidden_sum(hops.masked_fill_(unchanged.to(hops.device), 0)))

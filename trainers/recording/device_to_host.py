@@ -1,9 +1,9 @@
-"""The way of one row from the training device into the writer's block.
+"""The transfer of one row from the training device to the writer's block.
 
-On the CPU a tensor is copied once, straight into its place in the block; from MPS the same copy
-crosses to the host. On CUDA the training stream only makes a copy on the device; a second stream
-carries it to pinned memory, and a thread puts it into the block when it has arrived, so neither the
-training stream nor the training thread waits for the bus.
+On the CPU a tensor is copied once, directly to its place in the block; from MPS the same copy
+crosses to the host. On CUDA the training stream only makes a copy on the device. A second stream
+copies it to pinned memory, and a thread copies it to the block. So neither the training stream nor
+the training thread waits for the bus.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trajstore.values.native_types import NATIVE_TYPES
 __all__ = ["DeferredTransfer", "DirectTransfer", "Transfer", "open_transfer", "place_tensor"]
 
 _SLOTS = 3
-"""Rows under way at most: one being filled, one on the bus, one being put into the block."""
+"""Maximum number of rows in transit: one being filled, one on the bus, one being stored."""
 
 
 def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
-    """Tensor of the native type over the memory of native bits."""
+    """Return a tensor of the native type over the memory of native bits."""
     signed = np.dtype(f"i{NATIVE_TYPES[native].itemsize}")
     return torch.from_numpy(place.view(signed)).view(getattr(torch, native))
 
@@ -49,7 +49,7 @@ def _fill(place: torch.Tensor, value: torch.Tensor, ids: torch.Tensor | None) ->
 
 
 class DirectTransfer:
-    """Copies at once, into the block itself.
+    """Copies values at once, directly to the block.
 
     Parameters
     ----------
@@ -66,34 +66,34 @@ class DirectTransfer:
         Returns
         -------
         tensor
-            The copy, which stays as it is until the next `put` of that name.
+            The copy, which does not change until the next `put` of that name.
         """
         if not self._row:
-            # Not before it is needed: at the end of a block the writer may have to make room.
+            # Only when it is needed: at the end of a block the writer may need time for a new one.
             self._row = _places(self._writer)
         place = self._row[name]
         _fill(place, value, ids)
         return place
 
     def commit(self, step: int) -> None:
-        """Hand the row over as the state after `step`, and begin the next."""
+        """Pass the row to the writer as the state after `step`, and start the next."""
         self._writer.commit_row(step)
         self._row = {}
 
     def close(self) -> None:
-        """Let go of the block."""
+        """Release the block."""
         self._row = {}
 
 
 class DeferredTransfer:
-    """Copies on the device; carries to the host, and into the block, behind the training's back.
+    """Copies values on the device, and asynchronously to the host and the block.
 
     Parameters
     ----------
     writer : RunWriter or ComparedRun
-        From now on used by this transfer's own thread.
+        Only this transfer's thread uses it from now on.
     device : torch.device
-        Of the tensors. With CUDA the host's side is pinned, and a stream of its own copies to it.
+        Device of the tensors. With CUDA, a separate stream copies to pinned memory.
     """
 
     def __init__(self, writer: RowTarget, device: torch.device) -> None:
@@ -123,9 +123,9 @@ class DeferredTransfer:
         self._thread.start()
 
     def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """As `DirectTransfer.put`; the copy is on the device."""
+        """Copy a value as `DirectTransfer.put`; the copy is on the device."""
         if self._carried is not None:
-            # The device waits, not the host, and only if the last row is still on the bus.
+            # The device waits, not the host, and only if the last row is still in transit.
             torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
         place = self._staging[name]
@@ -133,7 +133,7 @@ class DeferredTransfer:
         return place
 
     def commit(self, step: int) -> None:
-        """Send the row off as the state after `step`.
+        """Send the row as the state after `step`.
 
         Raises
         ------
@@ -154,12 +154,12 @@ class DeferredTransfer:
         self._filled.put((step, number, event))
 
     def close(self) -> None:
-        """Wait until every row sent is in its block.
+        """Wait until all rows are in their blocks.
 
         Raises
         ------
         RecordingError
-            If one could not be stored.
+            If a row could not be stored.
         """
         self._filled.put(None)
         self._thread.join()
@@ -186,7 +186,7 @@ class DeferredTransfer:
     def _check(self) -> None:
         if self._failure is not None:
             raise RecordingError(
-                f"the recording stopped: {self._failure}; the rows until then are whole"
+                f"the recording stopped: {self._failure}; the committed rows are complete"
             ) from self._failure
 
 
@@ -194,7 +194,7 @@ Transfer = DirectTransfer | DeferredTransfer
 
 
 def open_transfer(writer: RowTarget, device: torch.device) -> Transfer:
-    """Transfer that suits the device.
+    """Return the transfer for a device.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""What the forward passes of a step show: its loss, its logits, the mean and spread of its states.
+"""Values from the forward passes of a step: loss, logits, mean and spread of the hidden states.
 
-A step may have several micro-batches, and every one of them a forward pass. `ForwardPasses` has the
-hooks that see them, and adds up; the tensors are made one when the step ends.
+A step may have several micro-batches, each with a forward pass. The hooks of `ForwardPasses`
+accumulate their values. They are combined when the step ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ForwardPasses:
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     loss_scale : float
-        What the loop multiplies a loss by that the model was given ``num_items_in_batch`` for.
+        Factor by which the loop multiplies the loss of a model with ``num_items_in_batch``.
     vocabularies : iterable of int
-        Lengths that the last dimension of logits may have.
+        Possible lengths of the last dimension of logits.
 
     Attributes
     ----------
     loss_looks_divided : bool
-        Whether the loop gave several losses in a step, each of them made by a division.
+        True if the loop gave several losses in a step, each the result of a division.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ForwardPasses:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Discard the values of the previous step."""
         self.loss_looks_divided |= self._loss.looks_divided
         self._loss = StepLoss(self._loss_scale)
         self._logits = StepLogits(self._logits_mode)
@@ -77,7 +77,7 @@ class ForwardPasses:
         ----------
         model : Module
         head : Module or None
-            What multiplies hidden states by a recorded parameter.
+            Module that multiplies hidden states by a recorded parameter.
         variables : set of str
         """
         output = outside_compile(self._on_model_output)
@@ -91,7 +91,7 @@ class ForwardPasses:
         return handles
 
     def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
-        """Take the values that the loop gives, in place of those that the hooks have seen."""
+        """Use values from the loop in place of those from the hooks."""
         if loss is not None:
             self._loss.observe(loss)
         if logits is not None:
@@ -101,7 +101,7 @@ class ForwardPasses:
             self._logits.add(logits)
 
     def values(self) -> dict[str, torch.Tensor | None]:
-        """Of the step until now, by variable; None for what was not seen."""
+        """Return the values of the current step by variable; None if there is none."""
         return {
             "loss": self._loss.value(),
             "logits": self._logits.value(),
@@ -154,13 +154,13 @@ class StepLoss:
         self._is_observed = False
 
     def add(self, loss: torch.Tensor, *, share: bool) -> None:
-        """Of one micro-batch: its mean, or its share of the mean over the step."""
+        """Add the loss of a micro-batch: its mean, or its share of the mean over the step."""
         if not self._is_observed:
             self._values.append(loss.detach())
             self._shares = share
 
     def observe(self, loss: torch.Tensor) -> None:
-        """Of one micro-batch, given by the loop, in place of what was seen."""
+        """Add the loss of a micro-batch from the loop, in place of those from the hooks."""
         if not self._is_observed:
             self._is_observed, self._shares = True, False
             self._values.clear()
@@ -169,11 +169,11 @@ class StepLoss:
 
     @property
     def looks_divided(self) -> bool:
-        """Whether the loop gave several losses, each of them a quotient."""
+        """True if the loop gave several losses, each of them a quotient."""
         return self._is_observed and len(self._values) > 1 and self._quotients == len(self._values)
 
     def value(self) -> torch.Tensor | None:
-        """Of the step until now; None if nothing was seen."""
+        """Return the loss of the current step; None if there is none."""
         if not self._values:
             return None
         if len(self._values) == 1:
@@ -185,14 +185,14 @@ class StepLoss:
 
 
 class WeightedMean:
-    """Mean of means, weighted by how many things each is the mean of."""
+    """Mean of means, weighted by the number of items in each."""
 
     def __init__(self) -> None:
         self._mean: torch.Tensor | None = None
         self._count = 0
 
     def add(self, mean: torch.Tensor, count: int) -> None:
-        """One more, of `count` things."""
+        """Add the mean of `count` items."""
         if self._mean is None:
             self._mean = mean
         else:
@@ -201,15 +201,15 @@ class WeightedMean:
         self._count += count
 
     def value(self) -> torch.Tensor | None:
-        """Of the step until now; None if nothing was seen."""
+        """Return the mean of the current step; None if there is none."""
         return self._mean
 
 
 class HiddenSpread:
-    """How far vectors lie around their mean, and how much they point its way, in float32.
+    """Spread of vectors around their mean, and their cosine with the mean, in float32.
 
     Parts are joined as by Chan, Golub & LeVeque (1983), *Algorithms for computing the sample
-    variance*: the spread of the whole is that of the parts and that of their means.
+    variance*: the spread of the whole is that of the parts plus that of their means.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class HiddenSpread:
         self._direction: torch.Tensor | None = None  # mean of the vectors at length 1
 
     def add(self, vectors: torch.Tensor) -> None:
-        """Some more, (vector, hidden)."""
+        """Add vectors, (vector, hidden)."""
         mean = vectors.mean(dim=0)
         trace = (vectors - mean).square().sum(dim=1).mean()
         direction = (vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)).mean(dim=0)
@@ -236,11 +236,11 @@ class HiddenSpread:
         self._count += count
 
     def trace(self) -> torch.Tensor | None:
-        """Trace of their covariance, the mean squared distance from the mean; None without any."""
+        """Return the trace of the covariance (mean squared distance from the mean), or None."""
         return self._trace
 
     def cosine(self) -> torch.Tensor | None:
-        """Mean cosine between each of them and their mean; None without any."""
+        """Return the mean cosine between the vectors and their mean, or None."""
         if self._mean is None or self._direction is None:
             return None
         length = torch.linalg.vector_norm(self._mean)
@@ -256,7 +256,7 @@ class StepLogits:
         self._mean = WeightedMean()
 
     def add(self, logits: torch.Tensor) -> None:
-        """Of one micro-batch: (batch, position, token), or (batch, token)."""
+        """Add the logits of a micro-batch: (batch, position, token), or (batch, token)."""
         last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
         if self._mode == "mean":
             self._mean.add(last.mean(dim=0), len(last))
@@ -266,18 +266,18 @@ class StepLogits:
             self._first = last[0].clone()
 
     def value(self) -> torch.Tensor | None:
-        """Of the step until now; None if nothing was seen."""
+        """Return the logits of the current step; None if there are none."""
         mean = self._mean.value()
         return self._first if mean is None else mean.to(self._dtype)
 
 
 def is_trained(module: torch.nn.Module) -> bool:
-    """Whether a forward pass belongs to the training, not to an evaluation."""
+    """Return True if a forward pass belongs to the training, not to an evaluation."""
     return module.training and torch.is_grad_enabled()
 
 
 def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
-    """Whether a module's output is logits: the model says so, or it is tied to an embedding."""
+    """Return True if a module is the output embedding of the model or tied to an embedding."""
     if getattr(model, "get_output_embeddings", lambda: None)() is head:
         return True
     return any(
@@ -287,7 +287,7 @@ def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """Loss in what a model returned: by name, first of a tuple, or alone; None without one."""
+    """Return the loss of a model's output: by name, first of a tuple, or alone; else None."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, tuple):
@@ -297,7 +297,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def logits_of(output: Any) -> torch.Tensor | None:
-    """What may be logits in what a model returned; None if nothing can be."""
+    """Return the possible logits of a model's output; None if there are none."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif isinstance(output, tuple):

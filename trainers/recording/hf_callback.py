@@ -1,4 +1,4 @@
-"""Recording of any Hugging Face `Trainer`, by one callback."""
+"""A callback that records the training of a Hugging Face `Trainer`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,31 @@ from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
 __all__ = ["TrajectoryCallback"]
 
 _recording: weakref.WeakSet[TrajectoryCallback] = weakref.WeakSet()
-"""Callbacks whose training has begun, and not ended as far as they know."""
+"""Callbacks whose training has started and, as far as they know, not ended."""
 
 
 class TrajectoryCallback(TrainerCallback):
     """Records a parameter of the trained model at every optimizer step.
 
-    Gradient accumulation, clipping, mixed precision and distributed training are those of the
-    Trainer; the first process records. Which tokens are dead, how often each occurs, and how it
-    reads, is taken from the Trainer's data set and tokenizer where nobody says so, and the data set
-    is a list of dicts or a table of Hugging Face datasets, with ``input_ids``, that is counted in
-    seconds.
+    Gradient accumulation, clipping, mixed precision and distributed training work as in the
+    Trainer; the first process records. Dead tokens, occurrences and texts of tokens come from the
+    Trainer's data set and tokenizer, unless they are given. The data set has to be a list of dicts
+    or a table of Hugging Face datasets, with ``input_ids``, and countable in seconds.
 
     Attributes
     ----------
     recorder : Recorder or None
-        None until the training begins.
+        None until the training starts.
     comparison : Comparison or None
-        Set before the training begins, each row is compared with that of the run that is there,
-        instead of being stored.
-    says_end : bool
-        Whether a line on standard output says at the end of the training where the run is; set to
-        False by what says so itself.
+        If set before the training starts, each row is compared with the existing run instead of
+        being stored.
+    prints_end : bool
+        If True, print the path of the run at the end of the training.
 
     Raises
     ------
     RunExists
-        If something is at `path`, and `resume` is not set.
+        If `path` exists, and neither `resume` nor `overwrite` is set.
     RunNotFound
         If `resume` is set, and there is no run.
 
@@ -68,7 +66,7 @@ class TrajectoryCallback(TrainerCallback):
     >>> callback = TrajectoryCallback("run.zarr")
     >>> trained = Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
     {'train_runtime': ...}
-    Recorded 4 rows to run.zarr
+    Recorded 4 rows to ...run.zarr
     >>> from trajstore import open_run
     >>> open_run("run.zarr").grad.shape
     (4, 128, 8)
@@ -84,20 +82,20 @@ class TrajectoryCallback(TrainerCallback):
         on_note: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
-        """Take what to record, and insist that it can be made at `path`.
+        """Store the options, and check that they can be recorded to `path`.
 
         Parameters
         ----------
         path : path-like
-            Where the run will be, by custom ``NAME.zarr``. One that is there can be gone on with
-            (``resume=True``) when the Trainer itself resumes from a checkpoint of its own.
+            Path of the run, by custom ``NAME.zarr``. An existing run can be resumed
+            (``resume=True``) if the Trainer itself resumes from its own checkpoint.
         on_step : callable, optional
             Called with the `Recorder` after every optimizer step.
         on_note : callable, optional
-            Called with each sentence of advice about the optimizer's types, and about what is known
-            of the tokens; logged without it.
+            Called with each note about the optimizer's types and about the tokens; default: notes
+            are logged.
         **options
-            Of `RecordingOptions`.
+            Options of `RecordingOptions`.
         """
         self._path = path
         self._options = RecordingOptions(record=record, **options)
@@ -107,7 +105,7 @@ class TrajectoryCallback(TrainerCallback):
         self._thread = 0
         self.recorder: Recorder | None = None
         self.comparison: Comparison | None = None
-        self.says_end = True
+        self.prints_end = True
 
     def on_train_begin(
         self,
@@ -121,13 +119,15 @@ class TrajectoryCallback(TrainerCallback):
         """Attach to the model and the optimizer, and take the initial state."""
         if args.n_gpu > 1:
             raise RecordingError(
-                f"this Trainer spreads each batch over {args.n_gpu} GPUs in one process "
-                "(DataParallel), which cannot be recorded; start one process a GPU with torchrun, "
-                "or show it one GPU with CUDA_VISIBLE_DEVICES"
+                f"this Trainer splits each batch over {args.n_gpu} GPUs in one process "
+                "(DataParallel), which cannot be recorded; start one process per GPU with "
+                "torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
-        _end_failed(self._path)
+        _close_failed(self._path)
         if self.recorder is not None:
-            raise RecordingError("this callback has recorded a run already; make a new one")
+            raise RecordingError(
+                "this callback has recorded a run already; create a new callback for each run"
+            )
         schedule = {
             "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
             "warmup_steps": args.get_warmup_steps(state.max_steps),
@@ -135,7 +135,7 @@ class TrajectoryCallback(TrainerCallback):
             "max_grad_norm": args.max_grad_norm,
         }
         loop = TrainingLoop(
-            scaler=getattr(optimizer, "scaler", None),  # of accelerate's wrapper
+            scaler=getattr(optimizer, "scaler", None),  # from accelerate's wrapper
             max_grad_norm=args.max_grad_norm or 0.0,
             # The Trainer multiplies a loss that was averaged over all processes' tokens.
             loss_scale=args.world_size if args.average_tokens_across_devices else 1.0,
@@ -166,9 +166,9 @@ class TrajectoryCallback(TrainerCallback):
         )
         if state.is_world_process_zero:
             report_notes(facts.notes, self._on_note)
-        # The Trainer tells no callback that it failed: what is whole is committed when the cell of
-        # the notebook ends, when another callback begins the run anew or goes on with it, and at
-        # the latest when the interpreter ends.
+        # The Trainer does not report a failure to its callbacks. So complete rows are committed at
+        # the end of a notebook's cell, when another callback starts or resumes the run, and at the
+        # latest when the interpreter exits.
         self._thread = threading.get_ident()
         _recording.add(self)
         atexit.register(self.close)
@@ -177,19 +177,19 @@ class TrajectoryCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
-        """Commit what is left, mark the run complete, and print where it is."""
+        """Commit the remaining rows, mark the run complete, and print its path."""
         self.close(complete=True)
-        if self.says_end and self.recorder is not None and state.is_world_process_zero:
+        if self.prints_end and self.recorder is not None and state.is_world_process_zero:
             for path, rows in self.recorder.recorded_rows():
                 print(f"Recorded {rows:,} rows to {path}")
 
     def close(self, *, complete: bool = False) -> None:
-        """Stop recording and commit every whole row; twice does no harm.
+        """Stop recording and commit all complete rows; further calls have no effect.
 
         Parameters
         ----------
         complete : bool
-            Mark the run ``complete``, not ``interrupted``.
+            Mark the run ``complete`` instead of ``interrupted``.
         """
         atexit.unregister(self.close)
         _recording.discard(self)
@@ -198,13 +198,13 @@ class TrajectoryCallback(TrainerCallback):
             self.recorder.close(complete=complete)
 
     def _after_cell(self, *result: Any) -> None:
-        """Close what a training has left that failed in a cell of a notebook."""
+        """Close the recording of a training that failed in a cell of a notebook."""
         if self._thread == threading.get_ident():
             self.close()
 
 
-def _end_failed(path: RunPath) -> None:
-    """Close what records to a path, and must have failed: its thread begins another training."""
+def _close_failed(path: RunPath) -> None:
+    """Close earlier recordings to a path by this thread; their trainings must have failed."""
     place, thread = os.path.realpath(str(path)), threading.get_ident()
     for other in list(_recording):
         if other._thread == thread and os.path.realpath(str(other._path)) == place:
@@ -212,7 +212,7 @@ def _end_failed(path: RunPath) -> None:
 
 
 def _at_end_of_cell(callback: TrajectoryCallback, *, register: bool) -> None:
-    """In a notebook, have `_after_cell` called when a cell ends, or no longer."""
+    """Register or unregister `_after_cell` for the end of a notebook's cell."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None:
         return

@@ -1,7 +1,7 @@
-"""Every parameter of the model in four numbers a step, computed where it lies.
+"""Four summaries per step of every parameter of the model, computed on its device.
 
-Nothing as large as a parameter leaves the device: what comes out are vectors with one number for
-each parameter. A copy of what the optimizer may change is kept there through its step.
+The results are vectors with one number per parameter; nothing larger leaves the device. During the
+optimizer's step a copy of the parameters that it may change stays on the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _OF_UPDATES = ("param_update_norm", "param_update_lost")
 
 
 class ModelParameters:
-    """All parameters of a model, tied ones once, by the first of their names.
+    """All parameters of a model; tied ones once, by the first of their names.
 
-    Whatever the optimizer is, `param_update_lost` is of the elements whose gradient, as the step
-    consumed it, is not 0: the share whose value the step left as it was. −0 and +0 are one value.
+    `param_update_lost` counts elements with a nonzero gradient in the step, for any optimizer. It
+    is the fraction whose value the step did not change. −0 and +0 are the same value.
 
     Parameters
     ----------
@@ -40,14 +40,14 @@ class ModelParameters:
         Wrapped or not.
     optimizer : Optimizer
     device : torch.device
-        Where the vectors are made.
+        Device of the vectors.
     variables : collection of str
-        What is to be recorded; what is not among it is not computed.
+        Recorded variables; others are not computed.
 
     Attributes
     ----------
     names : tuple of str
-        Those of numbers, of any type of floating point.
+        Names of the parameters with a floating-point type.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class ModelParameters:
 
     @torch.no_grad()
     def initial(self) -> dict[str, torch.Tensor]:
-        """What is known before the first step, by variable."""
+        """Return the values before the first step by variable."""
         return {"param_norm": self._vector(dict(enumerate(norms(self._tensors))))}
 
     def after_backward(self, unscale: float) -> None:
-        """Take the gradients, before anyone can clip them; `unscale` multiplies their norms."""
+        """Take the gradients before clipping; `unscale` multiplies their norms."""
         if "param_grad_norm" not in self._variables:
             return
-        there = self._gradients()
-        lengths = zip(there, norms(list(there.values())), strict=True)
+        gradients = self._gradients()
+        lengths = zip(gradients, norms(list(gradients.values())), strict=True)
         self._gradient_norms = self._vector(dict(lengths)) * unscale
 
     def before_step(self) -> None:
-        """Keep the values that the optimizer is about to change."""
+        """Copy the values that the optimizer is about to change."""
         if self._variables.isdisjoint(_OF_UPDATES):
             return
         if not self._before:
@@ -95,14 +95,13 @@ class ModelParameters:
         copy_each(list(self._before.values()), [self._tensors[place] for place in self._before])
 
     def after_step(self, *, skipped: bool) -> dict[str, torch.Tensor]:
-        """What the step has made, by variable.
+        """Return the results of the step by variable.
 
         Returns
         -------
         dict of str to tensor of float32, (parameter,)
-            NaN where the step had no gradient for a parameter, and where no update was meant:
-            in `param_update_lost` also for a learning rate of 0, a gradient of zeros and a step
-            that the gradient scaler skipped.
+            NaN for a parameter without a gradient. In `param_update_lost` also NaN for a learning
+            rate of 0, a gradient of zeros, and a step that the gradient scaler skipped.
         """
         values: dict[str, torch.Tensor] = {}
         if "param_norm" in self._variables:
@@ -117,9 +116,9 @@ class ModelParameters:
     def _updates(self, *, skipped: bool) -> dict[str, torch.Tensor]:
         gradients = {p: grad for p, grad in self._gradients().items() if p in self._groups}
         if skipped or not gradients:
-            still = dict.fromkeys(gradients, torch.zeros_like(self._nan))
+            zeros = dict.fromkeys(gradients, torch.zeros_like(self._nan))
             return {
-                "param_update_norm": self._vector(still),
+                "param_update_norm": self._vector(zeros),
                 "param_update_lost": self._vector({}),
             }
         changes = differences(
@@ -127,11 +126,11 @@ class ModelParameters:
             [self._before[place] for place in gradients],
         )
         lengths = dict(zip(gradients, norms(changes), strict=True))
-        asked = signs(list(gradients.values()))
+        gradient_signs = signs(list(gradients.values()))
         sign_each(changes)
-        multiply_each(changes, asked)
-        # Sums of ones: whole numbers, which float32 counts exactly up to 2²⁴.
-        wanted = self._vector(dict(zip(gradients, norms(asked, 1), strict=True)))
+        multiply_each(changes, gradient_signs)
+        # Sums of ones are integers, which float32 counts exactly up to 2²⁴.
+        wanted = self._vector(dict(zip(gradients, norms(gradient_signs, 1), strict=True)))
         moved = self._vector(dict(zip(gradients, norms(changes, 1), strict=True)))
         return {
             "param_update_norm": self._vector(lengths),
@@ -139,7 +138,7 @@ class ModelParameters:
         }
 
     def _one_where_trained(self, places: Collection[int]) -> torch.Tensor:
-        """1 where the learning rate is not 0, NaN elsewhere."""
+        """Return 1 if the learning rate is not 0, NaN otherwise."""
         rates = {place: self._groups[place]["lr"] for place in places}
         one = torch.ones_like(self._nan)
         if not any(isinstance(rate, torch.Tensor) for rate in rates.values()):
@@ -159,7 +158,7 @@ class ModelParameters:
         }
 
     def _vector(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """One number for each parameter; NaN for those that have none."""
+        """Return one number for each parameter; NaN if it has none."""
         nan = self._nan
         numbers: Sequence[torch.Tensor] = [
             values[place].to(nan.device, nan.dtype).reshape(()) if place in values else nan

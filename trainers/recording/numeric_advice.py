@@ -1,4 +1,4 @@
-"""Advice about the types of a training that is about to be recorded."""
+"""Advice about the types of a training, before it is recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimizer) -> list[Advice]:
-    """What the types of these parameters and of their state keep the optimizer from doing.
+    """Return advice about types in which the optimizer has no effect.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimiz
     Returns
     -------
     list of Advice
-        Each once, however many parameters it is about.
+        Each sentence once, for all parameters together.
     """
     found = (
         advice
@@ -43,9 +43,9 @@ def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimiz
 
 
 def report_notes(sentences: Iterable[str], on_note: Callable[[str], None] | None) -> None:
-    """Give sentences to a function, or else to the logger of this module.
+    """Pass sentences to a function, or else to the logger of this module.
 
-    Not as a warning of Python's, which whoever turns warnings into errors could not get past.
+    They are not Python warnings, because a filter may turn those into errors.
     """
     for sentence in sentences:
         if on_note is not None:
@@ -55,7 +55,7 @@ def report_notes(sentences: Iterable[str], on_note: Callable[[str], None] | None
 
 
 def _state_type(parameter: RecordedParameter, optimizer: Optimizer) -> str:
-    """Type of the state: as the optimizer says, or as it is, or as it will be."""
+    """Return the type of the state: from the group, the existing state, or the parameter."""
     if "state_dtype" in parameter.group:
         return str(parameter.group["state_dtype"])
     state = optimizer.state.get(parameter.tensor, {})

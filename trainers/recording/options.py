@@ -1,7 +1,7 @@
-"""What is asked of a recording, and what it must be told of the loop that it watches.
+"""Options of a recording, and facts about the training loop.
 
-The list of options is written once, here. `capture` and `TrajectoryCallback` take the same names as
-keywords: `takes_options` shows them in their signatures and their documentation.
+The options are defined here only. `capture` and `TrajectoryCallback` take them as keywords:
+`takes_options` adds them to their signatures and documentation.
 """
 
 from __future__ import annotations
@@ -35,50 +35,48 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordingOptions:
-    """What to record of a training, and how.
+    """Options of a recording.
 
     Attributes
     ----------
     record : str or sequence of str
         Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``.
     parameter : str or sequence of str, optional
-        Names of matrices (token, hidden); without it, the model's unembedding. Each of several has
-        a run of its own, ``NAME.<parameter>.zarr``: a run has one token dimension.
+        Names of matrices (token, hidden); default: the model's unembedding. Several matrices have
+        separate runs, ``NAME.<parameter>.zarr``, because a run has one token dimension.
     every : int
         Steps from one row to the next; the last step is always recorded.
     tokens : {'all', 'dead', 'live'} or array_like of int
-        Which rows of the matrix.
+        Rows of the matrix to record.
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     is_dead, token_count, token_text : array_like, (token,), optional
-        What is known about the whole vocabulary. Without `is_dead`, tokens that occur 0 times are
-        dead.
+        Facts about the whole vocabulary. Without `is_dead`, tokens that occur 0 times are dead.
     populations : mapping, optional
-        Groups of tokens of the whole vocabulary, by name: masks, ids, labels or expressions, as
-        `analysis.with_populations` takes them. They may overlap.
+        Groups of tokens of the whole vocabulary, by name: masks, ids, labels or expressions, as for
+        `analysis.with_populations`. They may overlap.
     config, origin : mapping, optional
-        JSON values for the root attributes: how to run it again, and what to add to its
-        provenance, such as the identity of the text.
+        JSON values for the root attributes: the configuration, and additions to the provenance,
+        such as the identity of the text.
     memory : int or str
-        For all buffers of the recorder together.
+        Memory of all buffers of the recorder together.
     block_rows : int, optional
-        Rows of a block; planned from the memory without it.
+        Rows of a block; default: planned from the memory.
     overwrite : bool
-        Replace a run that is there.
+        Replace an existing run.
     resume : bool
-        Go on with the run that is there, after the step that the training has taken; rows past it
-        are dropped.
+        Resume the existing run after the step that the training has taken; later rows are dropped.
     commit_every : float, optional
-        Seconds after a commit at which rows are committed that are no whole block yet: so late
-        readers see a row, and so much a killed process loses. None for whole blocks only, as it is
-        where several processes record a parameter that is sharded over them.
+        Maximum seconds between commits, also of an incomplete block. A killed process loses at most
+        this much. None commits complete blocks only, as do several processes that record a sharded
+        parameter.
     fsync : bool
-        Have every commit survive a loss of power, not only the death of the process.
+        Make every commit survive a loss of power, not only the death of the process.
     schedule : mapping, optional
-        How the learning rate changes, JSON values for the attribute ``optimizer``.
+        Change of the learning rate, JSON values for the attribute ``optimizer``.
     strict_numerics : bool
-        Refuse to record where the type of the optimizer's state keeps it from decaying or growing,
-        or that of the weights keeps them from decaying, instead of saying so.
+        Raise an error instead of a note if the optimizer's state cannot decay or grow in its type,
+        or the weights cannot decay in theirs.
     """
 
     record: str | Sequence[str] = "all"
@@ -114,33 +112,33 @@ class RecordingOptions:
         check_commit_every(self.commit_every)
         if self.resume and self.overwrite:
             raise InvalidArgument(
-                "resume and overwrite: got both; a run is either gone on with or replaced"
+                "got both resume and overwrite; use either resume or overwrite, not both"
             )
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of all variables that are asked for, tiers resolved, in the schema's order."""
+        """Names of all requested variables, tiers resolved, in the schema's order."""
         return resolve_record(self._names)
 
     @property
     def required(self) -> frozenset[str]:
-        """Those that are named themselves, which a run must not go without.
+        """Variables requested by name, which a run must not lack.
 
-        What only a tier names, and the training does not show, is left out.
+        Variables of a tier are left out if the training does not provide them.
         """
         entries = (self._names,) if isinstance(self._names, str) else self._names
-        asked = {name.strip() for entry in entries for name in entry.split(",")}
-        return frozenset(asked & VARIABLES.keys() - TIERS.keys())
+        requested = {name.strip() for entry in entries for name in entry.split(",")}
+        return frozenset(requested & VARIABLES.keys() - TIERS.keys())
 
     @property
     def has_one_run(self) -> bool:
-        """Whether one parameter is meant, whose run is at the path itself."""
+        """True if there is one parameter, whose run is at the path itself."""
         return self.parameter is None or isinstance(self.parameter, str)
 
     def check_path(self, path: RunPath) -> None:
-        """Insist that what is wanted can be recorded at a path, as far as it shows already.
+        """Check that a recording to a path is possible, as far as it is known yet.
 
-        The runs of several parameters lie beside it, under names that the model has to tell.
+        The paths of several parameters depend on the model, so they are checked later.
 
         Raises
         ------
@@ -151,14 +149,14 @@ class RecordingOptions:
             self.check_place(path)
 
     def check_place(self, run: RunPath) -> None:
-        """Insist that a run can be made in a place, or gone on with.
+        """Check that a run can be created or resumed at a path.
 
         Raises
         ------
         RunExists
-            If something is there, and it is neither to be replaced nor gone on with.
+            If the path exists, and neither `overwrite` nor `resume` is set.
         RunNotFound
-            If nothing is there to go on with.
+            If there is no run to resume.
         """
         if self.resume:
             open_group(run)
@@ -172,25 +170,25 @@ class RecordingOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingLoop:
-    """What a recording must be told of the loop, because no hook sees it.
+    """Facts about the training loop that no hook provides.
 
     Attributes
     ----------
     scaler : GradScaler, optional
-        That the loop scales its loss with.
+        Scaler of the loop's loss.
     max_grad_norm : float
-        Global norm that the loop clips gradients to; 0 if it does not, or not to a global norm.
+        Global norm to which the loop clips gradients; 0 if it does not, or not to a global norm.
     loss_scale : float
-        What the loop multiplies a loss by that the model was given ``num_items_in_batch`` for.
+        Factor by which the loop multiplies the loss of a model with ``num_items_in_batch``.
     first_step : int
         Optimizer steps taken before.
     device : torch.device, optional
-        For the provenance; that of the recorded parameter without it.
+        Device for the provenance; default: that of the recorded parameter.
     schedule : mapping
-        How the loop changes the learning rate, JSON values; those of the options win.
+        Change of the learning rate, JSON values; those of the options take precedence.
     examples : int, optional
-        Most examples that a step has, of all micro-batches and processes; as many as the first
-        step has without it.
+        Maximum number of examples of a step, over all micro-batches and processes; default: as many
+        as in the first step.
     """
 
     scaler: Any = None
@@ -203,10 +201,10 @@ class TrainingLoop:
 
 
 def takes_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a function that makes `RecordingOptions` of its ``**options``.
+    """Decorate a function that creates `RecordingOptions` from its ``**options``.
 
-    Its signature and its documentation show the options in the place of ``**options``. A keyword
-    that is neither one of them nor its own is a `TypeError` that names the closest one.
+    Its signature and documentation list the options in place of ``**options``. An unknown keyword
+    raises a `TypeError` with the most similar name.
     """
     shown = _signature_with_options(function)
     takes = [name for name in shown.parameters if name != "self"]

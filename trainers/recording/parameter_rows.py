@@ -1,8 +1,8 @@
-"""The run of one parameter while it grows: from the tensors of a step to a whole row.
+"""The growing run of one parameter, from the tensors of a step to a complete row.
 
-Every step the hooks `set` each variable, in whatever order they see them, and then `end_row`. Until
-the first row is whole the values lie on the host, because only it shows all types; then the run is
-made, and from there each value is copied straight into its place by a `Transfer`.
+In every step the hooks call `set` for each variable, in any order, and then `end_row`. The values
+stay in host memory until the first row is complete, because only it has all types. Then the run is
+created. From there on a `Transfer` copies each value directly to its place.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ class ParameterRows:
     Parameters
     ----------
     planned : PlannedRun
-        Of the variables that only a tier names, what the first step does not show (moments of SGD,
-        logits of a model without an unembedding) is left out.
+        Some variables of a tier may be missing in the first step (moments of SGD, logits of a model
+        without an unembedding); they are left out.
     existing : ExistingRun, optional
-        Run that is to go on, in place of a new one; nothing of it changes before `resume`.
+        Run to resume, in place of a new one; it does not change before `resume`.
 
     Attributes
     ----------
     parameter : RecordedParameter
     variables : tuple of str
-        What is recorded, by this process where several share the parameter.
+        Variables that this process records.
     watched : tuple of str
-        What is recorded by all of them.
+        Variables that all processes record together.
     writer : RunWriter or ComparedRun or None
-        None until the run is made.
+        None until the run is created.
     rows : int
-        Rows handed over for storing.
+        Rows passed to the writer.
     last_step : int
-        Step of the last of them.
+        Step of the last row.
     left_out : tuple of str
-        Variables of a tier that the first step did not show; none until the run is made.
+        Variables of a tier that the first step lacks; empty until the run is created.
 
     Raises
     ------
     RecordingError
-        If a variable cannot be made of the parameter's type.
+        If a variable cannot be computed in the parameter's type.
     NothingToResume
-        If the run that is to go on has other weights.
+        If the run to resume has other weights.
     """
 
     def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
         self.watched = planned.options.variables
-        self.variables = _held(planned, self.watched)
+        self.variables = _own_variables(planned, self.watched)
         self.writer: RowTarget | None = None
         self.left_out: tuple[str, ...] = ()
         self.rows = 0
@@ -80,7 +80,7 @@ class ParameterRows:
         if "W_ulp_l1" in self.variables and W.dtype not in ULP_TYPES:
             raise RecordingError(
                 f"W_ulp_l1 of {self.parameter.name}: got {W.dtype}, expected one of "
-                f"{', '.join(map(str, ULP_TYPES))}; leave it out of what is recorded"
+                f"{', '.join(map(str, ULP_TYPES))}; leave W_ulp_l1 out of record"
             )
         self._planned = planned
         self._every = planned.options.every
@@ -89,24 +89,24 @@ class ParameterRows:
         self._initial: Row = {} if planned.model is None else planned.model.initial()
         if existing is None:
             self._initial |= self._initial_moments(planned)
-        self._last_W: torch.Tensor | None = None  # of the last row, on the device
+        self._last_W: torch.Tensor | None = None  # W in the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
-        self._room: dict[str, int] = {}  # of the dimensions example and position
+        self._room: dict[str, int] = {}  # lengths of the dimensions example and position
         if planned.loop.examples is not None:
             self._room["example"] = planned.loop.examples
-        self._row: Row = {}  # of the step in progress
-        self._held: list[tuple[int, Row]] = []  # rows of the steps before there is a run
+        self._row: Row = {}  # row of the current step
+        self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
         self._transfer: Transfer | None = None
-        self._whole_step: int | None = None  # whose row is in the transfer, and not handed over
+        self._whole_step: int | None = None  # step of the complete row that is only in the transfer
         self._existing = existing
         if existing is not None:
             existing.check(self._initial_W)
             self.watched = existing.variables
-            self.variables = _held(planned, self.watched)
+            self.variables = _own_variables(planned, self.watched)
 
     def _initial_moments(self, planned: PlannedRun) -> Row:
-        """Moments of an optimizer that has taken steps already; NaN where it does not show them."""
+        """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
         state = planned.optimizer.state.get(self.parameter.tensor, {})
         names = [name for name in MOMENTS if state and name in self.variables]
         return {
@@ -117,7 +117,7 @@ class ParameterRows:
         }
 
     def resume(self) -> None:
-        """Take up the run that is to go on, after its last row; a new one is made later.
+        """Open the run to resume after its last row; a new run is created later.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class ParameterRows:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
         self._existing = None
-        with self._full_disk():
+        with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
         arrays = self.writer.layout.arrays
         for name in set(OF_EXAMPLES) & arrays.keys():
@@ -141,31 +141,30 @@ class ParameterRows:
         self._initial.clear()
 
     def recorded_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of the recorded tokens, of a tensor whose first dimension is the vocabulary.
+        """Select the recorded tokens of a tensor whose first dimension is the vocabulary.
 
-        Where it is sharded over processes, of those that this one holds.
+        If the tensor is sharded over processes, the result has the tokens of this process.
         """
         return self._select(own_rows(tensor.detach()))
 
     def set(self, name: str, value: torch.Tensor) -> None:
-        """Copy a variable of the step in progress to where it will be stored.
+        """Copy a variable of the current step to the place where it is stored.
 
-        Set again in the same step, it takes the place of the value before.
+        A second value in the same step replaces the first.
 
         Parameters
         ----------
         name : str
-            Ignored if it is not recorded.
+            Ignored if the variable is not recorded.
         value : tensor
-            Of the whole vocabulary, where the variable has a token dimension, or of the tokens that
-            this process holds of it; of as many examples and positions as the first row has room
-            for, or fewer.
+            A variable with a token dimension has the whole vocabulary, or the tokens of this
+            process. The number of examples and positions is at most that of the first row.
 
         Raises
         ------
         RecordingError
-            If it has another type or shape than in the first row, or more examples or positions,
-            or the disk is full.
+            If the type or shape differs from the first row, if there are more examples or
+            positions, or if the disk is full.
         """
         if name not in self.variables:
             return
@@ -186,33 +185,33 @@ class ParameterRows:
             self.set("cells", self._own_W().to(torch.bfloat16))
 
     def set_change_norms(self) -> None:
-        """Set how far each token's W moved since the last row."""
+        """Set the change of each token's W since the last row."""
         if self._last_W is not None:
             now = self.recorded_tokens(self.parameter.tensor)
             self._set_selected("W_step_norm", token_norm(now, self._last_W))
             self._set_selected("W_ulp_l1", ulp_l1(now, self._last_W))
 
     def set_gradient_norms(self, gradient: torch.Tensor) -> None:
-        """Set the length of each token's gradient."""
+        """Set the norm of each token's gradient."""
         if "grad_token_norm" in self.variables:
             self._set_selected("grad_token_norm", token_norm(self.recorded_tokens(gradient)))
 
     def copy_of(self, name: str) -> torch.Tensor | None:
-        """What was set in the step in progress, of the recorded tokens; None if it was not."""
+        """Return the value of the current step for the recorded tokens; None if it was not set."""
         return self._row.get(name)
 
     def end_row(self, step: int, *, skipped: bool) -> None:
-        """Complete the row of `step`, and store it if it is due.
+        """Complete the row of `step`, and store it if `every` selects it.
 
         Raises
         ------
         RecordingError
-            If a variable was not seen, or the disk is full.
+            If a variable is missing, or the disk is full.
         """
         due = step % self._every == 0
         if self._transfer is None:
-            self._held.append((step, self._row))
-            if not skipped:  # then there may be no moments yet, so no types
+            self._early_rows.append((step, self._row))
+            if not skipped:  # a skipped step may have no moments, so no types
                 self._create_run()
             self._row = {}
             self._whole_step = None if due else step
@@ -223,10 +222,10 @@ class ParameterRows:
         self._row = {}
         self._whole_step = step
         if due:
-            self._hand_over(step)
+            self._store_row(step)
 
     def close(self, *, complete: bool) -> None:
-        """Commit the last step if it is whole, and close the run."""
+        """Commit the last step if it is complete, and close the run."""
         try:
             if self.writer is not None:
                 self._close_run(self.writer, complete=complete)
@@ -235,17 +234,17 @@ class ParameterRows:
                 self._planned.share.close()
 
     def _close_run(self, writer: RowTarget, *, complete: bool) -> None:
-        with self._full_disk():
+        with self._disk_errors():
             try:
                 if self._whole_step is not None:
-                    self._hand_over(self._whole_step)
-                if self._transfer is not None:  # or it could not be opened
+                    self._store_row(self._whole_step)
+                if self._transfer is not None:  # None if it could not be opened
                     self._transfer.close()
             finally:
                 writer.close("complete" if complete else "interrupted")
 
     def _set_missing_moments(self) -> None:
-        """Set what the optimizer has not made yet, because every step until now was skipped."""
+        """Set moments that do not exist yet, because every step so far was skipped."""
         assert self.writer is not None
         for name in MOMENTS:
             if name in self.variables and name not in self._row:
@@ -253,7 +252,7 @@ class ParameterRows:
                 self.set(name, torch.zeros_like(self._own_W(), dtype=dtype))
 
     def _own_W(self) -> torch.Tensor:
-        """The parameter, or the tokens of it that this process holds."""
+        """Return the parameter, or this process's tokens of it."""
         return own_rows(self.parameter.tensor.detach())
 
     def _select(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -269,20 +268,20 @@ class ParameterRows:
 
     def _copy_to_block(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
         assert self._transfer is not None
-        with self._full_disk():
+        with self._disk_errors():
             self._row[name] = self._transfer.put(name, value, ids)
-        # The row of the step before, if it was not handed over, is being written over.
+        # This overwrites the row of the previous step, if it was not stored.
         self._whole_step = None
 
     def _fitted(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The value with NaN where a row has room for more examples or positions than it has."""
+        """Return a value padded with NaN to the row's number of examples and positions."""
         dims = VARIABLES[name].dims[1:]
         for dim, length in zip(dims, value.shape, strict=True):
             room = length if dim == "hidden" else self._room.setdefault(dim, length)
             if length > room:
                 raise RecordingError(
-                    f"{name}: this step has {length} {dim}s, and the rows of {self._planned.path} "
-                    f"have room for {room}, as the first step had; begin with the largest batch"
+                    f"{name}: this step has {length} {dim}s, but the rows of {self._planned.path} "
+                    f"have room for {room}, as in the first step; start with the largest batch"
                 )
         return padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
 
@@ -293,28 +292,28 @@ class ParameterRows:
         dtype = _native(value)
         if dtype != array.native.name or tuple(shape) != array.row:
             raise RecordingError(
-                f"{name} is now {dtype} of shape {tuple(shape)}, and was {array.native.name} of "
-                f"shape {array.row} in the first row; a run cannot change that"
+                f"{name} is now {dtype} of shape {tuple(shape)}, but was {array.native.name} of "
+                f"shape {array.row} in the first row; record a new run for the new shape or type"
             )
 
     def _check_whole(self, step: int, row: Mapping[str, torch.Tensor]) -> None:
         unseen = [name for name in self.variables if name not in row]
         if unseen:
             raise RecordingError(
-                f"step {step} did not show {', '.join(unseen)}, so its row is not whole; "
+                f"step {step} has no {', '.join(unseen)}, so its row is incomplete; "
                 f"{_remedy(unseen)}"
             )
 
     def _create_run(self) -> None:
-        """Make the run of what the step in progress has shown, with all rows until now."""
-        last_step, last = self._held[-1]
+        """Create the run with the variables of the current step, and write all rows so far."""
+        last_step, last = self._early_rows[-1]
         required = self._planned.options.required
-        asked = self.variables
-        self.variables = tuple(name for name in asked if name in last or name in required)
-        self.left_out = tuple(name for name in asked if name not in self.variables)
-        for step, row in self._held:
+        requested = self.variables
+        self.variables = tuple(name for name in requested if name in last or name in required)
+        self.left_out = tuple(name for name in requested if name not in self.variables)
+        for step, row in self._early_rows:
             for name in MOMENTS:
-                if name in last and name not in row:  # skipped before there was any state
+                if name in last and name not in row:  # skipped before the optimizer had a state
                     row[name] = torch.zeros_like(last[name])
             self._check_whole(step, row)
         types = {name: _native(last[name]) for name in self.variables}
@@ -323,10 +322,10 @@ class ParameterRows:
         rows = [(self.last_step, self._initial_row(last))]
         rows += [
             (step, {name: row[name] for name in self.variables})
-            for step, row in self._held
+            for step, row in self._early_rows
             if step % self._every == 0
         ]
-        with self._full_disk():
+        with self._disk_errors():
             for step, row in rows:
                 writer.append(step, **row)
             self._transfer = open_transfer(writer, self.parameter.tensor.device)
@@ -336,12 +335,12 @@ class ParameterRows:
                 self._transfer.put(name, last[name])
         else:
             self._remember_W()
-        self._held.clear()
+        self._early_rows.clear()
         self._initial_W = self._initial_W.new_empty(0)
         self._initial.clear()
 
     def _initial_row(self, like: Row) -> Row:
-        """Row of the state before the first step, with the types of another row."""
+        """Return the row before the first step, with the types of another row."""
         start = {"zero": 0.0, "nan": float("nan")}
         return {
             name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
@@ -350,10 +349,10 @@ class ParameterRows:
             for name in self.variables
         }
 
-    def _hand_over(self, step: int) -> None:
-        """Have the row in the transfer stored as that of `step`."""
+    def _store_row(self, step: int) -> None:
+        """Store the row in the transfer as the row of `step`."""
         assert self._transfer is not None
-        with self._full_disk():
+        with self._disk_errors():
             self._transfer.commit(step)
         self.rows += 1
         self.last_step = step
@@ -365,8 +364,8 @@ class ParameterRows:
             self._last_W.copy_(self.recorded_tokens(self.parameter.tensor))
 
     @contextlib.contextmanager
-    def _full_disk(self) -> Iterator[None]:
-        """Have an error say what to do where the disk is full."""
+    def _disk_errors(self) -> Iterator[None]:
+        """Add the sizes and a fix to the error of a full disk."""
         assert self.writer is not None
         try:
             yield
@@ -381,14 +380,14 @@ class ParameterRows:
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
             free = shutil.disk_usage(writer.path.parent).free
             raise RecordingError(
-                f"no space is left for {writer.path}: {format_bytes(free)} are free, and a block "
+                f"no space is left for {writer.path}: {format_bytes(free)} are free, but a block "
                 f"of {writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
-                f"{writer.committed_rows} rows are whole; free some space, or record less"
+                f"{writer.committed_rows} rows are committed; free space, or record less"
             ) from error
 
 
-def _held(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the variables of which this process records anything."""
+def _own_variables(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the variables that this process records."""
     return tuple(name for name in variables if has_rows_of(planned.share, name))
 
 
@@ -398,19 +397,19 @@ def _native(tensor: torch.Tensor) -> str:
 
 def _remedy(unseen: list[str]) -> str:
     if "loss" in unseen:
-        return "the model returns no loss, so tell it in every step with observe(loss=…)"
+        return "the model returns no loss; pass it in every step with observe(loss=…)"
     if "logits" in unseen:
-        return "tell them in every step with observe(logits=…)"
+        return "pass them in every step with observe(logits=…)"
     if "grad" in unseen or "grad_token_norm" in unseen:
-        return "the parameter got no gradient"
+        return "the parameter has no gradient; use it in the forward pass of every step"
     if "batch" in unseen:
         return (
-            "tell the indices of its examples in every step with observe(batch=…), or give the "
-            f"model's inputs a tensor {EXAMPLE_INDEX}, which the model then does not get"
+            "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
+            f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get"
         )
     if "example_loss" in unseen:
         return (
-            "the model is no causal language model of transformers that was given labels, so tell "
-            "each example's in every step with observe(example_loss=…)"
+            "the model is not a causal language model of transformers with labels; pass the "
+            "losses in every step with observe(example_loss=…)"
         )
-    return "leave it out of what is recorded"
+    return "leave it out of record"

@@ -1,4 +1,4 @@
-"""Which parameter of a model is meant, who trains it, and which module unembeds with it."""
+"""The recorded parameters of a model, their optimizer groups and their unembedding modules."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RecordedParameter:
     Attributes
     ----------
     name : str
-        First of its names in the model: tied weights are one parameter.
+        First of its names in the model; tied weights are one parameter.
     tensor : Parameter, (token, hidden)
     head : Module or None
-        What multiplies hidden states by it to make logits.
+        Module that multiplies hidden states by it to make logits.
     group : dict
-        Parameter group of the optimizer that it is in, with its learning rate.
+        The optimizer's parameter group with this parameter and its learning rate.
     """
 
     name: str
@@ -38,7 +38,7 @@ class RecordedParameter:
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Model inside `torch.compile`, `DistributedDataParallel` and the like."""
+    """Return the model inside `torch.compile`, `DistributedDataParallel` and similar wrappers."""
     while True:
         inner = uncompiled(model)
         if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
@@ -51,41 +51,41 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 def find_parameters(
     model: torch.nn.Module, optimizer: Optimizer, names: str | Sequence[str] | None
 ) -> tuple[RecordedParameter, ...]:
-    """Parameters by name, each matrix once.
+    """Find parameters by name, each matrix once.
 
     Parameters
     ----------
     model : Module
         Wrapped or not.
     optimizer : Optimizer
-        That trains them.
+        Optimizer that trains them.
     names : str or sequence of str, optional
-        As `named_parameters` has them, any name of a tied weight. Without it: the weight of the
-        model's output embeddings.
+        Names from `named_parameters`, any name of a tied weight. Default: the weight of the model's
+        output embeddings.
 
     Raises
     ------
     RecordingError
-        If there is none of that name (the message lists close ones), it is frozen, no matrix, or
-        not the optimizer's.
+        If there is no such name (the message lists similar ones), or if the parameter has
+        requires_grad=False, is not a matrix, or is missing in the optimizer.
     """
     inner = unwrap(model)
-    there = dict(inner.named_parameters(remove_duplicate=False))
+    by_name = dict(inner.named_parameters(remove_duplicate=False))
     if names is None:
-        names = [_default_name(inner, there)]
+        names = [_default_name(inner, by_name)]
     elif isinstance(names, str):
         names = [names]
     found: dict[int, RecordedParameter] = {}
-    for asked in names:
-        name = name_outside_compile(asked).removeprefix("module.")
-        if name not in there:
+    for given in names:
+        name = name_outside_compile(given).removeprefix("module.")
+        if name not in by_name:
             raise RecordingError(
-                f"{type(inner).__name__} has no parameter {asked!r}; {_suggestion(name, there)}"
+                f"{type(inner).__name__} has no parameter {given!r}; {_suggestion(name, by_name)}"
             )
-        tensor = there[name]
-        _check_recordable(asked, tensor)
+        tensor = by_name[name]
+        _check_recordable(given, tensor)
         if id(tensor) not in found:
-            first = next(key for key, value in there.items() if value is tensor)
+            first = next(key for key, value in by_name.items() if value is tensor)
             found[id(tensor)] = RecordedParameter(
                 name=first,
                 tensor=tensor,
@@ -98,37 +98,38 @@ def find_parameters(
 def _check_recordable(name: str, tensor: torch.nn.Parameter) -> None:
     if tensor.ndim != 2:
         raise RecordingError(
-            f"{name} has shape {tuple(tensor.shape)}; a matrix (token, hidden) can be recorded"
+            f"{name} has shape {tuple(tensor.shape)}, expected a matrix (token, hidden); name "
+            "another parameter"
         )
     if not tensor.requires_grad:
         raise RecordingError(
-            f"{name} is frozen (requires_grad is False), so nothing would move; unfreeze it "
-            "or record another parameter"
+            f"{name} has requires_grad=False, so it is not trained; set requires_grad=True or "
+            "record another parameter"
         )
 
 
-def _default_name(model: torch.nn.Module, there: dict[str, torch.nn.Parameter]) -> str:
+def _default_name(model: torch.nn.Module, by_name: dict[str, torch.nn.Parameter]) -> str:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
-    for name, tensor in there.items():
+    for name, tensor in by_name.items():
         if tensor is weight:
             return name
     raise RecordingError(
-        f"{type(model).__name__} does not tell which of its parameters is the unembedding; name "
-        f"one with parameter=…: {_matrices(there)}"
+        f"{type(model).__name__} has no get_output_embeddings() with a parameter; name the matrix "
+        f"with parameter=…: {_matrices(by_name)}"
     )
 
 
-def _suggestion(name: str, there: dict[str, torch.nn.Parameter]) -> str:
-    close = difflib.get_close_matches(name, there, n=5, cutoff=0.5)
-    close += [key for key in there if key.split(".")[-2:] == name.split(".")[-2:]]
+def _suggestion(name: str, by_name: dict[str, torch.nn.Parameter]) -> str:
+    close = difflib.get_close_matches(name, by_name, n=5, cutoff=0.5)
+    close += [key for key in by_name if key.split(".")[-2:] == name.split(".")[-2:]]
     if close:
         return f"did you mean {' or '.join(dict.fromkeys(close))}?"
-    return f"there are {_matrices(there)}"
+    return f"choose from {_matrices(by_name)}"
 
 
-def _matrices(there: dict[str, torch.nn.Parameter]) -> str:
-    names = [name for name, tensor in there.items() if tensor.ndim == 2]
+def _matrices(by_name: dict[str, torch.nn.Parameter]) -> str:
+    names = [name for name, tensor in by_name.items() if tensor.ndim == 2]
     listed = ", ".join(names[:12])
     return f"{listed} and {len(names) - 12} more" if len(names) > 12 else listed or "no matrices"
 
@@ -143,14 +144,16 @@ def _head(model: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Module
 
 
 def group_of(optimizer: Optimizer, weight: torch.nn.Parameter, name: str) -> dict[str, Any]:
-    """Group of the optimizer that trains a parameter.
+    """Return the optimizer's group that has a parameter.
 
     Raises
     ------
     RecordingError
-        If there is none.
+        If no group has it.
     """
     for group in optimizer.param_groups:
         if any(tensor is weight for tensor in group["params"]):
             return group
-    raise RecordingError(f"{name} is not among the parameters that the optimizer trains")
+    raise RecordingError(
+        f"{name} is not in the optimizer; add it to the optimizer or record another parameter"
+    )

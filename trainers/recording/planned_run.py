@@ -1,7 +1,7 @@
-"""The run of one parameter as it will be, decided before the training goes on.
+"""The plan of one parameter's run, made before the training starts.
 
-Nothing on the disk changes here. A new run is made from its plan when the first step has shown the
-type of every variable; one that is there already is compared with its plan (see `resumed_run`).
+Planning does not change the disk. A new run is created when the first step has provided the type of
+every variable. An existing run is compared with its plan (see `resumed_run`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["PlannedRun", "plan_runs", "run_path"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedRun:
-    """What is recorded of one parameter, and where to. Made by `plan_runs`.
+    """The plan of one parameter's run. `plan_runs` creates it.
 
     Attributes
     ----------
@@ -43,19 +43,19 @@ class PlannedRun:
     ids : ndarray of int64, (token,), or None
         Recorded rows of the matrix, in increasing order; None for all.
     coordinates : dict of str to ndarray, (token,)
-        What is known of the recorded tokens.
+        Known facts about the recorded tokens.
     memory : int
-        Bytes for all buffers of this run.
+        Memory of all buffers of this run, in bytes.
     optimizer : Optimizer
-        That trains the parameter.
+        Optimizer of the parameter.
     options : RecordingOptions
     loop : TrainingLoop
     populations : dict of str to ndarray of bool, (token,)
-        Of the recorded tokens, by the names of their coordinates.
+        Masks of the recorded tokens, by the names of their coordinates.
     model : ModelParameters or None
-        Where something of all parameters of the model is recorded.
+        Given if variables of all parameters of the model are recorded.
     share : TokenShare or None
-        Of this process in the run, where the parameter is sharded over several.
+        Share of this process in the run, if the parameter is sharded.
     """
 
     path: Location
@@ -72,7 +72,7 @@ class PlannedRun:
 
     @property
     def notes(self) -> list[str]:
-        """What should be known about it: populations that none of its tokens belongs to."""
+        """Notes about the run: populations without a token."""
         return [
             f"the population {name.removeprefix(POPULATION)} has no token"
             for name, mask in self.populations.items()
@@ -92,12 +92,12 @@ class PlannedRun:
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """How the learning rate changes: as the loop tells, and as the options do."""
+        """Change of the learning rate; the options take precedence over the loop."""
         return {**self.loop.schedule, **(self.options.schedule or {})}
 
     @property
-    def manner(self) -> dict[str, Any]:
-        """Root attribute ``recording``: what a run keeps when it goes on."""
+    def recording_attribute(self) -> dict[str, Any]:
+        """Root attribute ``recording``, which a resumed run keeps."""
         return {
             "parameter": self.parameter.name,
             "vocabulary": len(self.parameter.tensor),
@@ -106,14 +106,14 @@ class PlannedRun:
         }
 
     def create(self, types: Mapping[str, str], room: Mapping[str, int]) -> RunWriter:
-        """Make the run, without rows.
+        """Create the run without rows.
 
         Parameters
         ----------
         types : mapping of str to str
-            Native type of each variable that it holds.
+            Native type of each variable of the run.
         room : mapping of str to int
-            Of `trajstore.schema.room_for_examples`.
+            From `trajstore.schema.room_for_examples`.
         """
         options = self.options
         chosen: dict[str, Any] = {**self.coordinates, **room}
@@ -130,7 +130,7 @@ class PlannedRun:
                     self.optimizer, self.parameter.group, self.schedule
                 ),
                 "provenance": provenance(self.device, options.origin),
-                "recording": self.manner,
+                "recording": self.recording_attribute,
             },
             memory=self.memory,
             block_rows=options.block_rows,
@@ -151,16 +151,16 @@ def plan_runs(
     model: ModelParameters | None = None,
     shares: Sequence[TokenShare | None] | None = None,
 ) -> list[PlannedRun]:
-    """Plan the run of each parameter; they share the memory, and what is recorded of the model.
+    """Plan the run of each parameter; they share the memory and the variables of the model.
 
-    Where the parameters are sharded over processes, `shares` has the share of each.
+    `shares` has the share of each parameter that is sharded over processes.
 
     Raises
     ------
     RunExists, RunNotFound
-        If the place of a run is taken, or is empty where one is to go on.
+        If the path of a run exists, or if it does not exist and is to be resumed.
     InvalidArgument
-        If there is no such choice of tokens, or what is known of them is of another vocabulary.
+        If the choice of tokens is unknown, or the facts about tokens have another vocabulary.
     """
     planned = []
     for parameter, share in zip(parameters, shares or [None] * len(parameters), strict=True):
@@ -191,7 +191,7 @@ def plan_runs(
 
 
 def run_path(path: RunPath, parameter: str | None) -> Location:
-    """Where the run of one of several parameters is: ``NAME.<parameter>.zarr``.
+    """Return the path of a run; with several parameters it is ``NAME.<parameter>.zarr``.
 
     >>> run_path("run.zarr", "lm_head.weight").name
     'run.lm_head.weight.zarr'
@@ -205,9 +205,9 @@ def run_path(path: RunPath, parameter: str | None) -> Location:
 def _known_of_vocabulary(
     options: RecordingOptions, parameter: RecordedParameter
 ) -> dict[str, npt.NDArray[Any]]:
-    """Coordinates of a parameter's whole vocabulary.
+    """Return the coordinates of a parameter's whole vocabulary.
 
-    Of several parameters, those have none whose first dimension is another one.
+    With several parameters, one with another first dimension has no coordinates.
     """
     rows = len(parameter.tensor)
     known = {}
@@ -230,9 +230,9 @@ def _known_of_vocabulary(
 def _population_masks(
     given: Mapping[str, Any], known: Mapping[str, npt.NDArray[Any]], tokens: int
 ) -> dict[str, npt.NDArray[np.bool_]]:
-    """Mask of each population over a vocabulary, by the name of its coordinate.
+    """Return the mask of each population over a vocabulary, by the name of its coordinate.
 
-    `given` is as `analysis.with_populations` takes it; expressions may name what is `known`.
+    `given` is as for `analysis.with_populations`; expressions may use the names in `known`.
     """
     if not given:
         return {}

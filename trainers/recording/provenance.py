@@ -1,4 +1,4 @@
-"""Where a run comes from: what the root attributes say besides its configuration."""
+"""Provenance of a run: root attributes in addition to its configuration."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trajstore.version import __version__
 __all__ = ["changed_provenance", "optimizer_attributes", "provenance", "resumed_provenance"]
 
 _NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
-"""What the bits of a training hang on."""
+"""Facts on which the bits of a training depend."""
 
 
 def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Versions, machine and text.
+    """Return versions, machine and text.
 
     Parameters
     ----------
     device : torch.device
-        That the model is trained on.
+        Device of the training.
     origin : mapping, optional
-        What else is known, such as the identities of the text and the tokenizer.
+        Further facts, such as the identities of the text and the tokenizer.
     """
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -54,7 +54,7 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
 
 
 def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What is not as it was, of all that the bits of a training hang on."""
+    """Return the changed facts on which the bits of a training depend."""
     now = provenance(device)
     return {name: now.get(name) for name in _NUMERIC if before.get(name) != now.get(name)}
 
@@ -62,15 +62,15 @@ def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[
 def resumed_provenance(
     before: Mapping[str, Any], device: torch.device, step: int
 ) -> dict[str, Any]:
-    """Provenance of a run that goes on: as it was, and when it went on with what else.
+    """Return the provenance of a resumed run, with an entry for the resumption.
 
     Parameters
     ----------
     before : mapping
-        Provenance of the run until now.
+        Provenance of the run so far.
     device : torch.device
     step : int
-        After which it goes on.
+        Step after which the run resumes.
     """
     entry = {"step": step, "time": utc_now(), **changed_provenance(before, device)}
     return {**before, "resumed": [*before.get("resumed", []), entry]}
@@ -79,7 +79,7 @@ def resumed_provenance(
 def optimizer_attributes(
     optimizer: Optimizer, group: dict[str, Any], schedule: dict[str, Any]
 ) -> dict[str, Any]:
-    """Class and hyperparameters as the optimizer holds them for the recorded parameter.
+    """Return the class and the hyperparameters of the optimizer for the recorded parameter.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def optimizer_attributes(
     group : dict
         Parameter group of the recorded parameter.
     schedule : dict
-        How its learning rate changes, and what the loop clips gradients to.
+        Change of its learning rate, and the norm to which the loop clips gradients.
     """
     kind = type(optimizer)
     hyperparameters = {key: _plain(value) for key, value in group.items() if key != "params"}
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def _git_commit() -> str | None:
-    """Commit of the working directory; None outside a repository, or where there is no git."""
+    """Return the commit of the working directory; None without a repository or git."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10

@@ -1,4 +1,4 @@
-"""A run that is there already, and is to go on: compared with its plan, opened after its rows."""
+"""An existing run to resume: compared with its plan, then opened after its rows."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ __all__ = ["ExistingRun"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExistingRun:
-    """A run, cut to the rows that come before the next step. Made by `find`.
+    """An existing run, cut to the rows before the next step. `find` creates it.
 
     Attributes
     ----------
     planned : PlannedRun
-        What the training that goes on wants of it.
+        Plan of the resumed training.
     variables : tuple of str
-        Its own, in its own order.
+        Variables of the run, in its order.
     rows : int
-        Rows that it keeps.
+        Rows to keep.
     last_step : int
-        Step of the last of them.
+        Step of the last row to keep.
     last_weights : tensor, (token, hidden)
-        W in that row, of its native type, on the CPU, of the tokens of this process; where the run
-        holds none, its cells.
+        W in that row, in its native type, on the CPU, with the tokens of this process; `cells` if
+        the run has no W.
     attributes : mapping
         Attributes of the root that change.
     compared : ComparedRun or None
-        Where the rows to come are only compared with those of the run.
+        Set if the following rows are only compared with those of the run.
     """
 
     planned: PlannedRun
@@ -63,27 +63,27 @@ class ExistingRun:
 
     @classmethod
     def find(cls, planned: PlannedRun, comparison: Comparison | None = None) -> Self:
-        """Look at the run that is where one is planned, without changing anything.
+        """Read the run at the planned path, without a change.
 
         Parameters
         ----------
         planned : PlannedRun
         comparison : Comparison, optional
-            Have the rows to come compared with those of the run, which stays as it is.
+            Compare the following rows with those of the run, which stays unchanged.
 
         Raises
         ------
         RunNotFound
-            If there is none.
+            If there is no run.
         NothingToResume
-            If it does not reach the step after which the training goes on.
+            If it lacks the step after which the training continues.
         InvalidArgument
-            If it was recorded in another way.
+            If it was recorded with other options.
         """
         arrays: Any = open_group(planned.path)
         attributes: dict[str, Any] = arrays.attrs.asdict()
         held = tuple(name for name in arrays.array_keys() if name in VARIABLES)
-        _check_manner(planned, attributes.get("recording", {}))
+        _check_recording_attribute(planned, attributes.get("recording", {}))
         _check_variables(planned, held)
         _check_tokens(planned, np.asarray(arrays["token"][...]))
         _check_populations(planned, arrays)
@@ -115,12 +115,12 @@ class ExistingRun:
         )
 
     def check(self, W: torch.Tensor) -> None:
-        """Insist that the training goes on with the weights that the run has.
+        """Check that the training continues with the weights of the run.
 
         Parameters
         ----------
         W : tensor, (token, hidden)
-            Of the recorded tokens, on the CPU.
+            Weights of the recorded tokens, on the CPU.
 
         Raises
         ------
@@ -138,12 +138,12 @@ class ExistingRun:
                     comparison.difference = found
                 return
             raise NothingToResume(
-                f"the weights that the training goes on with are not those of {self.planned.path} "
-                f"at step {step}; load the checkpoint of that step, or record anew"
+                f"the weights of the training differ from {self.planned.path} at step {step}; load "
+                "the checkpoint of that step, or record a new run"
             )
 
     def open(self) -> RowTarget:
-        """What takes the rows to come: a writer of the run after its rows.
+        """Return a writer that continues the run after its rows, or the comparison.
 
         Raises
         ------
@@ -163,12 +163,12 @@ class ExistingRun:
         )
 
 
-def _check_manner(planned: PlannedRun, before: Mapping[str, Any]) -> None:
-    for name, value in planned.manner.items():
+def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -> None:
+    for name, value in planned.recording_attribute.items():
         if before.get(name) != value:
             raise InvalidArgument(
-                f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; a run "
-                "that goes on is recorded as before"
+                f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; resume "
+                f"with {name}={before.get(name)}"
             )
 
 
@@ -177,31 +177,31 @@ def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
     missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
     if missing:
         raise InvalidArgument(
-            f"record: {planned.path} holds {', '.join(held)}, and {', '.join(wanted)} are to be "
-            f"recorded; a run that goes on keeps its variables, so see to {', '.join(missing)}"
+            f"record: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed run "
+            f"keeps its variables, so correct {', '.join(missing)}"
         )
 
 
 def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: int) -> None:
-    """Insist that the W of the last row is known, where the way from it is to be recorded."""
+    """Check that the last W is known if the change from it is recorded."""
     of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in held]
     if of_change and "W" not in held and planned.loop.first_step != last_step:
         raise NothingToResume(
-            f"{', '.join(of_change)}: the next row's is the way from W at step {last_step}, which "
-            f"{planned.path} does not hold; go on from a checkpoint of that step, or record anew"
+            f"{', '.join(of_change)}: the next row needs W at step {last_step}, which "
+            f"{planned.path} lacks; resume from a checkpoint of that step, or record a new run"
         )
 
 
 def _check_tokens(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
     if not np.array_equal(held, planned.token):
         raise InvalidArgument(
-            f"tokens: those of {planned.path} are not those that are to be recorded; a run that "
-            "goes on keeps its tokens"
+            f"tokens: the given tokens differ from those of {planned.path}; a resumed run keeps "
+            "its tokens, so give the same ones"
         )
 
 
 def _check_populations(planned: PlannedRun, arrays: Any) -> None:
-    """Insist on the populations that a run has, where some are given; without, it keeps them."""
+    """Check given populations against those of the run; by default it keeps its own."""
     if not planned.populations:
         return
     held = {name: np.asarray(arrays[name][...]) for name in arrays.array_keys()
@@ -211,8 +211,8 @@ def _check_populations(planned: PlannedRun, arrays: Any) -> None:
     ]
     if odd:
         raise InvalidArgument(
-            f"populations: {', '.join(odd)} are not as in {planned.path}; a run that goes on "
-            "keeps its populations, so leave them out"
+            f"populations: {', '.join(odd)} differ from {planned.path}; a resumed run keeps its "
+            "populations, so leave them out"
         )
 
 
@@ -220,29 +220,29 @@ def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
     names = () if planned.model is None else planned.model.names
     if tuple(map(str, held)) != names:
         raise InvalidArgument(
-            f"the parameters of the model are not those of {planned.path}, which are "
-            f"{', '.join(map(str, held[:3]))} and others, {len(held)} in all, and now "
-            f"{len(names)}; a run that goes on is of the same model"
+            f"the model has {len(names)} parameters, but {planned.path} has {len(held)} "
+            f"({', '.join(map(str, held[:3]))}, …), or their names differ; resume with the same "
+            "model"
         )
 
 
 def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Steps of the rows that a run keeps, which must reach the one that the training has taken."""
+    """Return the steps of the rows to keep; they must reach the step of the training."""
     step, every = planned.loop.first_step, planned.options.every
-    # A row that is only there because training ended is none of a longer training.
+    # A row that exists only because the training ended has no place in a longer training.
     regular = steps[(steps % every == 0) | (np.arange(steps.size) == 0)]
     kept: npt.NDArray[Any] = regular[regular <= step]
     if not kept.size or kept[-1] != max(steps[0], step - step % every):
         reached = f"step {steps[-1]}" if steps.size else "no step"
         raise NothingToResume(
-            f"{planned.path} has come to {reached}, and the training goes on after step {step}; go "
-            "on from an earlier checkpoint, or record anew"
+            f"{planned.path} ends at {reached}, but the training continues after step {step}; "
+            "resume from an earlier checkpoint, or record a new run"
         )
     return kept
 
 
 def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that do not stay as they were: what has changed since is added to them."""
+    """Return the changed attributes, with the earlier entries where they are lists."""
     changed: dict[str, Any] = {
         "optimizer": {**before.get("optimizer", {}), "schedule": planned.schedule},
         "provenance": resumed_provenance(

@@ -1,8 +1,8 @@
-"""A recorded parameter whose rows are sharded over processes: what each has of it, and all of it.
+"""Recorded parameters whose rows are sharded over processes.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) and tensor parallelism both hold a parameter as a
-`DTensor` that is ``Shard(0)``: each process has consecutive tokens. Each records those, into one
-run (`trajstore.store.writing.token_share`); nobody gathers a matrix.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) and tensor parallelism hold a parameter as a `DTensor`
+with ``Shard(0)``: each process has consecutive tokens. Each process records its tokens into one run
+(`trajstore.store.writing.token_share`). No process gathers the matrix.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = [
     "whole",
 ]
 
-_PATIENCE = timedelta(minutes=5)
-"""How long a process waits for what the others have to say of a block."""
+_TIMEOUT = timedelta(minutes=5)
+"""Time that a process waits for the replies of the others about a block."""
 
-_KNOWN = (
-    "known is Shard(0) over one dimension of all processes, in their order, as fully_shard(model) "
-    "makes it"
+_SUPPORTED = (
+    "shard it with fully_shard(model): only Shard(0) over one dimension of all processes, in their "
+    "order, is supported"
 )
 
 
 def is_distributed() -> bool:
-    """Whether several processes train together."""
+    """Return True if several processes train together."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is held by several processes together."""
+    """Return True if several processes hold a tensor together."""
     if not is_distributed():
         return False
     from torch.distributed.tensor import DTensor  # takes long, and not every torch has it
@@ -55,13 +55,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Tokens that this process holds of a matrix, where they lie; all if it is not shared.
+    """Return the tokens of a matrix that this process holds; all if it is not sharded.
 
     Parameters
     ----------
     tensor : tensor, (token, hidden)
-        Of a gradient, tensor parallelism may leave all tokens in each process, or a summand: then
-        every process asks for its tokens at once.
+        Tensor parallelism may leave all tokens of a gradient, or a summand, in each process. Then
+        all processes call this function at once.
     """
     if not is_sharded(tensor):
         return tensor
@@ -73,16 +73,15 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. Where it is shared, every process asks for it at once."""
+    """Return the full tensor. If it is sharded, all processes call this function at once."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` has it.
+    """Return the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Where gradients are sharded over one mesh of processes it is added up as that does, and may
-    differ in the last bit from the norm of gradients that one process holds. Where only some are
-    sharded, it is the norm of their norms.
+    Gradients that are all sharded over one mesh are added as there. The last bit may differ from
+    the norm of gradients in one process. If only some are sharded, it is the norm of their norms.
 
     Parameters
     ----------
@@ -97,7 +96,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def agreed(truth: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Whether something holds in all processes that share a parameter.
+    """Return True if a condition holds in all processes that share a parameter.
 
     Parameters
     ----------
@@ -113,15 +112,15 @@ def agreed(truth: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def own_logits(logits: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Logits of the recorded tokens of this process; None if they are of another vocabulary.
+    """Return the logits of this process's tokens; None if they have another vocabulary.
 
-    Every process that trains sees its own batch: they are those of the first one. Where the head
-    itself is sharded, each process has made its own part of them.
+    Every process trains on its own batch; the result has the logits of the first one. If the head
+    is sharded, each process has computed a part of them.
 
     Parameters
     ----------
     logits : tensor, (token,)
-        Of this process, or its part of them.
+        Logits of this process, or its part of them.
     parameter : tensor, (token, hidden)
     """
     if not is_sharded(parameter):
@@ -138,7 +137,7 @@ def own_logits(logits: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | 
 
 
 def has_rows_of(share: TokenShare | None, variable: str) -> bool:
-    """Whether a process records anything of a variable: without tokens it is the first one's."""
+    """Return True if a process records a variable; one without tokens is the first process's."""
     return share is None or share.is_first or "token" in VARIABLES[variable].dims
 
 
@@ -149,23 +148,23 @@ def find_shares(
     *,
     all_tokens: bool,
 ) -> list[TokenShare | None]:
-    """Share of this process in the run of each parameter; None for those that are not sharded.
+    """Return the share of this process in each parameter's run; None if it is not sharded.
 
-    Called by all processes of a training at once.
+    All processes of a training call this function at once.
 
     Parameters
     ----------
     model : Module
     parameters : sequence of RecordedParameter
     variables : collection of str
-        That are to be recorded.
+        Recorded variables.
     all_tokens : bool
-        Whether that is done of all tokens.
+        True if all tokens are recorded.
 
     Raises
     ------
     RecordingError
-        If a parameter is sharded in a way, or something is recorded of it, that is not known here.
+        If the sharding of a parameter, or a variable of a sharded parameter, is not supported.
     """
     trained = [tensor for tensor in unwrap(model).parameters() if tensor.requires_grad]
     if not any(map(is_sharded, trained)):
@@ -180,14 +179,15 @@ def _check_placement(parameter: RecordedParameter) -> None:
     tensor: Any = parameter.tensor
     if not is_sharded(tensor):
         raise RecordingError(
-            f"{parameter.name} is no DTensor, and other parameters of the model are; {_KNOWN}"
+            f"{parameter.name} is not a DTensor, but other parameters of the model are; "
+            f"{_SUPPORTED}"
         )
     mesh, world = tensor.device_mesh, torch.distributed.get_world_size()
     in_order = mesh.ndim == 1 and mesh.mesh.tolist() == list(range(world))
     if not in_order or not tensor.placements[0].is_shard(0):
         raise RecordingError(
             f"{parameter.name} is {', '.join(map(str, tensor.placements))} over the processes "
-            f"{mesh.mesh.tolist()}; {_KNOWN}"
+            f"{mesh.mesh.tolist()}; {_SUPPORTED}"
         )
 
 
@@ -196,27 +196,27 @@ def _check_variables(
 ) -> None:
     if not all_tokens:
         raise RecordingError(
-            "tokens: of a parameter that is sharded over processes all tokens are recorded; leave "
-            "the choice out, or take the tokens from the run afterwards"
+            "tokens: a parameter that is sharded over processes is recorded with all tokens; leave "
+            "out tokens, or select tokens after recording"
         )
     from torch.distributed.fsdp import FSDPModule
 
     of_model = [name for name in MODEL if name in variables]
     if of_model:
         raise RecordingError(
-            f"{', '.join(of_model)}: of sharded parameters no norms are recorded; record weights, "
-            "weights+grads or all"
+            f"{', '.join(of_model)}: norms of sharded parameters cannot be recorded; record "
+            "weights, weights+grads or all"
         )
     of_examples = [name for name in OF_EXAMPLES if name in variables]
     if of_examples and not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise RecordingError(
-            f"{', '.join(of_examples)}: in a tensor-parallel training every process sees the same "
-            "examples, and they would be recorded once for each; leave them out"
+            f"{', '.join(of_examples)}: in a tensor-parallel training all processes have the same "
+            "examples, which would be recorded once per process; leave them out"
         )
 
 
 def _new_share() -> TokenShare:
-    """Of this process, with a group of its own, through which the writer's thread speaks."""
+    """Return the share of this process, with its own group for the writer's thread."""
     share = _share_of(torch.distributed.get_rank(), torch.distributed.get_world_size())
     channel = _Channel(share.count)
     return replace(share, exchange=channel.exchange, close=channel.close)
@@ -227,26 +227,26 @@ def _share_of(number: int, count: int) -> TokenShare:
 
 
 class _Channel:
-    """A group of all processes, until it is closed."""
+    """A group of all processes; `close` ends it."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def exchange(self, value: Any) -> list[Any]:
-        said: list[Any] = [None] * self._count
+        replies: list[Any] = [None] * self._count
         try:
-            torch.distributed.all_gather_object(said, value, group=self._group)
+            torch.distributed.all_gather_object(replies, value, group=self._group)
         except RuntimeError as error:
             raise RecordingError(
-                "another process that records the same run has ended, or has said nothing for "
-                f"{_PATIENCE.seconds // 60} minutes; what was committed is whole ({error})"
+                "another process that records the same run has ended, or has not replied for "
+                f"{_TIMEOUT.seconds // 60} minutes; the committed rows are complete ({error})"
             ) from error
-        return said
+        return replies
 
     def close(self) -> None:
-        """End its connections and threads. Twice does no harm."""
+        """End its connections and threads; further calls have no effect."""
         group, self._group = self._group, None
-        # Whoever has left the training altogether has ended all groups.
+        # A process that has left the training has ended all groups.
         if group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(group)

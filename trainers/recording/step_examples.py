@@ -1,7 +1,7 @@
-"""What a step shows of its single examples: their indices, their losses, their hidden states.
+"""Values of single examples of a step: indices, losses, hidden states.
 
-All three are in one order: that of the processes, and in each that of its micro-batches. A process
-of a distributed training that records nothing itself collects its share for the one that does.
+All three have one order: by process, then by micro-batch. In a distributed training, processes that
+do not record collect their share for the process that does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trajstore.trainers.recording.torch_internals import outside_compile
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
 
 EXAMPLE_INDEX = "example_index"
-"""Key of a model's inputs that holds the examples' indices; the model itself is not given it."""
+"""Key of a model's inputs with the examples' indices; it is removed before the model runs."""
 
 _NO_TARGET = -100
-_LARGEST_PART = 1 << 24  # logits of a few examples, that are made float32 at once
-_LOSS_AGREES = 1e-2  # a loss that was rounded to bfloat16 is off by 0.4 % at most
+_LARGEST_PART = 1 << 24  # logits that are converted to float32 at once
+_LOSS_TOLERANCE = 1e-2  # rounding to bfloat16 changes a loss by 0.4 % at most
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,7 +37,7 @@ class StepExamples:
     Parameters
     ----------
     variables : collection of str
-        What is recorded; those that are not `trajstore.schema.OF_EXAMPLES` are ignored.
+        Recorded variables; those outside `trajstore.schema.OF_EXAMPLES` are ignored.
     """
 
     def __init__(self, variables: Collection[str]) -> None:
@@ -46,7 +46,7 @@ class StepExamples:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Discard the values of the previous step."""
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self._variables}
         self._observed: set[str] = set()
 
@@ -57,7 +57,7 @@ class StepExamples:
         ----------
         model : Module
         head : Module or None
-            What multiplies hidden states by a recorded parameter.
+            Module that multiplies hidden states by a recorded parameter.
         """
         handles: list[RemovableHandle] = []
         if "batch" in self._variables:
@@ -71,12 +71,12 @@ class StepExamples:
         return handles
 
     def observe(self, *, batch: Any, example_loss: Any) -> None:
-        """Take the values that the loop gives, in place of those that the hooks have seen.
+        """Use values from the loop in place of those from the hooks.
 
         Raises
         ------
         InvalidArgument
-            If it is not one number for each example.
+            If there is not one number for each example.
         """
         for name, given in (("batch", batch), ("example_loss", example_loss)):
             if given is None:
@@ -96,14 +96,14 @@ class StepExamples:
             self._parts[name].append(_as_recorded(name, values))
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Of the step until now, by variable, without what was not seen.
+        """Return the values of the current step by variable; missing ones are left out.
 
-        In a distributed training every process calls it, and the first gets the shares of all.
+        In a distributed training every process calls it. The first process gets all shares.
 
         Raises
         ------
         RecordingError
-            If the variables do not speak of the same number of examples.
+            If the variables have different numbers of examples.
         """
         if not self._variables:
             return {}
@@ -113,8 +113,8 @@ class StepExamples:
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise RecordingError(
-                f"the variables of a step must be of the same examples, and there are of {counts}; "
-                "tell them of every micro-batch, or of none"
+                f"the variables of a step must have the same examples, got {counts}; pass them for "
+                "every micro-batch, or for none"
             )
         return seen
 
@@ -149,24 +149,24 @@ class StepExamples:
         if states.ndim != 3:
             raise RecordingError(
                 f"hidden_states: got states of shape {tuple(states.shape)}, expected (example, "
-                "position, hidden); leave it out of what is recorded"
+                "position, hidden); leave hidden_states out of record"
             )
         self._parts["hidden_states"].append(states)
 
 
 def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each example, as a causal language model of transformers has its mean.
+    """Return the cross-entropy of each example, as causal language models of transformers do.
 
     Parameters
     ----------
     logits : tensor, (example, position, token)
     labels : tensor of int, (example, position)
-        The target of a position is the label of the next one; −100 is none.
+        The target of a position is the label of the next one; −100 is no target.
 
     Returns
     -------
     tensor of float32, (example,)
-        Mean over the example's targets; NaN where it has none.
+        Mean over the example's targets; NaN without targets.
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
     size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
@@ -184,7 +184,7 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Values in a tensor of a larger shape, with NaN behind them along each dimension."""
+    """Return values in a tensor of a larger shape, padded with NaN along each dimension."""
     if tuple(values.shape) == tuple(shape):
         return values
     whole = values.new_full(tuple(shape), float("nan"))
@@ -197,30 +197,30 @@ def _as_recorded(name: str, values: torch.Tensor) -> torch.Tensor:
         return values.float()
     if values.device.type == "mps":  # which has no float64
         values = values.cpu()
-    return values.to(torch.float64)  # holds every whole number up to 2^53, and NaN for none
+    return values.to(torch.float64)  # exact for integers up to 2^53; NaN for a missing index
 
 
 def _is_causal(model: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model's loss is that of a causal language model, which shifts labels itself."""
+    """Return True if the model computes a causal language model's loss and shifts the labels."""
     own = inputs.get("shift_labels") is None
     return own and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 def _check_loss(losses: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor, items: Any) -> None:
-    """Insist that the examples' losses make up the loss that the model returned."""
+    """Check that the examples' losses add up to the loss of the model."""
     targets = (labels[:, 1:] != _NO_TARGET).sum(1).to(losses.device)
     total = torch.where(targets > 0, losses * targets, 0.0).sum()
     mean = float(total) / float(targets.sum() if items is None else items)
-    if abs(mean - float(loss)) > _LOSS_AGREES * abs(float(loss)):
+    if abs(mean - float(loss)) > _LOSS_TOLERANCE * abs(float(loss)):
         raise RecordingError(
-            f"example_loss: the losses of the examples make up {mean:.6g}, and the model's loss is "
-            f"{float(loss):.6g}, so it is not their cross-entropy alone; tell each example's with "
+            f"example_loss: the mean of the examples' cross-entropies is {mean:.6g}, but the "
+            f"model's loss is {float(loss):.6g}, so it has other terms; pass the losses with "
             "observe(example_loss=…)"
         )
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Micro-batches behind one another; of fewer positions than others have, the rest is NaN."""
+    """Concatenate micro-batches; shorter ones are padded with NaN."""
     if len(parts) == 1:
         return parts[0]
     longest = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
@@ -228,7 +228,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _of_all_processes(mine: Tensors) -> Tensors:
-    """Shares of all processes in the first one; in the others their own."""
+    """Return the shares of all processes in the first one, and the own share in the others."""
     if not is_distributed():
         return mine
     first = torch.distributed.get_rank() == 0

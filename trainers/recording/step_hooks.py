@@ -1,20 +1,20 @@
-"""Capture of training through public hooks, whatever the loop.
+"""Capture of any training loop through public hooks.
 
-What each hook sees of step t, in the order in which it happens:
+The hooks of step t, in the order of their calls:
 
 ========================================  ===================================================
 forward hooks on the unembedding          logits, hidden states, of every micro-batch
 forward hooks on the model                loss of every micro-batch, and of its examples
-end of a backward pass that reached a     the raw gradient, summed over the micro-batches until
-recorded parameter                        now and over all processes; the norm of all gradients
-step pre-hook of the optimizer            the learning rate, and what became of the gradient
-step post-hook of the optimizer           W and the moments, what became of all parameters of the
+end of a backward pass that reached a     the raw gradient, summed over the micro-batches so
+recorded parameter                        far and over all processes; the norm of all gradients
+step pre-hook of the optimizer            the learning rate, and the gradient after clipping
+step post-hook of the optimizer           W and the moments, the summaries of all parameters of the
                                           model; the row is complete
-`GradScaler.step`                         that a step was skipped; the row is complete
+`GradScaler.step`                         the mark of a skipped step; the row is complete
 ========================================  ===================================================
 
-The forward hooks are those of `ForwardPasses` and `StepExamples`, the others those of `Recorder`.
-Each tensor is copied once, straight into its place in the writer's block (see `transfer`).
+The forward hooks belong to `ForwardPasses` and `StepExamples`, the others to `Recorder`. Each
+tensor is copied once, directly to its place in the writer's block (see `device_to_host`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Factor that `torch.nn.utils.clip_grad_norm_` multiplies gradients by, with its own roundings.
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`, with the same roundings.
 
     Parameters
     ----------
     total_norm : tensor, ()
     max_norm : float
-        0 is no clipping.
+        0 disables clipping.
     """
     if max_norm <= 0:
         return torch.ones_like(total_norm)
@@ -72,16 +72,19 @@ def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def real_optimizer(optimizer: Any) -> Optimizer:
-    """Optimizer inside accelerate's wrapper."""
+    """Return the optimizer inside accelerate's wrapper."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        raise RecordingError(f"got {type(optimizer).__name__}, expected a torch Optimizer")
+        raise RecordingError(
+            f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "
+            "that trains the parameter"
+        )
     return optimizer
 
 
 class _RawGradient(NamedTuple):
-    """A gradient as the backward pass left it: which tensor, its version, its unscaled norm."""
+    """A gradient after the backward pass: the tensor, its version, its unscaled norm."""
 
     tensor: torch.Tensor
     version: int
@@ -91,23 +94,23 @@ class _RawGradient(NamedTuple):
 class Recorder:
     """Records parameters of a model while an optimizer trains it.
 
-    Made by `trainers.capture`, or by the callback of a Trainer.
+    `trainers.capture` or the callback of a Trainer creates it.
 
     Parameters
     ----------
     model : Module
         In training mode during training; forward passes in evaluation mode are not recorded.
     optimizer : Optimizer
-        Or accelerate's wrapper of it.
+        An optimizer, or accelerate's wrapper of one.
     parameters : sequence of ParameterRows
-        One for each recorded parameter; none in a process that does not record.
+        One per recorded parameter; empty in a process that does not record.
     model_parameters : ModelParameters, optional
-        Where something of all parameters of the model is recorded.
+        Given if variables of all parameters of the model are recorded.
     loop : TrainingLoop
     examples : StepExamples
-        Of all processes of a distributed training, also in those that do not record.
+        In a distributed training all processes have one, also those that do not record.
     head : Module or None
-        What multiplies hidden states by a recorded parameter.
+        Module that multiplies hidden states by a recorded parameter.
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     on_step : callable, optional
@@ -116,9 +119,9 @@ class Recorder:
     Attributes
     ----------
     step : int
-        Optimizer steps taken, those counted that a scaler skipped.
+        Optimizer steps taken, including those that a scaler skipped.
     loss : tensor, ()
-        Of the last step.
+        Loss of the last step.
     """
 
     def __init__(
@@ -174,8 +177,8 @@ class Recorder:
         except RecordingError as failure:
             if error is None:
                 raise
-            # Often of the same cause, or because of it.
-            error.add_note(f"The recording has ended with: {failure}")
+            # The failure often has the same cause as the error.
+            error.add_note(f"The recording ended with: {failure}")
 
     @property
     def writer(self) -> RowTarget | None:
@@ -184,33 +187,32 @@ class Recorder:
 
     @property
     def rows(self) -> int:
-        """Rows of the first parameter's run, those included that are not committed yet."""
+        """Rows of the first parameter's run, including those that are not committed yet."""
         return self._parameters[0].rows if self._parameters else 0
 
     def recorded_rows(self) -> list[tuple[Location, int]]:
-        """Path of each parameter's run, and the rows that it holds."""
+        """Return the path of each parameter's run and its number of rows."""
         writers = [rows.writer for rows in self._parameters]
         return [(one.path, one.committed_rows) for one in writers if one is not None]
 
-    def remarks(self) -> list[str]:
-        """Sentences on what the steps until now have not shown, or may not mean."""
+    def notes(self) -> list[str]:
+        """Return notes about missing or doubtful values of the steps so far."""
         found = []
         if any("loss" in rows.left_out for rows in self._parameters):
             found.append(
-                "loss is not recorded, as the model does not return it; tell it before each "
+                "loss is not recorded, because the model does not return it; pass it before each "
                 "optimizer.step() with observe(loss=loss)"
             )
         if self._forward.loss_looks_divided:
             found.append(
-                "observe(loss=…) was told quotients, several in a step; where each is loss / "
-                "accumulation, the mean of them is recorded, a part of the loss: tell it the loss "
-                "before it is divided"
+                "observe(loss=…) got several quotients in a step; their mean is recorded. If each "
+                "is loss / accumulation, this is too small: pass the loss before the division"
             )
         return found
 
     @property
     def at_block_end(self) -> bool:
-        """Whether the last step has a row, and that row is the last one of a block."""
+        """True if the last step has a row, and that row is the last one of a block."""
         if self.writer is None or self._parameters[0].last_step != self.step:
             return False
         return self.rows % self.writer.layout.block_rows == 0
@@ -223,40 +225,40 @@ class Recorder:
         batch: npt.ArrayLike | torch.Tensor | None = None,
         example_loss: npt.ArrayLike | torch.Tensor | None = None,
     ) -> None:
-        """Tell what the hooks cannot see, once for each micro-batch, before the optimizer steps.
+        """Pass values that the hooks cannot get, once per micro-batch, before the optimizer's step.
 
         Parameters
         ----------
         loss : tensor, ()
-            Where the model does not return it, of each micro-batch, and not divided by their
-            number. The mean over a step's micro-batches is recorded.
+            Loss of each micro-batch, not divided by their number, if the model does not return it.
+            The mean over a step's micro-batches is recorded.
         logits : tensor, (batch, position, token) or (batch, token)
-            Where they are not what the model returns or its unembedding makes.
+            Logits, if neither the model nor its unembedding returns them.
         batch : array_like of int, (example,)
-            Indices of the examples in the data set. A loop that gives the model's inputs a tensor
-            ``example_index`` need not tell them: it is recorded, and the model does not get it.
+            Indices of the examples in the data set. Alternatively, give the model's inputs a tensor
+            ``example_index``: it is recorded and removed before the model runs.
         example_loss : array_like of float, (example,)
-            Of each of them, where the model is no causal language model of transformers that is
-            given ``labels``.
+            Loss of each example, unless the model is a causal language model of transformers with
+            ``labels``.
 
         Raises
         ------
         InvalidArgument
-            If `batch` or `example_loss` is not one number for each example.
+            If `batch` or `example_loss` does not have one number for each example.
         """
         self._forward.observe(loss=loss, logits=logits)
         self._examples.observe(batch=batch, example_loss=example_loss)
 
     def close(self, *, complete: bool) -> None:
-        """Remove all hooks, and commit what is whole. Twice does no harm."""
+        """Remove all hooks and commit all complete rows; further calls have no effect."""
         if not self._handles:
             return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if self._scaler is not None:
-            del self._scaler.step  # the class's own is seen again
-        with contextlib.ExitStack() as closing:  # each, also where another one fails
+            del self._scaler.step  # restores the method of the class
+        with contextlib.ExitStack() as closing:  # closes each, also if another fails
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
 
@@ -271,7 +273,7 @@ class Recorder:
         ]
 
     def _watch_scaler(self, scaler: Any) -> None:
-        """Have every call of the scaler's `step` tell whether the optimizer was called."""
+        """Wrap the scaler's `step`, to detect whether it calls the optimizer."""
         original = scaler.step
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,30 +288,33 @@ class Recorder:
     # Backward --------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        # Other gradients are still on their way, and of this one another process's share.
+        # Other gradients, or other processes' shares of this one, may still be missing.
         if not self._backward_end_is_queued:
             self._backward_end_is_queued = True
             call_when_backward_ends(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         if is_distributed():
-            # Gradients are averaged over the processes by another such callback: be after it.
+            # Such a callback also averages gradients over the processes; run after it.
             call_when_backward_ends(self._after_backward)
         else:
             self._after_backward()
 
     @torch.no_grad()
     def _after_backward(self) -> None:
-        """Take the raw gradient, before anyone can clip it."""
+        """Take the raw gradient before it can be clipped."""
         self._backward_end_is_queued = False
         if not GradientState().sync_gradients:
-            return  # accelerate, or the Trainer, has more micro-batches for this step
+            return  # accelerate or the Trainer has more micro-batches for this step
         unscale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
         self._raw_gradients.clear()
         for rows in self._parameters:
             gradient = rows.parameter.tensor.grad
             if gradient is None:
-                raise RecordingError(f"{rows.parameter.name} got no gradient")
+                raise RecordingError(
+                    f"{rows.parameter.name} has no gradient after the backward pass; use it in the "
+                    "forward pass of every step"
+                )
             gradient = own_rows(gradient)
             norm = torch.linalg.vector_norm(gradient) * unscale
             self._raw_gradients.append(_RawGradient(gradient, version(gradient), norm))
@@ -325,11 +330,11 @@ class Recorder:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Take the learning rate, and compare the gradient that is consumed with the raw one."""
+        """Take the learning rate, and compare the optimizer's gradient with the raw one."""
         self._set_learning_rates()
         if self._whole is not None:
             self._whole.before_step()
-        # There are no raw gradients where no backward pass has reached a recorded parameter.
+        # There are no raw gradients if no backward pass has reached a recorded parameter.
         for rows, raw in zip(self._parameters, self._raw_gradients, strict=False):
             rows.set("clip_coef", self._observed_clip_coefficient(rows, raw))
 
@@ -339,7 +344,7 @@ class Recorder:
             rows.set("lr", torch.as_tensor(rate, dtype=torch.float64))
 
     def _observed_clip_coefficient(self, rows: ParameterRows, raw: _RawGradient) -> torch.Tensor:
-        """What the gradient was multiplied by since the backward pass; NaN if that is unknown."""
+        """Return the factor of the gradient since the backward pass; NaN if unknown."""
         assert self._total_norm is not None
         total = self._total_norm
         parameter = rows.parameter.tensor
@@ -347,7 +352,7 @@ class Recorder:
         if parameter.grad is None:
             return unknown
         consumed = own_rows(parameter.grad)
-        # Where others hold the rest of it, all have to look, and to agree.
+        # If several processes hold the gradient, all compare, and the result has to agree.
         untouched = consumed is raw.tensor and version(consumed) == raw.version
         if untouched and not is_sharded(parameter):
             return torch.ones_like(total)
@@ -369,7 +374,7 @@ class Recorder:
         self._end_step(skipped=found_overflow(optimizer))
 
     def _skip_step(self) -> None:
-        """End a step for which the scaler has not called the optimizer."""
+        """End a step in which the scaler has not called the optimizer."""
         self._set_learning_rates()
         if self._total_norm is not None:
             for rows in self._parameters:
@@ -378,7 +383,7 @@ class Recorder:
 
     @torch.no_grad()
     def _end_step(self, *, skipped: bool) -> None:
-        """Take what the step has made, complete its rows, and begin the next."""
+        """Take the results of the step, complete its rows, and start the next step."""
         scalars = {
             **self._forward.values(),
             **self._examples.values(),

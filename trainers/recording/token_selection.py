@@ -1,4 +1,4 @@
-"""Which tokens are recorded."""
+"""Selection of the recorded tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = str | npt.ArrayLike
 def select_tokens(
     tokens: Tokens, vocab_size: int, is_dead: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.int64] | None:
-    """Ids of the recorded tokens, in increasing order; None for all.
+    """Return the ids of the recorded tokens in increasing order; None for all.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ def select_tokens(
     Raises
     ------
     InvalidArgument
-        If there is no such choice, an id is not in the vocabulary, nothing is left, or nobody said
-        which tokens are dead.
+        If the text is unknown, an id is not in the vocabulary, no token is left, or the dead tokens
+        are not known.
     """
     if isinstance(tokens, str):
         if tokens == "all":
@@ -44,14 +44,14 @@ def select_tokens(
             )
         if is_dead is None:
             raise InvalidArgument(
-                f"tokens: {tokens} tokens are wanted, and nothing says which are dead; give "
-                "is_dead, one value for each token"
+                f"tokens: got {tokens!r}, but the dead tokens are not known; give is_dead, one "
+                "value for each token"
             )
         ids = np.flatnonzero(is_dead == (tokens == "dead"))
         if not ids.size:
             raise InvalidArgument(
-                f"tokens: there are no {tokens} tokens among the {vocab_size}, so there would be "
-                "nothing to record"
+                f"tokens: none of the {vocab_size} tokens is {tokens}, so there is nothing to "
+                "record; choose other tokens"
             )
         return ids
     ids = np.asarray(tokens)
@@ -71,12 +71,12 @@ def select_tokens(
 
 
 def read_tokens(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
-    """Token ids from a text file: whole numbers between white space; ``#`` begins a comment.
+    """Read token ids from a text file: integers between white space; ``#`` starts a comment.
 
     Raises
     ------
     InvalidArgument
-        If it cannot be read, or holds anything else, or nothing.
+        If the file cannot be read, is empty, or has anything else.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -94,5 +94,5 @@ def read_tokens(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
                 )
             ids.append(int(word))
     if not ids:
-        raise InvalidArgument(f"tokens: {path} holds no token id")
+        raise InvalidArgument(f"tokens: {path} has no token id, expected at least one")
     return np.array(ids, np.int64)

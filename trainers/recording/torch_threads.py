@@ -1,4 +1,4 @@
-"""The number of threads that torch uses on the CPU: rounding depends on their shares."""
+"""The number of threads that torch uses on the CPU, on which rounding depends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_threads", "torch_threads"]
 
 
 def check_threads(number: int | None) -> None:
-    """Insist on a possible number of threads.
+    """Check a number of threads.
 
     Raises
     ------
@@ -26,12 +26,12 @@ def check_threads(number: int | None) -> None:
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
-    """Have torch use so many threads on the CPU, as when a run was recorded.
+    """Set the number of threads of torch on the CPU, as in a recorded run.
 
     Parameters
     ----------
     number : int, optional
-        As many as now without it.
+        Default: no change.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)

@@ -1,4 +1,4 @@
-"""What a replay collects on its way over the rows, until it is a `Replay`."""
+"""Intermediate results of a replay, which become a `Replay`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 
 
 class Findings:
-    """What is wrong; all findings are kept, one or two for a step."""
+    """All findings, one or two per step."""
 
     def __init__(self) -> None:
         self._all: list[Finding] = []
@@ -39,21 +39,21 @@ class Findings:
         return len(self._all)
 
     def add(self, finding: Finding) -> None:
-        """Add one."""
+        """Add a finding."""
         self._all.append(finding)
         self._steps.add(finding.step)
 
-    def concern(self, step: int) -> bool:
-        """Whether a finding of that step was added."""
+    def has_step(self, step: int) -> bool:
+        """Return True if a step has a finding."""
         return step in self._steps
 
     def first(self) -> tuple[Finding, ...]:
-        """The first `LISTED`, in order of steps."""
+        """Return the first `LISTED` findings, in the order of the steps."""
         return tuple(sorted(self._all, key=lambda finding: finding.step)[:LISTED])
 
 
 class Comparisons:
-    """Stored values beside the recomputed ones, counted for each variable.
+    """Counts of different values, for each variable.
 
     Parameters
     ----------
@@ -86,17 +86,19 @@ class Comparisons:
         wrong = stored != computed
         number = int(np.count_nonzero(wrong))
         if number:
-            apart = _ulps_apart(stored[wrong], computed[wrong], self._natives[name])
+            distance = _ulp_distance(stored[wrong], computed[wrong], self._natives[name])
             counted = replace(
                 counted,
                 differing=before.differing + number,
                 first=before.first or self._place(step, wrong),
-                ulps=None if apart is None or before.ulps is None else max(apart, before.ulps),
+                ulps=None
+                if distance is None or before.ulps is None
+                else max(distance, before.ulps),
             )
         self.variables[name] = counted
 
     def _place(self, step: int, wrong: Array) -> dict[str, int | None]:
-        """Step, token and hidden of the first value that differs."""
+        """Return step, token and hidden of the first different value."""
         place = np.argwhere(wrong)[0].tolist() if wrong.ndim else []
         return {
             "step": step,
@@ -106,36 +108,36 @@ class Comparisons:
 
 
 class UnreplayedSteps:
-    """Steps that could not be replayed, by the reason."""
+    """Steps that could not be replayed, by reason."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, Unreplayed] = {}
 
     @contextmanager
     def collect(self, *steps: int) -> Iterator[None]:
-        """Note these steps, and go on, where what is done inside raises `CannotReplay`."""
+        """Record these steps, and continue, if the block raises `CannotReplay`."""
         try:
             yield
-        except CannotReplay as obstacle:
+        except CannotReplay as error:
             for step in steps:
-                self._add(str(obstacle), step)
+                self._add(str(error), step)
 
     def _add(self, reason: str, step: int) -> None:
         before = self._reasons.get(reason, Unreplayed(reason=reason, steps=0, first=step, last=0))
         self._reasons[reason] = replace(before, steps=before.steps + 1, last=step)
 
     def all(self) -> tuple[Unreplayed, ...]:
-        """One entry for each reason, in the order in which they came up."""
+        """Return one entry per reason, in the order of occurrence."""
         return tuple(self._reasons.values())
 
 
 def finding_at(wrong: dict[str, Array], tokens: Array, *, kind: Kind, step: int) -> Finding:
-    """Finding about values of one row: where the first one is, and how many there are.
+    """Return a finding about values of one row: the first position and the number.
 
     Parameters
     ----------
     wrong : dict of str to ndarray of bool, (token, hidden) or (token,)
-        By variable, which values; some of each, and all of one shape.
+        Mask of the wrong values of each variable; each mask has some, and all have one shape.
     tokens : ndarray of int, (token,)
         Vocabulary ids.
     """
@@ -153,8 +155,8 @@ def finding_at(wrong: dict[str, Array], tokens: Array, *, kind: Kind, step: int)
     )
 
 
-def _ulps_apart(stored: Array, computed: Array, native: NativeType) -> int | None:
-    """Largest distance between bit patterns, in values of the native type; None for float64."""
+def _ulp_distance(stored: Array, computed: Array, native: NativeType) -> int | None:
+    """Return the largest distance in values of the native type; None for float64."""
     if native.name == "float64":
         return None
     ordinals = (ordinal(widen(bits, native), native.name) for bits in (stored, computed))

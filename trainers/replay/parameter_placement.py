@@ -1,8 +1,8 @@
-"""Recorded bits as the parameter that was trained, and back.
+"""Recorded bits as a parameter of the trained shape, and back.
 
-The kernels of torch round differently in whole vectors and in what is left over at the end of a
-tensor or of a thread's share. So a step is carried out on a parameter of the shape that was
-trained, every recorded token in its own place.
+The kernels of torch round differently in whole vectors and in the remainder of a tensor or of a
+thread's share. So a step needs a parameter of the trained shape, with every recorded token in its
+original position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.tiled_reader import TiledRun, attribute
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.values.native_types import NativeType, as_bits
 
 __all__ = ["Placement", "recorded_placement", "tensor_of"]
@@ -23,23 +24,23 @@ Array = npt.NDArray[Any]
 
 
 def tensor_of(bits: Array, native: NativeType) -> torch.Tensor:
-    """Tensor of a native type with these bits, a copy."""
+    """Return a new tensor of a native type with these bits."""
     signed = torch.from_numpy(np.array(bits).view(f"i{native.itemsize}"))
     return signed.view(getattr(torch, native.name))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Where the recorded tokens lie in the parameter that was trained.
+    """Positions of the recorded tokens in the trained parameter.
 
     Attributes
     ----------
     shape : tuple of int
-        Of the parameter: (vocabulary, hidden).
+        Shape of the parameter: (vocabulary, hidden).
     ids : ndarray of int, (token,), optional
-        Rows that were recorded; None if that is all of them.
+        Recorded rows; None for all rows.
     device : torch.device
-        That the steps are carried out on.
+        Device of the computation.
     """
 
     shape: tuple[int, int]
@@ -47,7 +48,7 @@ class Placement:
     device: torch.device
 
     def parameter(self, bits: Array, native: NativeType) -> torch.Tensor:
-        """Parameter with the recorded values in their places, and 0 elsewhere.
+        """Return the parameter with the recorded values at their positions, and 0 elsewhere.
 
         Parameters
         ----------
@@ -66,7 +67,7 @@ class Placement:
         return values.to(self.device)
 
     def bits(self, parameter: torch.Tensor, native: NativeType) -> Array:
-        """Bits of the recorded values of a parameter.
+        """Return the bits of the recorded values of a parameter.
 
         Returns
         -------
@@ -79,12 +80,12 @@ class Placement:
 
 
 def recorded_placement(source: TiledRun, device: torch.device) -> Placement:
-    """Placement of the recorded tokens of a run.
+    """Return the placement of the recorded tokens of a run.
 
     Parameters
     ----------
     source : TiledRun
-        With the variable ``W``.
+        A run with the variable ``W``.
     device : torch.device
     """
     tokens, hidden = source.series["W"].shape[1:]

@@ -1,6 +1,6 @@
-"""The optimizer of a recorded run, to be carried out again: the real class of `torch.optim`.
+"""The optimizer of a recorded run, to repeat its steps: the real class of `torch.optim`.
 
-Or that which steps with it, where its state has a type of its own (`rounded_optimizer`).
+If its state has a separate type, it is a class of `rounded_optimizer`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trajstore.trainers.rounded_optimizer import (
 __all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
 
 State = dict[str, torch.Tensor]
-"""What an optimizer keeps for the parameter, as ``optimizer.state[parameter]``."""
+"""State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
 
 REPLAYABLE = (
     "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam",
 )  # fmt: skip
-"""Classes of `torch.optim` that treat each element by itself, whatever else they train."""
+"""Classes of `torch.optim` that update each element independently."""
 
 _ROUNDED: tuple[type[RoundedOptimizer], ...] = (RoundedAdam, RoundedAdamW, RoundedSGD)
 
@@ -38,13 +38,13 @@ _STEP = "step"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedOptimizer:
-    """A class of `torch.optim` with the hyperparameters that a run recorded.
+    """A class of `torch.optim` with the recorded hyperparameters.
 
     Attributes
     ----------
     optimizer_class : type of Optimizer
     hyperparameters : dict
-        Of the recorded parameter's group, as the optimizer held them.
+        Hyperparameters of the recorded parameter's group.
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
     """
@@ -55,40 +55,40 @@ class RecordedOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """State that is kept besides the number of steps, such as ``exp_avg``."""
+        """Names of the state without the number of steps, such as ``exp_avg``."""
         return tuple(name for name in self.example if name != _STEP)
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the number of steps taken enters."""
+        """True if the update depends on the number of steps."""
         return _STEP in self.example
 
     def with_step_count(self, state: State, steps_taken: int) -> State:
-        """State with the number of steps taken before, as this optimizer keeps it."""
+        """Add the number of steps taken before, in the optimizer's own form."""
         if not self.counts_steps:
             return state
         return state | {_STEP: torch.full_like(self.example[_STEP], steps_taken)}
 
     def build(self, weights: torch.Tensor) -> tuple[torch.nn.Parameter, Optimizer]:
-        """Optimizer without a state, and its parameter with these weights, a copy."""
+        """Return an optimizer without a state, and its parameter with a copy of the weights."""
         return _build(self.optimizer_class, weights, self.hyperparameters)
 
     def step(
         self, weights: torch.Tensor, state: State | None, gradient: torch.Tensor, lr: float
     ) -> tuple[torch.Tensor, State]:
-        """Carry out one step.
+        """Take one step.
 
         Parameters
         ----------
         weights, gradient : tensor, (vocabulary, hidden)
         state : dict of str to tensor, optional
-            Before the step; None for an optimizer that has taken none.
+            State before the step; None before the first step.
         lr : float
 
         Returns
         -------
         tensor, dict of str to tensor
-            Weights and state after the step; what was given is left as it was.
+            Weights and state after the step; the arguments stay unchanged.
         """
         parameter, optimizer = self.build(weights)
         optimizer.param_groups[0]["lr"] = lr
@@ -102,37 +102,35 @@ class RecordedOptimizer:
 def recorded_optimizer(
     attributes: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> RecordedOptimizer:
-    """Optimizer of the attribute ``optimizer`` of a run.
+    """Return the optimizer of the attribute ``optimizer`` of a run.
 
-    Only names of this module's own list are looked up; a file cannot name what is executed.
+    Only classes in this module's list are used, so a file cannot choose what is executed.
 
     Parameters
     ----------
     attributes : mapping
-        Of the root of the run.
+        Attributes of the root of the run.
     dtype : torch.dtype
-        Of the parameter.
+        Type of the parameter.
     device : torch.device
 
     Raises
     ------
     CannotReplay
-        If the run does not say which optimizer trained it, or it is none of `REPLAYABLE`, or this
-        torch does not take its hyperparameters.
+        If the run does not record its optimizer, the class is not in `REPLAYABLE`, or this version
+        of torch does not take its hyperparameters.
     """
     recorded = attributes.get("optimizer")
     if not isinstance(recorded, Mapping) or not isinstance(recorded.get("class"), str):
-        raise CannotReplay(
-            "the run does not say which optimizer trained it (root attribute optimizer)"
-        )
+        raise CannotReplay("the run does not record its optimizer (root attribute optimizer)")
     path = recorded["class"]
     optimizer_class = _optimizer_class(path)
     hyperparameters = dict(recorded.get("hyperparameters") or {})
     missing = _numbers(optimizer_class) - set(hyperparameters)
     if missing:
-        raise CannotReplay(f"the run does not say the optimizer's {', '.join(sorted(missing))}")
+        raise CannotReplay(f"the run does not record the optimizer's {', '.join(sorted(missing))}")
     if device.type == "cpu":
-        # That the count of steps may live on an accelerator; torch refuses it elsewhere.
+        # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
         weights = torch.ones(1, 1, dtype=dtype, device=device)
@@ -141,7 +139,7 @@ def recorded_optimizer(
         optimizer.step()
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise CannotReplay(
-            f"{path} of this torch refuses the recorded hyperparameters ({error})"
+            f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
         ) from error
     return RecordedOptimizer(
         optimizer_class=optimizer_class,
@@ -156,14 +154,14 @@ def _optimizer_class(path: str) -> type[Optimizer]:
         if f"{known.__module__}.{known.__qualname__}" == path:
             return known
     raise CannotReplay(
-        f"the optimizer is {path}; those of torch.optim that can be replayed: "
-        f"{', '.join(REPLAYABLE)}; and of trajstore.trainers.rounded_optimizer: "
+        f"the optimizer {path} cannot be replayed; supported classes of torch.optim: "
+        f"{', '.join(REPLAYABLE)}; of trajstore.trainers.rounded_optimizer: "
         + ", ".join(known.__name__ for known in _ROUNDED)
     )
 
 
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
-    """Hyperparameters that are no flags; a flag that is not recorded is this torch's default."""
+    """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
     optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=0.0, **added)
     (group,) = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""What a replay reads of a run: its rows, one after the other, as native bits."""
+"""The rows of a run for a replay, in order, as native bits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RecordedRow:
     number : int
         Position along ``step``.
     step : int
-        Of the optimizer.
+        Step of the optimizer.
     bits : dict of str to ndarray, (token, hidden) or (token,)
-        Of the variables that were asked for.
+        Bits of the requested variables.
     """
 
     number: int
@@ -40,7 +40,7 @@ class RecordedRow:
 
 
 class RecordedRows:
-    """Rows of a run, one after the other.
+    """Rows of a run, in order.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class RecordedRows:
         Vocabulary ids.
     natives : dict of str to NativeType
     skipped : ndarray of bool, (step,)
-        Which rows are of a step that a gradient scaler skipped.
+        True for rows of a step that a gradient scaler skipped.
     """
 
     def __init__(self, source: TiledRun) -> None:
@@ -78,26 +78,26 @@ class RecordedRows:
 
     @property
     def from_start(self) -> bool:
-        """Whether row 0 is the state before training."""
+        """True if row 0 is the state before training."""
         return len(self) > 0 and self.steps[0] == 0
 
     def steps_taken(self, number: int) -> int:
-        """Steps that the optimizer had taken at a row: skipped ones do not count."""
+        """Return the optimizer's steps before a row; skipped ones do not count."""
         return int(self.steps[number]) - int(np.count_nonzero(self.skipped[: number + 1]))
 
     def counts_skipped(self, number: int) -> bool:
-        """Whether it is known how many steps were skipped before a row."""
+        """Return True if the number of skipped steps before a row is known."""
         if "skipped" not in self:
             return True
         return self.from_start and np.array_equal(self.steps[:number], np.arange(number))
 
     def scalar(self, name: str, number: int) -> Array:
-        """Bits of a scalar of a row."""
+        """Return the bits of a scalar of a row."""
         bits: Array = self._scalars[name][number]
         return bits
 
     def value(self, name: str, number: int) -> float:
-        """Value of a scalar of a row."""
+        """Return the value of a scalar of a row."""
         return float(tensor_of(self.scalar(name, number), self.natives[name]))
 
     def read(
@@ -108,18 +108,18 @@ class RecordedRows:
         stop: int | None = None,
         window: int = _WINDOW,
     ) -> Iterator[RecordedRow]:
-        """Rows in their order, with variables that have more dimensions than ``step``.
+        """Yield rows in order, with variables that have more dimensions than ``step``.
 
-        Reads a block at a time, or part of one where a block is large.
+        Reads one block at a time, or a part of a large block.
 
         Parameters
         ----------
         names : iterable of str
-            What the run does not hold is left out.
+            Variables that the run lacks are left out.
         first, stop : int
-            The first row, and the one before which to stop; to the last one without it.
+            The first row, and the row after the last one; default: to the end.
         window : int
-            Bytes of rows that are held at once, at least one row.
+            Maximum bytes of rows in memory; at least one row is read.
         """
         stop = len(self) if stop is None else stop
         series = [self._series[name] for name in names if name in self._series]
@@ -133,7 +133,7 @@ class RecordedRows:
             end = min(stop, first + most, (first // block + 1) * block)
             held = {s.name: s.bits((slice(first, end),)) for s in series}
             for at in range(end - first):
-                # The row outlives what is held, which is gone before the next rows are read.
+                # A copy, because the window is released before the next rows are read.
                 yield self._row(first + at, {n: bits[at].copy() for n, bits in held.items()})
             del held
             first = end

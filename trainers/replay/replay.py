@@ -1,8 +1,7 @@
-"""Proof that every recorded step follows from the one before.
+"""Verification that every recorded step follows from the previous row.
 
-For each step, W and the optimizer's state of the row before and the recorded gradient, clipped as
-it was, go into the real optimizer of `torch.optim`; what comes out is compared with the row, bit
-for bit.
+For each step, the real optimizer of `torch.optim` gets W and the state of the previous row and the
+recorded gradient, clipped as in the training. Its result is compared with the row, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.replay.findings import (
     Comparisons,
@@ -51,18 +51,18 @@ _LARGEST_RATE = 1e30
 def replay(
     path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
 ) -> Replay:
-    """Carry out every recorded step again, and compare bit for bit.
+    """Repeat every recorded step and compare the results bit for bit.
 
-    A step that does not give the recorded row is one finding: the first value that differs, and
-    how many differ. The next step starts from the recorded row again, so one altered value gives
-    a finding in its own step and at most one more in the next step.
+    A step that does not give the recorded row is one finding: the first different value and the
+    number of different values. The next step starts from the recorded row again. So one altered
+    value gives a finding in its own step and at most one more in the next step.
 
     Parameters
     ----------
     path : path-like or str
-        Of a run.
+        Path of a run.
     on_progress : callable, optional
-        Called with the number of rows that are done, and of all rows.
+        Called with the number of finished rows and the number of all rows.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def replay(
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run at `path`, or a chunk is broken.
+        If there is no run at `path`, or a chunk is damaged.
 
     Examples
     --------
@@ -132,29 +132,29 @@ def replay(
 
 
 class StepReplay:
-    """Carries out one recorded step after the other, and compares it with the row after it.
+    """Repeats recorded steps in order, and compares each result with the next row.
 
-    Every step starts from the recorded row before it, whether that row was right or not. State
-    that is not recorded is carried from step to step; where a value differs, this state is wrong
-    from there on, so that value is no longer compared.
+    Every step starts from the recorded row before it, even if that row is wrong. State that is not
+    recorded is carried from step to step. After a value differs, its carried state is wrong, so
+    that value is no longer compared.
 
     Parameters
     ----------
     rows : RecordedRows
     simulator : Simulator
     attributes : mapping
-        Of the root of the run.
+        Attributes of the root of the run.
     comparisons : Comparisons
-        That count every value.
+        Counts the compared values.
     findings : Findings
-        That what is wrong is added to.
+        Collects the errors.
     exact : bool
-        Whether every bit has to agree. If not, values that differ are counted, and are no findings.
+        True if every bit has to agree. Otherwise different values are counted but are no findings.
 
     Attributes
     ----------
     replayed : list of int
-        Steps that were carried out.
+        Steps that were repeated.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class StepReplay:
         self._rows = rows
         self._simulator = simulator
         self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
-        self._others_until = steps_of_another_optimizer(attributes)
+        self._other_optimizer_until = steps_of_another_optimizer(attributes)
         self._comparisons = comparisons
         self._findings = findings
         self._exact = exact
@@ -186,12 +186,12 @@ class StepReplay:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be known about the comparison."""
+        """Notes about the comparison."""
         if not self._most_dropped:
             return ()
         return (
-            f"{self._most_dropped} values were not compared after they first differed, because "
-            "the state rebuilt for them is wrong from there on",
+            f"{self._most_dropped} values were not compared after their first difference, because "
+            "the state rebuilt for them is wrong after it",
         )
 
     def replay(self, previous: RecordedRow, row: RecordedRow) -> None:
@@ -200,12 +200,12 @@ class StepReplay:
         Raises
         ------
         CannotReplay
-            If something that it starts from is not known.
+            If an input of the step is not known.
         """
         try:
             self._check(previous, row)
         except CannotReplay:
-            # What the step would have given is not known, and so nothing rebuilt is, either.
+            # The result of the step is not known, so neither is any rebuilt state.
             self._carried = self._dropped = None
             raise
         inputs = self._inputs(previous, row)
@@ -219,7 +219,7 @@ class StepReplay:
             computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
         for name, bits in computed.items():
             self._comparisons.add(name, row.step, row.bits[name], bits)
-        if self._exact or skipped:  # a skipped step moves nothing on any device
+        if self._exact or skipped:  # a skipped step changes nothing on any device
             self._find(row, computed, skipped=skipped)
         if not skipped:
             self._carried = result.carried
@@ -237,7 +237,7 @@ class StepReplay:
         )
 
     def _find(self, row: RecordedRow, computed: Bits, *, skipped: bool) -> None:
-        """Add a finding if the row is not what the step gives."""
+        """Add a finding if the row differs from the result of the step."""
         wrong = {name: row.bits[name] != bits for name, bits in computed.items()}
         wrong = {name: mask for name, mask in wrong.items() if mask.any()}
         if not wrong:
@@ -251,31 +251,31 @@ class StepReplay:
 
     def _check(self, previous: RecordedRow, row: RecordedRow) -> None:
         rows, simulator = self._rows, self._simulator
-        if row.step <= self._others_until:
+        if row.step <= self._other_optimizer_until:
             raise CannotReplay(
-                "it was taken with other settings, before the run was forked; replay the run "
-                "that it was forked from"
+                "another optimizer took it, before the run was forked; replay the source of the "
+                "fork"
             )
         if row.step - previous.step != 1:
-            raise CannotReplay("the row before is not of the step before (recorded with every > 1)")
+            raise CannotReplay("the row of the step before is missing (recorded with every > 1)")
         if rows.skipped[row.number]:
             return
         rate = rows.value("lr", row.number)
         if np.isnan(rate):
-            raise CannotReplay("the learning rate is NaN, so it is not known")
+            raise CannotReplay("the learning rate is NaN, so it is unknown")
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
             self._findings.add(Finding(kind="invalid", variable="lr", step=row.step, tokens=0))
-            raise CannotReplay("no optimizer can calculate with its learning rate")
+            raise CannotReplay("its learning rate is too large for any optimizer")
         if np.isnan(rows.value("clip_coef", row.number)):
             raise CannotReplay(
-                "clip_coef is NaN, so what the gradient was multiplied by is not known; tell the "
-                "recorder max_grad_norm"
+                "clip_coef is NaN, so the factor of the gradient is unknown; pass max_grad_norm "
+                "when you record"
             )
         if rows.steps_taken(previous.number) == 0:
             return
         if simulator.optimizer.counts_steps and not rows.counts_skipped(row.number):
             raise CannotReplay(
-                "how many of the steps before were skipped, and so do not count, is not recorded"
+                "the number of skipped steps before it, which do not count, is not recorded"
             )
         if simulator.rebuilt and self._carried is None:
             raise CannotReplay(
@@ -285,5 +285,5 @@ class StepReplay:
         state = simulator.recorded[1:]
         if previous.number == 0 and state and not any(previous.bits[name].any() for name in state):
             raise CannotReplay(
-                "the state of the optimizer before this step was not seen (the run begins here)"
+                "the optimizer's state before this step is not recorded (the run starts here)"
             )

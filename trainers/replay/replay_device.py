@@ -1,4 +1,4 @@
-"""The device that a run is replayed on, and what it has in common with that of the recording."""
+"""The device of a replay, compared with the device of the recording."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["ReplayDevice", "replay_device"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayDevice:
-    """Device that steps are carried out on, and how it compares with that of the recording.
+    """Device of a replay, compared with the device of the recording.
 
     Attributes
     ----------
     device : torch.device
-        To replay on.
+        Device to replay on.
     exact : bool
-        Whether it is of the same kind, so that every bit has to agree.
+        True if both devices are of the same kind, so that every bit has to agree.
     recorded_on, replayed_on : str
     threads : int, optional
-        That torch used; None where it does not matter, or is not known.
+        Threads of torch; None if irrelevant or unknown.
     notes : tuple of str
-        What else may make values differ.
+        Other reasons for different values.
     """
 
     device: torch.device
@@ -38,12 +38,12 @@ class ReplayDevice:
 
 
 def replay_device(attributes: Mapping[str, Any]) -> ReplayDevice:
-    """Device to replay a run on: the kind that it was recorded on, or else the CPU.
+    """Return the device to replay a run on: the kind that recorded it, else the CPU.
 
     Parameters
     ----------
     attributes : mapping
-        Of its root.
+        Attributes of the root of the run.
     """
     provenance = attributes.get("provenance")
     facts = provenance if isinstance(provenance, Mapping) else {}
@@ -65,8 +65,8 @@ def replay_device(attributes: Mapping[str, Any]) -> ReplayDevice:
     notes = []
     if not exact:
         notes.append(
-            f"recorded on {recorded_on}, replayed on {replayed_on}: values that differ are "
-            "counted, and are no errors"
+            f"recorded on {recorded_on}, replayed on {replayed_on}: different values are counted "
+            "but are no errors"
         )
     if facts.get("torch", torch.__version__) != torch.__version__:
         notes.append(

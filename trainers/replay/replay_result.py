@@ -1,4 +1,4 @@
-"""What a replay says: counts for each variable, what is wrong, and what could not be replayed."""
+"""The result of a replay: counts per variable, findings, and steps that were not replayed."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from trajstore.errors import TrajstoreError
 __all__ = ["LISTED", "CannotReplay", "Compared", "Finding", "Kind", "Replay", "Unreplayed"]
 
 LISTED = 20
-"""Findings that a result lists; it counts all."""
+"""Maximum number of findings that a result lists; it counts all."""
 
 Kind = Literal["mismatch", "skipped", "start", "inconsistent", "invalid"]
 
 
 class CannotReplay(TrajstoreError):
-    """Steps cannot be replayed; the message says why."""
+    """Steps cannot be replayed; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """How the stored values of one variable compare with the recomputed ones.
+    """Comparison of the stored values of one variable with the recomputed ones.
 
     Attributes
     ----------
     steps : int
-        That were compared.
+        Compared steps.
     differing : int
         Values with another bit pattern.
     first : dict, optional
-        ``step``, ``token`` and ``hidden`` of the first of them; None where it has no such
-        dimension.
+        ``step``, ``token`` and ``hidden`` of the first of them; None for a dimension that the
+        variable lacks.
     ulps : int, optional
-        Largest distance, counted in values of the native type; None for float64.
+        Largest distance in values of the native type; None for float64.
     """
 
     steps: int = 0
@@ -44,20 +44,20 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a run.
+    """An error in a run.
 
     Attributes
     ----------
     kind : {'mismatch', 'skipped', 'start', 'inconsistent', 'invalid'}
-        The row is not what its step gives; a skipped step moved something; row 0 is not the state
-        before training; values of one row contradict each other; no run can hold such a value.
+        The row differs from the result of its step; a skipped step changed something; row 0 is not
+        the state before training; values of one row contradict each other; a value is impossible.
     variable : str
-        That is wrong, or the names of all that disagree; the place is that of the first one.
+        Wrong variable, or all variables that disagree; the position is that of the first one.
     step : int
     token, hidden : int, optional
-        Vocabulary id and position of the first value; None where it has none.
+        Vocabulary id and position of the first value; None for a missing dimension.
     values, tokens : int
-        How many disagree.
+        Number of wrong values and of their tokens.
     """
 
     kind: Kind
@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The finding in words."""
+        """The finding as a sentence."""
         where = f"step {self.step}"
         if self.token is not None:
             where += f", token {self.token}"
@@ -79,28 +79,28 @@ class Finding:
         several = self.values > 1
         count = f" ({self.values:,} values of {self.tokens:,} tokens)" if several else ""
         text = {
-            "mismatch": "does not follow from the row before",
-            "skipped": "moved in a step that was skipped",
-            "start": "is not what it is before training",
+            "mismatch": "does not follow from the previous row",
+            "skipped": "changed in a skipped step",
+            "start": "differs from the state before training",
             "inconsistent": "contradicts other values of its row",
-            "invalid": "has a value that no run can hold",
+            "invalid": "has an impossible value",
         }[self.kind]
         return f"{where}: {self.variable}{count} {text}"
 
     def facts(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self) | {"sentence": self.sentence}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unreplayed:
-    """Steps that were not replayed for one reason.
+    """Steps that were not replayed for the same reason.
 
     Attributes
     ----------
     reason : str
     steps, first, last : int
-        How many there are, and between which.
+        Number of the steps, the first and the last one.
     """
 
     reason: str
@@ -110,7 +110,7 @@ class Unreplayed:
 
     @property
     def sentence(self) -> str:
-        """The reason, with the steps concerned."""
+        """The reason and the steps."""
         if self.steps == 1:
             return f"step {self.first} was not replayed: {self.reason}"
         return f"{self.steps:,} steps from {self.first} to {self.last} were not replayed: " + (
@@ -126,16 +126,16 @@ class Replay:
     ----------
     path : str
     optimizer : str, optional
-        Class that carried out the steps.
+        Class of the optimizer.
     exact : bool
-        Whether this is the kind of device that the run was recorded on, so that every bit has to
-        agree. If not, values that differ are counted, and are no findings.
+        True if the run was recorded on this kind of device, so that every bit has to agree.
+        Otherwise different values are counted but are no findings.
     recorded_on, replayed_on : str
     steps, replayed, skipped : int
-        Recorded after the first row; of these, those that were replayed, and those replayed that
-        a gradient scaler had skipped.
+        Steps recorded after the first row; the replayed ones; the replayed ones that a gradient
+        scaler had skipped.
     rebuilt : tuple of str
-        State of the optimizer that is not recorded and was rebuilt from row 0 on.
+        State of the optimizer that is not recorded, rebuilt from row 0 on.
     variables : dict of str to Compared
     findings : tuple of Finding
         The first `LISTED`.
@@ -162,16 +162,16 @@ class Replay:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong with what could be checked."""
+        """True if no check found an error."""
         return not self.total
 
     @property
     def differing(self) -> int:
-        """Values that differ, of all variables together."""
+        """Number of different values of all variables together."""
         return sum(compared.differing for compared in self.variables.values())
 
     def facts(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the result as JSON values."""
         found = asdict(self) | {
             "clean": self.clean,
             "differing": self.differing,

@@ -1,9 +1,9 @@
-"""Checks of rows by themselves, besides what the steps give.
+"""Checks of single rows, in addition to the steps.
 
-Row 0 is the state before training, ``skipped`` is 0 or 1, and the factor of clipping is what the
-norm of all gradients gives. Recorded summaries are computed again from the recorded arrays, by the
-functions that made them, and recorded cells from W. Summaries show what the steps cannot: a change
-of a gradient that is rounded away in everything the optimizer makes of it.
+Row 0 is the state before training, ``skipped`` is 0 or 1, and the clipping factor follows from the
+norm of all gradients. Summaries are computed again from the recorded arrays by the same functions,
+and cells from W. Summaries detect what the steps cannot: a changed gradient whose effect on W and
+the state is rounded away.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
 def check_skipped(rows: RecordedRows, findings: Findings) -> None:
-    """Every row but the first one holds 0 or 1."""
+    """Check that every row except the first is 0 or 1."""
     if "skipped" not in rows:
         return
     for number, step in enumerate(rows.steps[1:].tolist(), 1):
@@ -49,10 +49,9 @@ def check_skipped(rows: RecordedRows, findings: Findings) -> None:
 
 
 def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) -> RecordedRow:
-    """The state before training, as the first step starts from it: with moments of 0.
+    """Return the state before training, with moments of 0.
 
-    Findings are added where the row holds something else, or a gradient. A run that begins later
-    is not checked.
+    Other moments, or a gradient, give a finding. A run that starts later is not checked.
     """
     if not rows.from_start:
         return row
@@ -61,7 +60,7 @@ def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) 
         if name not in bits:
             continue
         stored = bits[name]
-        if name == "grad":  # every NaN the same, whichever
+        if name == "grad":  # the same NaN everywhere
             values, counts = np.unique(stored, return_counts=True)
             wrong = stored != values[counts.argmax()]
             wrong |= ~tensor_of(stored, rows.natives[name]).isnan().numpy()
@@ -80,14 +79,14 @@ def check_clipping(
     comparisons: Comparisons,
     findings: Findings,
 ) -> None:
-    """Compare the factor of clipping with the norm that it was made of.
+    """Compare the clipping factor with the norm of the gradients.
 
     Parameters
     ----------
     row : RecordedRow
     rows : RecordedRows
     max_grad_norm : object
-        The limit that the run records for the norm.
+        Recorded limit of the norm.
     comparisons : Comparisons
     findings : Findings
     """
@@ -112,19 +111,19 @@ def check_clipping(
 
 
 class SummaryChecks:
-    """Compares the recorded summaries of one row after the other.
+    """Compares the recorded summaries of each row.
 
     Parameters
     ----------
     rows : RecordedRows
     comparisons : Comparisons
     findings : Findings
-        That get a finding where a step has none yet.
+        A finding is added if the step has none yet.
 
     Attributes
     ----------
     names : set of str
-        Variables to read: recorded summaries, and what they are made of, if that is recorded.
+        Variables to read: recorded summaries and their inputs, if those are recorded.
     """
 
     def __init__(self, rows: RecordedRows, comparisons: Comparisons, findings: Findings) -> None:
@@ -138,7 +137,7 @@ class SummaryChecks:
             self.names |= {_OF_GRADIENT, "grad"}
 
     def compare(self, previous: RecordedRow, row: RecordedRow) -> None:
-        """Compare the summaries of a row, as far as they were read."""
+        """Compare those summaries of a row that were read."""
         wrong = {}
         for name, values in self._summaries(previous, row).items():
             stored, computed = row.bits[name], as_bits(values, NATIVE_TYPES["float32"], name)
@@ -161,7 +160,7 @@ class SummaryChecks:
 def check_cells(
     row: RecordedRow, rows: RecordedRows, comparisons: Comparisons, findings: Findings
 ) -> None:
-    """Compare the cells of a row, if they were read, with W rounded to bfloat16."""
+    """Compare the cells of a row with W rounded to bfloat16, if both were read."""
     if not {"W", "cells"} <= row.bits.keys():
         return
     native, bfloat16 = rows.natives["W"], NATIVE_TYPES["bfloat16"]
@@ -177,6 +176,6 @@ def check_cells(
 def _add_inconsistent(
     wrong: dict[str, Array], row: RecordedRow, rows: RecordedRows, findings: Findings
 ) -> None:
-    """Add a finding, unless the step has one: an altered W shows in its summaries as well."""
-    if wrong and not findings.concern(row.step):
+    """Add a finding, unless the step has one: an altered W also changes its summaries."""
+    if wrong and not findings.has_step(row.step):
         findings.add(finding_at(wrong, rows.tokens, kind="inconsistent", step=row.step))

@@ -1,6 +1,6 @@
-"""One optimizer step, carried out from recorded bits by the optimizer of the run.
+"""One optimizer step, repeated from recorded bits by the optimizer of the run.
 
-It knows nothing of what was recorded after the step, nor of comparing.
+The module does not use the result that was recorded, and does not compare.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.tiled_reader import TiledRun, attribute
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
 from trajstore.trainers.replay.recorded_optimizer import (
@@ -32,20 +33,20 @@ Bits = dict[str, Array]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepInputs:
-    """What an optimizer step starts from.
+    """Inputs of an optimizer step.
 
     Attributes
     ----------
     before : dict of str to ndarray, (token, hidden)
         Bits of W and of the recorded state.
     carried : dict of str to tensor
-        The state that is not recorded, as the step before gave it.
+        State that is not recorded, from the previous step.
     steps_taken : int
-        Steps that the optimizer had taken before; after none it keeps no state yet.
+        Steps that the optimizer has taken before; without any it has no state yet.
     gradient : ndarray, (token, hidden), optional
         Bits, before clipping; None if the step was skipped.
     clip_coef : ndarray, ()
-        Bits of the factor that clipping multiplies the gradient by.
+        Bits of the clipping factor of the gradient.
     lr : float
     """
 
@@ -59,14 +60,14 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """What an optimizer step gives.
+    """Result of an optimizer step.
 
     Attributes
     ----------
     bits : dict of str to ndarray, (token, hidden)
-        W, and the state that is recorded.
+        W, and the recorded state.
     carried : dict of str to tensor
-        The state that is not.
+        State that is not recorded.
     """
 
     bits: Bits
@@ -75,16 +76,16 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulator:
-    """Carries out optimizer steps.
+    """Repeats optimizer steps.
 
     Attributes
     ----------
     optimizer : RecordedOptimizer
     placement : Placement
     natives : dict of str to NativeType
-        Of ``W``, ``grad``, ``clip_coef`` and the recorded state.
+        Types of ``W``, ``grad``, ``clip_coef`` and the recorded state.
     recorded : tuple of str
-        W, and the state that is recorded.
+        W, and the recorded state.
     """
 
     optimizer: RecordedOptimizer
@@ -94,11 +95,11 @@ class Simulator:
 
     @property
     def rebuilt(self) -> tuple[str, ...]:
-        """State that is not recorded, and so is carried from step to step."""
+        """State that is not recorded, so it is carried from step to step."""
         return tuple(name for name in self.optimizer.state_names if name not in self.recorded)
 
     def simulate(self, inputs: StepInputs) -> StepResult:
-        """Carry out one step."""
+        """Repeat one step."""
         if inputs.gradient is None:
             return StepResult(bits=inputs.before, carried=inputs.carried)
         before = {
@@ -107,8 +108,8 @@ class Simulator:
         }
         weights = before.pop("W")
         gradient = self.placement.parameter(inputs.gradient, self.natives["grad"])
-        # As torch.nn.utils.clip_grad_norm_ does: by a tensor of the type of the norm, because a
-        # Python number would be rounded to the type of the gradient first.
+        # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
+        # number would be rounded to the type of the gradient first.
         gradient.mul_(tensor_of(inputs.clip_coef, self.natives["clip_coef"]).to(gradient.device))
         state = None
         if inputs.steps_taken:
@@ -124,7 +125,7 @@ class Simulator:
 
 
 def check_inputs(source: TiledRun) -> None:
-    """Insist on the variables that every step needs.
+    """Check that the run has the variables that every step needs.
 
     Raises
     ------
@@ -132,17 +133,17 @@ def check_inputs(source: TiledRun) -> None:
         If the run lacks one.
     """
     for name, reason in (
-        ("W", "the run holds no weights"),
-        ("grad", "the gradient was not recorded; the tiers weights+grads and all hold it"),
-        ("lr", "the learning rate was not recorded; every tier holds it"),
-        ("clip_coef", "what clipping did to the gradient was not recorded; every tier holds it"),
+        ("W", "the run has no W; record W"),
+        ("grad", "the gradient was not recorded; record weights+grads or all"),
+        ("lr", "the learning rate was not recorded; every tier has it"),
+        ("clip_coef", "the clipping factor was not recorded; every tier has it"),
     ):
         if name not in source.series:
             raise CannotReplay(reason)
 
 
 def recorded_simulator(source: TiledRun, device: torch.device) -> Simulator:
-    """What carries out the steps of a run.
+    """Return a simulator of the steps of a run.
 
     Parameters
     ----------
@@ -158,8 +159,8 @@ def recorded_simulator(source: TiledRun, device: torch.device) -> Simulator:
     natives = {name: series.native for name, series in source.series.items()}
     if natives["W"] != natives["grad"]:
         raise CannotReplay(
-            f"W is {natives['W'].name} and grad {natives['grad'].name}, and torch takes a "
-            "gradient of its parameter's type only"
+            f"W is {natives['W'].name} but grad is {natives['grad'].name}; torch needs a gradient "
+            "of the parameter's type"
         )
     optimizer = recorded_optimizer(source.attributes, getattr(torch, natives["W"].name), device)
     state = [name for name in MOMENTS if name in optimizer.state_names and name in natives]
@@ -167,15 +168,14 @@ def recorded_simulator(source: TiledRun, device: torch.device) -> Simulator:
         made = str(optimizer.example[name].dtype).removeprefix("torch.")
         if natives[name].name != made:
             raise CannotReplay(
-                f"{name} is {natives[name].name} and the optimizer keeps it in {made}, so that is "
-                "not what trained the run"
+                f"{name} is {natives[name].name}, but the recorded optimizer keeps it in {made}, "
+                "so another optimizer trained the run"
             )
     stochastic = optimizer.hyperparameters.get("rounding") == "stochastic"
     if stochastic and not isinstance(attribute(source.attributes, "recording", "vocabulary"), int):
         raise CannotReplay(
-            "the weights were rounded at random, by numbers that hang on the place in the "
-            "parameter, and the run does not say how many tokens that had (root attribute "
-            "recording, vocabulary)"
+            "stochastic rounding depends on the position in the parameter, but the number of "
+            "tokens of the parameter is not recorded (root attribute recording, vocabulary)"
         )
     return Simulator(
         optimizer=optimizer,

@@ -1,13 +1,14 @@
 """Trainings from a configuration: planned, run, checkpointed and resumed.
 
-``run_plan`` says what a run will cost, and ``timed_steps`` how long it will take. ``record`` makes
-it: ``training_setup`` puts ``model``, ``optimizer`` and examples together, which a Trainer or a
-plain loop over ``batches`` trains, a ``recorded_training`` has a recorder attached, and
-``checkpoint_schedule`` says when a
-``checkpoint`` of the ``training_state`` is due. Before a run goes on, ``resume_checks`` compares
-what is asked for with what was, and where there is no checkpoint, ``retraining`` reaches the last
-row once more, if the ``recorded_rates`` are those of its configurations.
+``run_plan`` computes the cost of a run, and ``timed_steps`` measures its duration. ``record``
+trains and records it. ``training_setup`` builds ``model``, ``optimizer`` and examples for a Trainer
+or for a plain loop over ``batches``. ``recorded_training`` attaches a recorder.
+``checkpoint_schedule`` decides when to write a ``checkpoint`` of the ``training_state``.
 
-``fork`` goes on from any step with other settings: ``fork_settings`` says with which, and
-``forked_state`` makes the state over.
+Before a run resumes, ``resume_checks`` compares the configurations. Without a checkpoint,
+``retraining`` repeats the training up to the last row, if the ``recorded_rates`` agree with its
+configurations.
+
+``fork`` continues from any step with other settings: ``fork_settings`` checks them, and
+``forked_state`` converts the state.
 """

@@ -14,18 +14,18 @@ Batch = dict[str, torch.Tensor]
 
 
 class Batches:
-    """Batches without end, every epoch in another order.
+    """Endless batches, with a new order in each epoch.
 
-    The examples are shuffled by a generator of their own.
+    A separate generator shuffles the examples.
 
     Parameters
     ----------
     dataset : Dataset of dict of tensors
     batch_size : int
     seed : int
-        Of the generator.
+        Seed of the generator.
     skipped_shuffles : int
-        Orders that are drawn and passed over first.
+        Number of orders to discard at the start.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Batches:
 
     @property
     def position(self) -> tuple[torch.Tensor, int]:
-        """State of the generator when the epoch began, and batches taken since."""
+        """State of the generator at the start of the epoch, and batches taken since."""
         return self._epoch, self._consumed
 
     def restore(self, epoch: torch.Tensor, consumed: int) -> None:
-        """Go on from a position.
+        """Continue from a position.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class Batches:
         """
         self._generator.set_state(epoch)
         self._epoch, self._consumed = epoch, consumed
-        # As the loader, which draws the order once more, but the examples passed over are not made.
+        # Like the loader, which draws the order again, but without loading the skipped examples.
         rest = DataLoader(
             self._loader.dataset,
             batch_sampler=SkipBatchSampler(self._loader.batch_sampler, consumed),

@@ -1,9 +1,8 @@
-"""Checkpoints of a recorded training: one safetensors file each, in a folder beside the run.
+"""Checkpoints of a recorded training: safetensors files in a folder next to the run.
 
-A file holds tensors, and one JSON text among its metadata with everything else. Reading one never
-executes anything that it holds: the format has no code, and nothing here unpickles. The text names
-every tensor with its type, shape and crc32c, and has a crc32c of its own, so that a damaged file is
-refused.
+A file has tensors, and one JSON text in its metadata with everything else. Reading a file never
+executes its contents: the format has no code, and nothing is unpickled. The text has the type,
+shape and crc32c of every tensor, and a crc32c of its own. So a damaged file raises an error.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ class Checkpoint:
     Attributes
     ----------
     run : str
-        When the run was created, which tells it from another one of the same name.
+        Creation time of the run, which distinguishes it from another run with the same name.
     step : int
         Optimizer steps taken.
     rows : int
-        Rows of the run until then, without a last one that is only there because training ended.
+        Rows of the run so far, without a last row that exists only because training ended.
     config : dict
         Configuration of the run.
     sources : dict of str to str
-        Paths of the text and the tokenizer, where they were given.
+        Given paths of the text and the tokenizer.
     state : dict
-        JSON values: what is no tensor.
+        JSON values of everything except tensors.
     tensors : dict of str to tensor
-        On the CPU.
+        Tensors on the CPU.
     name : str
-        Of the run's folder; empty where it was not noted.
+        Name of the run's folder; may be empty.
     """
 
     run: str
@@ -64,7 +63,7 @@ class Checkpoint:
     name: str = ""
 
     def save(self, path: Location, *, fsync: bool = True) -> int:
-        """Write to a file, atomically.
+        """Write to a file atomically.
 
         Returns
         -------
@@ -94,31 +93,31 @@ class Checkpoint:
         Raises
         ------
         FormatError
-            If it is no checkpoint, was cut short, or a bit of it has changed.
+            If the file is not a checkpoint, is truncated, or is damaged.
         """
         facts, tensors = _read(path)
         described = facts.pop("tensors")
         if described.keys() != tensors.keys():
-            raise _wrong(path, "it does not hold the tensors that it names")
+            raise _damaged(path, "its tensors differ from its list of tensors")
         for name, tensor in tensors.items():
             if _description(tensor) != described[name]:
-                raise _wrong(path, f"{name} is not what was written")
+                raise _damaged(path, f"the checksum of {name} is wrong")
         if facts.pop("format") != _FORMAT:
-            raise FormatError(f"{path} was written by a newer trajstore; install that one")
+            raise FormatError(f"{path} was written by a newer trajstore; install that version")
         return cls(**facts, tensors=tensors)
 
 
 class CheckpointFolder:
     """The checkpoints of one run.
 
-    ``NAME.zarr`` and ``NAME`` beside it share a folder; those of the other run are left alone.
+    ``NAME.zarr`` and ``NAME`` share a folder; checkpoints of the other run are left unchanged.
 
     Parameters
     ----------
     run : Path or RemotePath
-        Of the run; the folder is its sibling ``NAME.ckpt``.
+        The run; the folder is its sibling ``NAME.ckpt``.
     fsync : bool
-        Have each file on the disk before going on.
+        Flush each file to the disk.
     """
 
     def __init__(self, run: Location, *, fsync: bool = True) -> None:
@@ -130,18 +129,18 @@ class CheckpointFolder:
         self._placed: Path | None = None
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, in increasing order."""
+        """Return the steps of all checkpoints, in increasing order."""
         entries: Iterable[Location] = self.path.iterdir() if self.path.is_dir() else []
         names = (entry.name for entry in entries)
         return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
     def check(self) -> None:
-        """Insist that a new run does not share the folder with another one.
+        """Check that a new run does not share the folder with another one.
 
         Raises
         ------
         RunExists
-            If another run beside it has checkpoints in the folder.
+            If another run has checkpoints in the folder.
         """
         for step in self.steps():
             if (other := self._other_owner(step)) is not None:
@@ -150,12 +149,12 @@ class CheckpointFolder:
     def newest(
         self, run: str, committed_rows: int, *, until: int | None = None
     ) -> Checkpoint | None:
-        """Newest checkpoint of that run that is not past its committed rows, nor past a step.
+        """Return the run's newest checkpoint within the committed rows, and at most `until`.
 
         Raises
         ------
         FormatError
-            If one that may be it is damaged.
+            If a candidate is damaged.
         """
         for step in reversed(self.steps()):
             if until is not None and step > until:
@@ -163,21 +162,21 @@ class CheckpointFolder:
             try:
                 checkpoint = Checkpoint.load(self._file(step))
             except FileNotFoundError:
-                continue  # a recording has removed it, because it has a newer one
+                continue  # a recording has replaced it by a newer one
             if self._is_others(checkpoint.name):
                 continue
             if checkpoint.run == run and checkpoint.rows <= committed_rows:
                 return checkpoint
         return None
 
-    def waits(self, committed_rows: int) -> bool:
-        """Whether one is there that is of no use yet, because its rows are not all committed."""
+    def has_uncommitted(self, committed_rows: int) -> bool:
+        """Return True if a checkpoint cannot be used yet, because rows of it are not committed."""
         return any(rows > committed_rows for rows in self._rows.values())
 
-    def begin(self, taken: Checkpoint | None) -> None:
-        """Remove what is of no use to a run that goes on from a checkpoint, or from the start.
+    def clean(self, taken: Checkpoint | None) -> None:
+        """Remove files that a run does not need when it starts, or resumes from a checkpoint.
 
-        That is leftovers of interrupted writes, and all its other checkpoints.
+        These are partial files of interrupted writes, and all its other checkpoints.
         """
         if self.path.is_dir():
             sweep(self.path)
@@ -187,54 +186,54 @@ class CheckpointFolder:
                 self._file(step).unlink()
 
     def add(self, checkpoint: Checkpoint, committed_rows: int) -> None:
-        """Write one, and remove those that nobody will resume from.
+        """Write a checkpoint, and remove those that are no longer needed.
 
-        Those past the committed rows are kept, and of the others the newest.
+        Checkpoints past the committed rows are kept, and the newest of the others.
 
         Parameters
         ----------
         checkpoint : Checkpoint
         committed_rows : int
-            Of the run.
+            Committed rows of the run.
 
         Raises
         ------
         OSError
-            If it could not be written; the others stay.
+            If the checkpoint could not be written; the others are kept.
         RunExists
-            If another run beside this one has one of that step there.
+            If another run has a checkpoint of that step in the folder.
         """
         checkpoint.save(self._free(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
         self.prune(committed_rows)
 
     def stage(self, checkpoint: Checkpoint) -> None:
-        """Write one beside its place, to be put there by `place`; until then all others stay.
+        """Write a checkpoint to a temporary file for `place`; all others are kept until then.
 
         Raises
         ------
         OSError
-            If it could not be written.
+            If the checkpoint could not be written.
         RunExists
-            If another run beside this one has one of that step there.
+            If another run has a checkpoint of that step in the folder.
         """
         file = self._free(checkpoint.step)
-        assert isinstance(file, Path)  # as the run, which is in no object store
-        beside = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL_SUFFIX}")
-        self._staged = (beside, file)
-        checkpoint.save(beside, fsync=self._fsync)
+        assert isinstance(file, Path)  # a fork is always local
+        partial = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+        self._staged = (partial, file)
+        checkpoint.save(partial, fsync=self._fsync)
 
     def place(self) -> None:
-        """Put what was staged into its place."""
+        """Rename the staged file to its final name."""
         assert self._staged is not None
-        beside, file = self._staged
-        beside.replace(file)
+        partial, file = self._staged
+        partial.replace(file)
         self._staged, self._placed = None, file
         if self._fsync:
             flush([file.parent])
 
     def discard(self) -> None:
-        """Remove what was staged, or placed before its run, because that has come to nothing."""
+        """Remove a file that was staged, or placed before its run, because its run failed."""
         if self._staged is not None:
             self._staged[0].unlink(missing_ok=True)
             self._staged = None
@@ -245,12 +244,12 @@ class CheckpointFolder:
             self.path.rmdir()
 
     def prune(self, committed_rows: int) -> None:
-        """Remove those that nobody will resume from: of the usable ones, all but the newest.
+        """Remove checkpoints that are not needed: all usable ones except the newest.
 
         Parameters
         ----------
         committed_rows : int
-            Of the run.
+            Committed rows of the run.
         """
         usable = [step for step, rows in self._rows.items() if rows <= committed_rows]
         for step in sorted(usable)[:-1]:
@@ -258,7 +257,7 @@ class CheckpointFolder:
             del self._rows[step]
 
     def _free(self, step: int) -> Location:
-        """Path of the checkpoint of a step, which may be written, in its folder."""
+        """Return the path for the checkpoint of a step, and create its folder."""
         if isinstance(self.path, Path) and not self.path.is_dir():
             self.path.mkdir()
             if self._fsync:
@@ -271,18 +270,18 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}.safetensors"
 
     def _other_owner(self, step: int) -> str | None:
-        """Name of the other run that a checkpoint belongs to; None if there is no such one."""
+        """Return the name of another run that owns a checkpoint, or None."""
         path = self._file(step)
         if not path.exists():
             return None
         try:
             name = _described(path).get("name", "")
         except FormatError:
-            return None  # nobody can go on from it
+            return None  # a damaged checkpoint is of no use to the other run
         return name if self._is_others(name) else None
 
     def _is_others(self, name: str) -> bool:
-        """Whether that is another run's, which is there; a run may have been renamed."""
+        """Return True if a name is that of another existing run; a run may have been renamed."""
         if name in ("", self._run.name):
             return False
         other = self._run.with_name(name)
@@ -290,8 +289,8 @@ class CheckpointFolder:
 
     def _taken_by(self, other: str) -> RunExists:
         return RunExists(
-            f"{self.path} holds checkpoints of {other}, and those of {self._run.name} would lie "
-            "there too; choose another path for the run"
+            f"{self.path} has checkpoints of {other}, and {self._run.name} would use the same "
+            "folder; choose another path for the run"
         )
 
 
@@ -310,26 +309,26 @@ def _read(path: Location) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         with local_file(path) as local, safe_open(local, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
-        raise _wrong(path, f"it cannot be read ({error})") from error
+        raise _damaged(path, f"it cannot be read ({error})") from error
     return facts, tensors
 
 
 def _described(path: Location) -> dict[str, Any]:
-    """What a file says of itself, without its tensors."""
+    """Return the JSON text of a file, without its tensors."""
     try:
         with local_file(path) as local, safe_open(local, framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, ValueError) as error:
-        raise _wrong(path, f"it cannot be read ({error})") from error
+        raise _damaged(path, f"it cannot be read ({error})") from error
     text = metadata.get("trajstore", "")
     if metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
-        raise _wrong(path, "its description is not what was written")
+        raise _damaged(path, "the checksum of its description is wrong")
     facts: dict[str, Any] = json.loads(text)
     return facts
 
 
-def _wrong(path: Location, fault: str) -> FormatError:
+def _damaged(path: Location, fault: str) -> FormatError:
     return FormatError(
-        f"{path} is not a sound checkpoint: {fault}; remove it to go on from an older one, or, if "
-        "there is none, by training the recorded steps again"
+        f"the checkpoint {path} is damaged: {fault}; remove it, and resume from an older one or, "
+        "without one, by repeating the recorded steps"
     )

@@ -1,4 +1,4 @@
-"""When a recorded training is checkpointed, and how it is put back and stopped."""
+"""The schedule of checkpoints of a recorded training, and their restoration in a Trainer."""
 
 from __future__ import annotations
 
@@ -23,39 +23,38 @@ from trajstore.trainers.runs.training_state import restore_random, restore_state
 
 __all__ = ["Checkpointing", "TrainerCheckpoints"]
 
-_APART = 10.0
-"""Seconds from one checkpoint to the next at least, and to the first."""
+_MIN_INTERVAL = 10.0
+"""Minimum seconds between checkpoints, and before the first."""
 
-_PAUSE = 100  # times what the last one took: so they take a hundredth of the time at most
+_PAUSE_FACTOR = 100  # pause in durations of the last checkpoint: at most a hundredth of the time
 
 
 class Checkpointing:
     """Takes the checkpoints of one recorded training.
 
-    Where nothing else is asked for, they are taken as time goes by, so far apart that what they
-    cost is lost in the noise; and none while the rows of the last one are not committed, so that
-    there are never more than two. Those that are asked for every so many steps are taken where a
-    block of rows ends, so that a checkpoint and a commit coincide. When the training ends, or is
-    asked to stop, its state is taken after that step, before the last rows are committed: a
-    complete run always has the checkpoint of its last step.
+    By default they are taken by time, so rarely that their cost is negligible. The next one waits
+    until the rows of the last one are committed, so there are never more than two. With `every`,
+    they are taken at the end of a block of rows, so that a checkpoint and a commit coincide. When
+    the training ends or is stopped, its state is copied after that step, before the last rows are
+    committed. So a complete run always has the checkpoint of its last step.
 
-    The training only waits for a copy of its state; that is written and flushed in a thread.
+    The training only waits for a copy of its state; a thread writes and flushes it.
 
     Parameters
     ----------
     training : Training
     run : Path or RemotePath
     every : int, optional
-        Steps between two checkpoints at least; without it, they are taken as time goes by.
+        Minimum steps between two checkpoints; default: by time.
     sources : mapping of str to str
-        Paths of the text and the tokenizer, where they were given.
+        Given paths of the text and the tokenizer.
     taken_from : Checkpoint, optional
-        That the training goes on from.
+        Checkpoint from which the training starts.
     stop : callable
-        Asked after every step whether to stop.
+        Called after every step; returns True to stop.
     fsync : bool
     clock : callable
-        Seconds.
+        Returns seconds.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class Checkpointing:
         ----------
         recorder : Recorder
         scaler : GradScaler or None
-            Of the loop.
+            Scaler of the loop.
 
         Returns
         -------
         bool
-            Whether to stop; the run is closed as interrupted then.
+            True to stop; the run is then closed as interrupted.
         """
         ends = recorder.step >= self._training.config.training.steps
         stop = self._stop() and not ends
@@ -106,18 +105,18 @@ class Checkpointing:
         return stop
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until the last checkpoint is written."""
         self._thread.shutdown()
 
     def finish(self, recorder: Recorder) -> None:
-        """Remove the checkpoints that are of no more use; the run is closed."""
+        """Remove checkpoints that are no longer needed; the run is closed."""
         if recorder.writer is None:
             return
         try:
             with RunLock.acquire(self._run):
                 self._folder.prune(recorder.writer.committed_rows)
         except RunLocked:
-            pass  # whoever goes on with the run already does that itself
+            pass  # the process that resumes the run removes them
 
     def _take_if_due(self, recorder: Recorder, scaler: Any, *, last: bool) -> None:
         writer = recorder.writer
@@ -125,26 +124,26 @@ class Checkpointing:
             return
         if self._created is None:
             self._created = str(open_group(self._run).attrs["created"])
-            self._folder.begin(self._taken_from)
+            self._folder.clean(self._taken_from)
         if self._adding is not None and self._adding.done():
-            self._settle()
+            self._wait_for_write()
         if not last and not self._is_due(recorder, writer.committed_rows):
             return
-        self._settle()
+        self._wait_for_write()
         begun = self._clock()
         taken = self._take(recorder, scaler)
         self._last_step = recorder.step
         self._adding = submit(self._thread, self._add, taken, writer.committed_rows, begun)
         if last:
-            self._settle()
+            self._wait_for_write()
 
     def _add(self, taken: Checkpoint, committed_rows: int, begun: float) -> None:
         self._folder.add(taken, committed_rows)
         self._last_time = self._clock()
         self._took = self._last_time - begun
 
-    def _settle(self) -> None:
-        """Wait for the one that is being written; raise what went wrong."""
+    def _wait_for_write(self) -> None:
+        """Wait for the checkpoint that is being written, and raise its error."""
         if self._adding is not None:
             adding, self._adding = self._adding, None
             adding.result()
@@ -155,7 +154,8 @@ class Checkpointing:
         if self._adding is not None:
             return False
         passed = self._clock() - self._last_time
-        return passed >= max(_APART, _PAUSE * self._took) and not self._folder.waits(committed_rows)
+        due = passed >= max(_MIN_INTERVAL, _PAUSE_FACTOR * self._took)
+        return due and not self._folder.has_uncommitted(committed_rows)
 
     def _take(self, recorder: Recorder, scaler: Any) -> Checkpoint:
         state, tensors = take_state(self._training, scaler)
@@ -166,16 +166,15 @@ class Checkpointing:
             rows=recorder.rows,
             config=self._training.config.model_dump(mode="json"),
             sources=self._sources,
-            state=copy.deepcopy(state),  # written while the training goes on
+            state=copy.deepcopy(state),  # it is written while the training continues
             tensors=tensors,
         )
 
 
 class TrainerCheckpoints(TrainerCallback):
-    """Puts a Trainer back to a checkpoint, and has its own taken.
+    """Restores a checkpoint in a Trainer, and takes new checkpoints.
 
-    To be given before the callback that records: what is put back must be there when that one
-    attaches.
+    It has to precede the recording callback, which needs the restored state when it attaches.
 
     Parameters
     ----------
@@ -184,7 +183,7 @@ class TrainerCheckpoints(TrainerCallback):
         As `Checkpointing.after_step`.
     trajectory : TrajectoryCallback
     taken_from : Checkpoint, optional
-        That the training goes on from.
+        Checkpoint from which the training starts.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class TrainerCheckpoints(TrainerCallback):
         self._random_from = taken_from
 
     def on_train_begin(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Put back everything but the random states, after accelerate has moved it about."""
+        """Restore everything except the random states, after accelerate has moved the model."""
         if self._taken_from is not None:
             taken = self._taken_from
             restore_state(self._training, taken, getattr(optimizer, "scaler", None))
@@ -214,22 +213,22 @@ class TrainerCheckpoints(TrainerCallback):
         train_dataloader: Any,
         **kwargs: Any,
     ) -> None:
-        """Put back the random states, where the checkpoint fell on the end of an epoch."""
+        """Restore the random states, if the checkpoint was taken at the end of an epoch."""
         steps = -(-len(train_dataloader) // args.gradient_accumulation_steps)
         if state.global_step % steps == 0:
             self._restore_random()
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Put back the random states, where it fell within one.
+        """Restore the random states, if the checkpoint was taken within an epoch.
 
-        The Trainer has drawn the epoch's order and the first batches by now, as it had then.
+        The Trainer has drawn the epoch's order and the first batches by now, as in the first run.
         """
         self._restore_random()
 
     def on_step_end(
         self, args: Any, state: Any, control: TrainerControl, *, optimizer: Any, **kwargs: Any
     ) -> None:
-        """Have a checkpoint taken if one is due, and stop if that is asked for."""
+        """Take a checkpoint if one is due, and stop if `after_step` returns True."""
         recorder = self._trajectory.recorder
         assert recorder is not None
         if self._after_step(recorder, getattr(optimizer, "scaler", None)):

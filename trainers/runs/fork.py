@@ -1,4 +1,4 @@
-"""`fork`: a recorded training, gone on with from one of its steps with other settings."""
+"""`fork`: continues a recorded training from one of its steps with other settings."""
 
 from __future__ import annotations
 
@@ -71,56 +71,55 @@ def fork(
     on_note: Callable[[str], None] | None = None,
     on_retrain: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Train on from a step of a recorded run with other settings, and record that as a run.
+    """Continue a recorded run from one of its steps with other settings, as a new run.
 
-    The training begins with the checkpoint of that step, if the run has it. If not, the steps from
-    the nearest one before, or from the start, are trained again, and each row is compared with the
-    recorded one, bit for bit. What is reached is the state that the run had, or, from the first row
-    on that differs (on another machine, say), it is not: then that is told, and the new run holds
-    the rows that were trained now. The rows until there are those of the run, whole blocks of them
-    as hard links. The root attribute ``provenance.fork`` says all this. The run is only read.
+    The training starts from the checkpoint of that step, if the run has it. Otherwise the steps
+    from the nearest earlier checkpoint, or from the start, are trained again. Each row is compared
+    with the recorded one, bit for bit. If a row differs (for example on another machine), a note
+    reports it, and the new run has the repeated rows from there on. The other rows are those of the
+    source; whole blocks of them are hard links. The root attribute ``provenance.fork`` records all
+    this. The source is only read.
 
     Parameters
     ----------
     run : path-like
-        A local run that `trainers.record` made.
+        A local run of `trainers.record`.
     output : path-like
-        Where the new run will be, by custom ``NAME.zarr``.
+        Path of the new run, by custom ``NAME.zarr``.
     at : int
-        Step of the run, one that has a row, and not 0.
+        Step of the run that has a row, and is not 0.
     settings : sequence of str
-        What changes, ``section.field=value``: any field of ``optimizer`` and ``schedule``,
+        Changes, ``section.field=value``: any field of ``optimizer`` and ``schedule``,
         ``training.steps``, ``.max_grad_norm``, ``.autocast`` and ``.device``, ``model.dtype`` from
-        bfloat16 to float32, ``recording.memory``, ``.commit_every`` and ``.checkpoint_every``.
-        State of the optimizer is cast, and kept between adam and adamw; to and from sgd it starts
-        anew.
+        bfloat16 to float32, ``recording.memory``, ``.commit_every`` and ``.checkpoint_every``. The
+        optimizer's state is converted, and kept between adam and adamw; to and from sgd the
+        optimizer starts without state.
     corpus, tokenizer, overwrite, fsync, strict_numerics, threads
         As for `trainers.record`.
     stop, on_corpus, on_step, on_note, on_retrain
-        As for `trainers.record`. While steps are trained again, `stop` is not asked.
+        As for `trainers.record`. `stop` is not called while steps are trained again.
 
     Returns
     -------
     Path
-        Of the new run, which `trainers.record` can go on with, as with any.
+        Path of the new run; `trainers.record` can resume it.
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run, or none that this version can add to.
+        If there is no run, or its format cannot be extended by this version.
     NothingToResume
-        If it is not of a training that can be done again, or not of the one that its configuration
-        describes.
+        If the run's training cannot be repeated, or differs from its configuration.
     StepNotFound
         If the step has no row.
     ConfigError
         If a setting is unknown or impossible, or cannot change at a fork.
     RunExists
-        If something is at `output`, and `overwrite` is not set.
+        If `output` exists, and `overwrite` is not set.
     CorpusError
-        If the text is not that of the run.
+        If the text differs from that of the run.
 
-    Nothing has been made then.
+    Nothing is written in these cases.
 
     Examples
     --------
@@ -141,7 +140,7 @@ def fork(
     types = forked_types(source.types, source.config, config)
     target = check_local_target(output, overwrite=overwrite)
     if target.exists() and target.samefile(source.path):
-        raise InvalidArgument(f"{output} is the run that is forked; choose another path")
+        raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
     sources = text_sources(source.newest_checkpoint(), corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
@@ -151,9 +150,9 @@ def fork(
         require_sound(advice)
     report_notes(source.notes(config, at), on_note)
     folder = CheckpointFolder(target, fsync=fsync)
-    # A new run gets its checkpoint before its name, so that it never is without it. One that is
-    # replaced keeps its own until it is: a kill right after that leaves a fork without its
-    # checkpoint, and `--resume` says so then.
+    # A new run gets its checkpoint before its name, so it is never without. A run that is replaced
+    # keeps its own checkpoints until then: a kill right after the exchange leaves a fork without a
+    # checkpoint, which `--resume` reports.
     after = folder.place if target.exists() else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
@@ -165,7 +164,7 @@ def fork(
     except BaseException:
         folder.discard()
         raise
-    del point, checkpoint  # what is trained from here on is as large
+    del point, checkpoint  # they are as large as the training that follows
     report_notes((one.sentence for one in advice), on_note)
     record(
         config,
@@ -192,7 +191,7 @@ def _make(
     types: dict[str, str],
     text: Corpus,
 ) -> Checkpoint:
-    """Make the run of a fork, with what it has in common with its source; its first checkpoint."""
+    """Write the common part of a fork and its source, and return the fork's first checkpoint."""
     training = build_training(config, text)
     kept = keeps_state(source.config, config)
     forked = ForkedState(training, point.checkpoint, keep_state=kept)
@@ -218,16 +217,16 @@ def _make(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ForkPoint:
-    """What a fork has in common with its source.
+    """The common part of a fork and its source.
 
     Attributes
     ----------
     path : Path
-        Of a run that holds its rows.
+        A run with the common rows.
     checkpoint : Checkpoint
-        Of its last step.
+        Checkpoint of its last step.
     proven_until : int
-        Last step at which it is known to be the source's.
+        Last step at which it is known to equal the source.
     """
 
     path: Path
@@ -237,19 +236,19 @@ class _ForkPoint:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Source:
-    """The run that is forked.
+    """The run to fork.
 
     Attributes
     ----------
     path : Path
     config : RunConfig
-        With which the step after the fork was trained, or would be.
+        Configuration of the step after the fork.
     attributes : dict
-        Of its root.
+        Attributes of its root.
     types : dict of str to str
         Native type of each variable.
     steps : list of int
-        Of its rows.
+        Steps of its rows.
     """
 
     path: Path
@@ -260,7 +259,7 @@ class _Source:
 
     @classmethod
     def open(cls, run: str | os.PathLike[str], at: int) -> _Source:
-        """Look at a run that is to be forked at a step.
+        """Open the run to fork.
 
         Raises
         ------
@@ -268,7 +267,7 @@ class _Source:
             If it cannot be forked.
         """
         if "://" in os.fspath(run):
-            raise InvalidArgument(f"cannot fork {run}: copy the run to a local folder first")
+            raise InvalidArgument(f"cannot fork the address {run}; copy the run to a local folder")
         path = Path(run).absolute()
         group: Any = open_group(path)
         attributes = group.attrs.asdict()
@@ -276,8 +275,8 @@ class _Source:
         check_recorded(path, attributes)
         if "W" not in group:
             raise InvalidArgument(
-                f"cannot fork {path}: it holds no W, against which its beginning is proven; fork "
-                "a run that was recorded with W"
+                f"cannot fork {path}: it has no W, which is needed to compare a repeated training; "
+                "fork a run that was recorded with W"
             )
         return cls(
             path=path,
@@ -293,7 +292,7 @@ class _Source:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Its attribute of that name."""
+        """Its attribute ``provenance``."""
         found: dict[str, Any] = self.attributes.get("provenance", {})
         return found
 
@@ -303,25 +302,25 @@ class _Source:
         return str(self.attributes["recording"]["parameter"])
 
     def check_step(self, at: int, config: RunConfig) -> None:
-        """Insist on a step that there is, and on others to come."""
+        """Check that a step exists, and that steps remain after it."""
         if at not in self.steps:
             near = [step for step in self.steps if step < at][-1:]
             near += [step for step in self.steps if step > at][:1]
-            there = f"the nearest are {' and '.join(map(str, near))}" if near else "it has no rows"
-            raise StepNotFound(f"{self.path} has no row of step {at}; {there}")
+            hint = f"the nearest: {' and '.join(map(str, near))}" if near else "it has no rows"
+            raise StepNotFound(f"{self.path} has no row of step {at}; {hint}")
         if at == 0:
             raise InvalidArgument(
-                "a fork at step 0 would have nothing in common with the run but its start; record "
-                "a run with these settings, or fork at a later step"
+                "a fork at step 0 would only share the initial state; record a run with these "
+                "settings, or fork at a later step"
             )
         if config.training.steps <= at:
             raise ConfigError(
-                f"training.steps = {config.training.steps}: nothing is left to be trained after "
-                f"step {at}; give more: --steps {2 * at}"
+                f"training.steps = {config.training.steps}: no step remains after step {at}; give "
+                f"more: --steps {2 * at}"
             )
 
     def newest_checkpoint(self, until: int | None = None) -> Checkpoint | None:
-        """Its newest one that can be used, at or before a step."""
+        """Return its newest usable checkpoint, at or before a step."""
         created = str(self.attributes.get("created"))
         return CheckpointFolder(self.path).newest(created, len(self.steps), until=until)
 
@@ -334,17 +333,17 @@ class _Source:
         on_note: Callable[[str], None] | None,
         on_retrain: Callable[[int, int], None] | None,
     ) -> _ForkPoint:
-        """Come to the state after a step: from its checkpoint, or by training again.
+        """Return the state after a step, from its checkpoint or by repeating the training.
 
         Parameters
         ----------
         new : Path
-            Beside it, rows are kept that are not those of the run.
+            Different rows are stored in a sibling of this path.
 
         Raises
         ------
         NothingToResume
-            If that state is not to be had.
+            If the state cannot be reached.
         """
         taken = self.newest_checkpoint(until=at)
         if taken is not None and taken.step == at:
@@ -353,14 +352,13 @@ class _Source:
         before = self.provenance.get("fork")
         if taken is None and before:
             raise NothingToResume(
-                f"{self.path} is itself a fork, of {before.get('run')} at step "
-                f"{before.get('step')}, and has no checkpoint at or before step {at}; fork that "
-                "run instead"
+                f"{self.path} is a fork of {before.get('run')} at step {before.get('step')}, and "
+                f"has no checkpoint at or before step {at}; fork {before.get('run')} instead"
             )
         first = 0 if taken is None else taken.step
         note = (
             f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
-            "again, and compared with what was recorded"
+            "again and compared with the recorded rows"
         )
         report_notes([note], on_note)
         retrained = new.with_name("retrained.zarr")
@@ -386,14 +384,14 @@ class _Source:
         reason = explain_difference(self.path, difference)
         if reached.checkpoint is None or "lr" in difference.variables:
             raise NothingToResume(
-                f"{self.path} cannot be forked at step {at}, because trained again it is not what "
-                f"was recorded: {reason}"
+                f"{self.path} cannot be forked at step {at}, because repeating its training gives "
+                f"other rows: {reason}"
             )
         proven = self.steps[difference.row - 1]
         note = (
-            f"from step {difference.step} on this is not the recorded training any more: {reason}; "
-            f"the fork has the rows of {self.path} until step {proven}, and then those that were "
-            "trained now"
+            f"the repeated training differs from the recorded one from step {difference.step} on: "
+            f"{reason}; the fork has the rows of {self.path} up to step {proven}, and then the "
+            "repeated rows"
         )
         report_notes([note], on_note)
         return _ForkPoint(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
@@ -401,7 +399,7 @@ class _Source:
     def forked_provenance(
         self, config: RunConfig, optimizer: dict[str, Any], point: _ForkPoint
     ) -> dict[str, Any]:
-        """Provenance of a fork: that of the run until there, and where it parts from it."""
+        """Return the provenance of a fork: that of its source, and an entry for the fork."""
         at = point.checkpoint.step
         entry: dict[str, Any] = {
             "run": str(self.path),
@@ -416,7 +414,7 @@ class _Source:
         clipping = {self.config.training.max_grad_norm, config.training.max_grad_norm}
         casts = config.model.dtype != self.config.model.dtype
         if casts or len(clipping) > 1 or _rule(before) != _rule(optimizer):
-            entry["optimizer"] = before  # which made the steps until there
+            entry["optimizer"] = before  # the optimizer of the earlier steps
         found = {**self.provenance, "fork": entry}
         if "fork" in self.provenance:
             entry["forked_before"] = self.provenance["fork"]
@@ -425,7 +423,7 @@ class _Source:
         return found
 
     def notes(self, config: RunConfig, at: int) -> list[str]:
-        """What should be known of a fork with this configuration."""
+        """Return notes about a fork with this configuration."""
         found = []
         changed = changed_fields(self.config, config)
         later = [entry["step"] for entry in listed_stretches(self.attributes)]
@@ -433,14 +431,14 @@ class _Source:
             last = recorded_config(self.path).training.steps
             found.append(
                 f"step {at} was trained with training.steps={self.config.training.steps}, which "
-                f"the fork keeps; {self.path} was extended later, to {last} steps: for as many "
+                f"the fork keeps; {self.path} was extended later to {last} steps: for as many, "
                 f"give --steps {last}"
             )
         before, after = self.config.optimizer.name, config.optimizer.name
         if not keeps_state(self.config, config):
             found.append(
-                f"the state of {before} means nothing to {after}, so {after} starts anew at step "
-                f"{at + 1}" + (", and the moments are not in the fork" if after == "sgd" else "")
+                f"{after} cannot use the state of {before}, so it starts without state at step "
+                f"{at + 1}" + (", and the fork has no moments" if after == "sgd" else "")
             )
         rescheduled = any(name.startswith("schedule.") for name in changed)
         if "training.steps" in changed and not rescheduled:
@@ -449,13 +447,13 @@ class _Source:
         return found
 
     def _weights(self, at: int) -> bytes:
-        """Native bits of W at a step."""
+        """Return the native bits of W at a step."""
         W: Any = open_group(self.path)["W"]
         native = native_type(self.types["W"])
         return as_bits(np.asarray(W[self.steps.index(at)]), native, "W").tobytes()
 
     def _check_weights(self, taken: Checkpoint) -> None:
-        """Insist that a checkpoint is of the run, as far as its rows show."""
+        """Check that the weights of a checkpoint are those of the run's row."""
         group: Any = open_group(self.path)
         token = torch.from_numpy(np.asarray(group["token"][...]).astype(np.int64))
         weights = taken.tensors[f"model.{self.parameter}"].index_select(0, token)
@@ -463,13 +461,13 @@ class _Source:
             taken.step
         ):
             raise NothingToResume(
-                f"the weights of the checkpoint of step {taken.step} are not those that "
-                f"{self.path} holds; remove that checkpoint, and fork again"
+                f"the weights of the checkpoint of step {taken.step} differ from {self.path}; "
+                "remove that checkpoint, and fork again"
             )
 
 
 def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """What of an optimizer's attributes decides how a step is taken, but for its rate."""
+    """Return the attributes of an optimizer that determine a step, without its rate."""
     settings = optimizer.get("hyperparameters", {})
     kept = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
     return {"class": optimizer.get("class"), **kept}

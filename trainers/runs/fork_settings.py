@@ -1,4 +1,4 @@
-"""What may change where a training is forked, and what that makes of the run."""
+"""The settings that may change at a fork, and their effect on the run."""
 
 from __future__ import annotations
 
@@ -28,65 +28,65 @@ _FIELDS = (
 
 
 def forked_config(recorded: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Configuration of a fork.
+    """Return the configuration of a fork.
 
     Parameters
     ----------
     recorded : RunConfig
-        Of the run that is forked.
+        Configuration of the run to fork.
     settings : sequence of str
         ``section.field=value``.
 
     Raises
     ------
     ConfigError
-        If a field is unknown, a value impossible, or the field must stay as it is; the message says
-        which may change.
+        If a field is unknown, a value is impossible, or the field must not change; the message
+        lists the fields that may.
     """
     config = recorded.with_values(settings)
     for field in changed_fields(recorded, config):
         if field.partition(".")[0] not in _SECTIONS and field not in _FIELDS:
             raise ConfigError(
-                f"{field} cannot change at a fork; what can: "
+                f"{field} cannot change at a fork; fields that may change: "
                 f"{', '.join(f'{section}.*' for section in _SECTIONS)}, {', '.join(_FIELDS)}"
             )
     scaled = {recorded.training.autocast, config.training.autocast}
     if len(scaled) > 1 and "float16" in scaled:
         raise ConfigError(
             f"training.autocast = {config.training.autocast!r}: the run was recorded with "
-            f"{recorded.training.autocast!r}, and a gradient scaler can neither come nor go at a "
-            "fork; none and bfloat16 can take each other's place"
+            f"{recorded.training.autocast!r}, and a fork can neither add nor remove a gradient "
+            "scaler; only none and bfloat16 are interchangeable"
         )
     return config
 
 
 def changed_fields(recorded: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Fields whose values are others now, with these."""
+    """Return the changed fields with their new values."""
     before = recorded.flat()
     return {field: value for field, value in config.flat().items() if value != before[field]}
 
 
 def keeps_state(recorded: RunConfig, config: RunConfig) -> bool:
-    """Whether the optimizer's state means the same to the optimizer of the fork."""
+    """Return True if the optimizer of the fork can use the state."""
     return (recorded.optimizer.name == "sgd") == (config.optimizer.name == "sgd")
 
 
 def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig) -> dict[str, str]:
-    """Native type of each variable that a fork holds.
+    """Return the native type of each variable of a fork.
 
     Parameters
     ----------
     held : mapping of str to str
-        Native type of each variable of the run that is forked.
+        Native type of each variable of the run to fork.
     recorded, config : RunConfig
-        Of that run, and of the fork.
+        Configurations of that run and of the fork.
 
     Raises
     ------
     ConfigError
-        If a variable would get a type that does not hold the values that it has until there.
+        If the new type of a variable cannot represent its recorded values.
     InvalidArgument
-        If a variable that the configuration names would not be there any more.
+        If the fork would lack a variable that the configuration names.
     """
     before, after = native_types(recorded), native_types(config)
     types = {}
@@ -94,20 +94,20 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
         if name in MOMENTS and config.optimizer.name == "sgd":
             if name in set(config.recording.record) - set(TIERS):
                 raise InvalidArgument(
-                    f"optimizer.name = 'sgd': the run records {name} by name, and sgd has none; "
+                    f"optimizer.name = 'sgd': the run records {name} by name, but sgd has none; "
                     "fork with adam or adamw"
                 )
             continue
         if name == "W_ulp_l1" and config.model.dtype != recorded.model.dtype:
             raise ConfigError(
-                f"model.dtype = {config.model.dtype!r}: the run records W_ulp_l1, which counts in "
-                f"spacings of {recorded.model.dtype}; such a run keeps its type"
+                f"model.dtype = {config.model.dtype!r}: the run records W_ulp_l1 in spacings of "
+                f"{recorded.model.dtype}; leave out model.dtype"
             )
         same = before.get(name) == after.get(name)
         types[name] = native if same else after.get(name, native)
         if not holds_exactly(native, types[name]):
             raise ConfigError(
-                f"{name} would be {types[name]} and is {native} until there, which would have to "
-                "be rounded; at a fork types can only become wider, such as model.dtype=float32"
+                f"{name} would change from {native} to {types[name]}, which rounds its values; a "
+                "fork can only widen types, such as model.dtype=float32"
             )
     return types

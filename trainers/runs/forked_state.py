@@ -1,4 +1,4 @@
-"""The state of a training as the training of a fork takes it up: cast, with other settings."""
+"""The state of a fork: the source's state, converted to the types and settings of the fork."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["ForkedState"]
 
 
 class ForkedState:
-    """A training put to a checkpoint of another with other settings.
+    """A training with the state of another training's checkpoint and with other settings.
 
-    Weights are cast to the type that the training has; state of the optimizer to whatever type the
-    optimizer loads it in. Hyperparameters and the schedule are those of the training; the schedule
-    is at the checkpoint's step. Random states and the place in the data are the checkpoint's.
+    Weights are converted to the type of the training, and the optimizer's state to the type that
+    the optimizer loads. Hyperparameters and the schedule belong to the training; the schedule is at
+    the checkpoint's step. Random states and the position in the data come from the checkpoint.
 
     Parameters
     ----------
     training : Training
-        As it was built; it is changed.
+        A new training; it is changed.
     taken : Checkpoint
-        Of a model with the same parameters.
+        Checkpoint of a model with the same parameters.
     keep_state : bool
-        Whether the optimizer goes on with the state that there is; if not, it starts anew.
+        If True, the optimizer keeps the checkpoint's state; otherwise it starts without state.
     """
 
     def __init__(self, training: Training, taken: Checkpoint, *, keep_state: bool) -> None:
@@ -42,14 +42,14 @@ class ForkedState:
         self._count_steps()
 
     def checkpoint(self, run: str, config: dict[str, Any]) -> Checkpoint:
-        """Checkpoint of the fork.
+        """Return the checkpoint of the fork.
 
         Parameters
         ----------
         run : str
-            When the run of the fork was created.
+            Creation time of the fork.
         config : dict
-            Its configuration.
+            Configuration of the fork.
         """
         taken = self._taken
         state, tensors = take_state(self._training, None)
@@ -68,18 +68,18 @@ class ForkedState:
         )
 
     def optimizer_attributes(self, parameter: str) -> dict[str, Any]:
-        """Class and hyperparameters of the optimizer, as a run's attributes say them.
+        """Return the class and hyperparameters of the optimizer for the attributes of a run.
 
         Parameters
         ----------
         parameter : str
-            Name of the recorded one.
+            Name of the recorded parameter.
         """
         tensor = dict(self._training.model.named_parameters())[parameter]
         optimizer, schedule = self._training.optimizer, self._training.schedule
         group = group_of(optimizer, tensor, parameter)
         factor = schedule.lr_lambdas[0]  # that of every group
-        # The rate of the first step, as in a run that begins with these settings.
+        # The rate of the first step, as in a new run with these settings.
         return optimizer_attributes(optimizer, group | {"lr": group["initial_lr"] * factor(0)}, {})
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class ForkedState:
         if not keep_state:
             return
         optimizer = self._training.optimizer
-        # Which type a state is loaded in is for the optimizer to say.
+        # The optimizer decides to which type a state is converted.
         groups = optimizer.state_dict()["param_groups"]
         values = optimizer_values(self._taken)
         optimizer.load_state_dict({"state": values, "param_groups": groups})
@@ -109,10 +109,10 @@ class ForkedState:
         schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})
 
     def _count_steps(self) -> None:
-        """Have SGD that rounds at random draw the numbers of the steps that are to come.
+        """Set the step count of SGD with stochastic rounding, on which its numbers depend.
 
-        SGD keeps no count, and what a run was before may have had none, or an old one; replaying
-        its rows counts from the start. The schedule has not counted the steps that were skipped.
+        SGD keeps no count, and the source may have none or an old one. A replay counts from the
+        first row. The schedule does not count skipped steps.
         """
         optimizer = self._training.optimizer
         if not isinstance(optimizer, RoundedSGD):

@@ -1,19 +1,19 @@
-"""The model and how its embedding starts."""
+"""The model and the initial values of its embedding."""
 
 from __future__ import annotations
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trajstore.trainers.config import InitialisationConfig, ModelConfig
+from trajstore.trainers.config import InitializationConfig, ModelConfig
 
-__all__ = ["build_model", "initialise"]
+__all__ = ["build_model", "initialize"]
 
 
 def build_model(config: ModelConfig) -> GPT2LMHeadModel:
-    """GPT-2 without dropout, with tied embeddings, cast to its type as a whole.
+    """Build GPT-2 without dropout, with tied embeddings, and convert all weights to one type.
 
-    Weights are drawn from torch's global generator, in float32.
+    Weights are drawn in float32 from torch's global generator.
     """
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -31,30 +31,30 @@ def build_model(config: ModelConfig) -> GPT2LMHeadModel:
             eos_token_id=None,
         )
     )
-    # GPT-2 leaves its kind of loss open. Named, the Trainer counts the targets that are left after
-    # the loss's own shift; otherwise it divides by one too many a sequence, and the loss and all
-    # gradients are 1/128 too small.
+    # GPT-2 does not set its kind of loss. With it, the Trainer counts the targets after the shift
+    # inside the loss. Otherwise it divides by one target too many per sequence, and the loss and
+    # all gradients are 1/128 too small.
     model.loss_type = "ForCausalLM"
     return model.to(getattr(torch, config.dtype))
 
 
 @torch.no_grad()
-def initialise(model: GPT2LMHeadModel, config: InitialisationConfig, seed: int) -> None:
-    """Give the embedding matrix its start.
+def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) -> None:
+    """Set the initial values of the embedding matrix.
 
-    ``point``: all tokens are one random unit vector plus noise of standard deviation ``sigma``,
-    first the vector drawn, then the noise. ``normal``: every element is drawn from N(0, sigma²).
-    ``default``: as `build_model` left it.
+    ``point``: one random unit vector for all tokens plus noise of standard deviation ``sigma``; the
+    vector is drawn first. ``normal``: every element is drawn from N(0, sigma²). ``default``: the
+    values of `build_model`.
 
-    Everything is drawn on the CPU, whatever the device, in the type that the configuration names,
-    and then rounded to the weights' type.
+    All values are drawn on the CPU, for any device, in the type of the configuration. Then they are
+    rounded to the weights' type.
 
     Parameters
     ----------
     model : GPT2LMHeadModel
-    config : InitialisationConfig
+    config : InitializationConfig
     seed : int
-        Of the run, for ``config.reseed``.
+        Seed of the run, for ``config.reseed``.
     """
     if config.reseed:
         torch.manual_seed(seed)

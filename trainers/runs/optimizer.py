@@ -26,10 +26,10 @@ _CLASSES: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] =
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
-    """Optimizer over all parameters, in two groups: with weight decay, and without.
+    """Build the optimizer of all parameters, in two groups: with and without weight decay.
 
-    Biases and layer norms are without, as the Trainer has it; the embedding is with. It is the
-    class of `torch.optim`, unless its state or its rounding is to be another.
+    Biases and layer norms have no weight decay, as in the Trainer; the embedding has. It is the
+    class of `torch.optim`, unless the state has another type or rounding is stochastic.
     """
     wanted = config.optimizer
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
@@ -60,7 +60,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
 
 
 def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> LambdaLR:
-    """Schedule whose decay ends at optimizer step `steps`; afterwards the rate stays."""
+    """Build a schedule whose decay ends at optimizer step `steps`; then the rate is constant."""
     if config.name == "constant":
         name = "constant_with_warmup" if config.warmup_steps else "constant"
     else:
@@ -68,18 +68,18 @@ def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> 
     schedule: LambdaLR = get_scheduler(
         name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
     )
-    if config.name == "cosine":  # which would rise again
-        schedule.lr_lambdas = [partial(_held, factor, steps) for factor in schedule.lr_lambdas]
+    if config.name == "cosine":  # the rate would rise again
+        schedule.lr_lambdas = [partial(_clamped, factor, steps) for factor in schedule.lr_lambdas]
     return schedule
 
 
 def learning_rate(config: RunConfig) -> Callable[[int], float]:
-    """Learning rate of a configuration, by the number of steps taken before."""
+    """Return the learning rate as a function of the steps taken before."""
     optimizer = SGD([torch.zeros(1)], lr=config.optimizer.lr)
     schedule = build_schedule(optimizer, config.schedule, config.decay_steps)
     base, factor = schedule.base_lrs[0], schedule.lr_lambdas[0]
     return lambda step: float(base * factor(step))
 
 
-def _held(factor: Callable[[int], float], last: int, step: int) -> float:
+def _clamped(factor: Callable[[int], float], last: int, step: int) -> float:
     return factor(min(step, last))

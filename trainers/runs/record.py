@@ -1,4 +1,4 @@
-"""`record`: from a configuration to a recorded run."""
+"""`record`: trains a configuration and records the run."""
 
 from __future__ import annotations
 
@@ -54,65 +54,65 @@ def record(
     on_note: Callable[[str], None] | None = None,
     on_retrain: Callable[[int, int], None] | None = None,
 ) -> Location:
-    """Train and record a run, or go on with one.
+    """Train and record a run, or resume one.
 
     Parameters
     ----------
     config : RunConfig
-        To go on with a run it must be the run's (`trainers.recorded_config`), but for
+        A resumed run needs its own configuration (`trainers.recorded_config`). Only
         ``training.steps``, ``recording.memory``, ``recording.commit_every`` and
-        ``recording.checkpoint_every``.
+        ``recording.checkpoint_every`` may change.
     path : path-like
-        Where the run will be, by custom ``NAME.zarr``.
+        Path of the run, by custom ``NAME.zarr``.
     corpus, tokenizer : path-like, optional
-        In place of those that the configuration names, which are taken from the cache where they
-        have been fetched, and else embedded. A run that goes on finds those it was given.
+        Replace the text and tokenizer of the configuration, which come from the cache or are
+        embedded. A resumed run uses the paths that it was given before.
     overwrite : bool
-        Replace a run that is there.
+        Replace an existing run.
     resume : bool
-        Go on with the run that is there from its newest checkpoint. Without one, its steps are
-        trained again, and each row is compared with the recorded one. Without rows, or a run, it
-        begins; one that has all the steps is marked complete.
+        Resume the run from its newest checkpoint. Without a checkpoint, repeat its steps and
+        compare each row with the recorded one. Without a run or rows, start the training. A run
+        with all its steps is marked complete.
     fsync : bool
-        Have every commit and checkpoint survive a loss of power.
+        Make every commit and checkpoint survive a loss of power.
     strict_numerics : bool
-        Refuse to train where the type of the optimizer's state keeps it from decaying or growing,
-        or that of the weights keeps them from decaying, instead of saying so.
+        Raise an error instead of a note if the optimizer's state cannot decay or grow in its type,
+        or the weights cannot decay in theirs.
     threads : int, optional
-        Of torch on the CPU, on which the bits of a training depend; `provenance` keeps the number.
-        Without it, a run that goes on has the number that it had, and another one torch's own.
+        Threads of torch on the CPU, on which the bits of a training depend; `provenance` stores the
+        number. Default: a resumed run keeps its number; a new run uses torch's default.
     stop : callable
-        Asked after every step that is recorded; when it returns True the run is closed as
-        ``interrupted``, with a checkpoint of that step.
+        Called after every recorded step. If it returns True, the run is closed as ``interrupted``,
+        with a checkpoint of that step.
     on_corpus, on_step, on_note : callable, optional
-        Called with the `Corpus` when the recording begins, with the `Recorder` after every step,
-        and with what should be known about a run that goes on, and about the numerics of any;
-        without `on_note` the notes are logged.
+        Called with the `Corpus` when the recording starts, with the `Recorder` after every step,
+        and with notes about a resumed run and about the numerics. Without `on_note` the notes are
+        logged.
     on_retrain : callable, optional
-        Called after every step that is trained again, with it and the last of them.
+        Called after every repeated step, with the step and the last one to repeat.
 
     Returns
     -------
     Path or RemotePath
-        Of the run, complete if it was not stopped. When training fails, what is whole is committed
-        as ``interrupted``.
+        Path of the run, complete unless it was stopped. If training fails, all complete rows are
+        committed, and the run is ``interrupted``.
 
     Raises
     ------
     RunExists
-        If something is at `path`, and it is neither to be replaced nor gone on with; or a run that
-        is named alike has its checkpoints where this one's would be.
+        If `path` exists, and neither `overwrite` nor `resume` is set; or if another run stores its
+        checkpoints at the same path.
     NothingToResume
-        If the run cannot go on: it was imported or computed, or trained again it is not what was
-        recorded. It stays as it was.
+        If the run cannot be resumed: it was imported or computed, or repeating its training gives
+        other rows. It stays unchanged.
     InvalidArgument
         If the text or the tokenizer cannot be read, or `threads` is less than 1.
     CorpusError
-        If the text cannot be trained on, or is not that of the run that goes on; nothing has been
-        made.
+        If the text cannot be trained on, or differs from that of the resumed run; nothing is
+        written.
     ConfigError
-        If the device is not there, a field has changed that may not, or the numerics are not sound
-        and `strict_numerics` is set.
+        If the device is not available, a fixed field has changed, or the numerics are unsound and
+        `strict_numerics` is set.
 
     Examples
     --------
@@ -125,12 +125,12 @@ def record(
     """
     if resume and overwrite:
         raise InvalidArgument(
-            "got both resume and overwrite; a run is either gone on with or replaced"
+            "got both resume and overwrite; use either resume or overwrite, not both"
         )
     check_threads(threads)
     if strict_numerics:
         require_sound(numeric_advice(config))
-    find_device(config.training.device)  # before what is there, which would hide that
+    find_device(config.training.device)  # first, because an existing run would hide this error
     before: ResumePoint | None = None
     target = location(path).absolute()
     resume = resume and target.exists()
@@ -139,16 +139,16 @@ def record(
         if before.has_all(config.training.steps):
             if before.complete:
                 note = (
-                    f"{target} has all {before.last_step} steps already, so nothing is trained; "
+                    f"{target} has all {before.last_step} steps already, so no step is trained; "
                     f"to extend it, give more: --resume --steps {2 * before.last_step}"
                 )
                 report_notes([note], on_note)
-            else:  # its configuration stays that which its rows were made with
+            else:  # its configuration must stay that of its rows
                 RunWriter.resume(target, commit_every=None, fsync=fsync).close("complete")
             return target
         resume = before.last_step > 0
     if not resume:
-        # What is there has no steps: whoever made it was killed before the first was committed.
+        # An existing run without steps was killed before its first commit.
         target = check_target(path, overwrite=overwrite or before is not None)
         CheckpointFolder(target).check()
     taken = before.taken if before is not None else None
@@ -156,7 +156,7 @@ def record(
     text = load_corpus(config, **sources)
     if before is not None:
         check_text(target, text)
-    # Before anything is trained: an impossible choice should not cost a minute.
+    # Before the training, so that an impossible choice is reported at once.
     options = recording_options(
         config,
         text,
@@ -168,7 +168,7 @@ def record(
     if before is not None and resume and taken is None:
         note = (
             f"{target} has no checkpoint, so its {before.last_step} steps are trained again and "
-            "compared with what was recorded, before it goes on"
+            "compared with the recorded rows before it resumes"
         )
         report_notes([note], on_note)
         taken = retrain_to_last_row(
@@ -208,7 +208,7 @@ def record(
 def text_sources(
     taken: Checkpoint | None, **given: str | os.PathLike[str] | None
 ) -> dict[str, str]:
-    """Paths of the text and the tokenizer: as given now, or else as the first time."""
+    """Return paths of the text and the tokenizer: the given ones, else those of the checkpoint."""
     before = {} if taken is None else taken.sources
     sources = {name: file for name, file in before.items() if Path(file).exists()}
     return sources | {

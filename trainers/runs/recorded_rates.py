@@ -1,4 +1,4 @@
-"""Whether the stretches of a run can be trained again, as far as its learning rates show it."""
+"""Check that the stretches of a run can be trained again, from its learning rates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["check_rates"]
 
 
 def check_rates(run: Location, stretches: Sequence[Stretch]) -> None:
-    """Insist that the recorded learning rates are those that the configurations give.
+    """Check that the recorded learning rates follow from the configurations.
 
-    With a gradient scaler the schedule pauses at skipped steps, so those runs are not checked.
+    With a gradient scaler the schedule pauses at skipped steps, so such runs are not checked.
 
     Raises
     ------
     NothingToResume
-        If one is not. The run was extended before runs listed their stretches.
+        If a rate differs. Such a run was extended before runs listed their stretches.
     """
     group: Any = open_group(run)
     if "lr" not in group or not stretches:
@@ -42,8 +42,8 @@ def check_rates(run: Location, stretches: Sequence[Stretch]) -> None:
             if recorded != expected:
                 raise NothingToResume(
                     f"the steps of {run} cannot be trained again: at step {steps[row]} the "
-                    f"learning rate was {recorded:.6g}, and the configuration gives "
+                    f"learning rate was {recorded:.6g}, but the configuration gives "
                     f"{expected:.6g}; the run was extended by a version that did not record the "
-                    "configuration of each stretch, so use a step that has a checkpoint, or "
-                    "record the run again"
+                    "configuration of each stretch, so use a step with a checkpoint, or record "
+                    "the run again"
                 )

@@ -1,4 +1,4 @@
-"""One training with a recorder attached: from its start or a checkpoint, in either loop."""
+"""A training with a recorder: from its start or a checkpoint, with either loop."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["recording_options", "run_recorded"]
 
 
 def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> RecordingOptions:
-    """What the configuration records, with what is known of the text.
+    """Return the options of a configuration with the facts about the text.
 
     Parameters
     ----------
     config : RunConfig
     text : Corpus
     **choices
-        Of `RecordingOptions`, what no configuration says, such as ``overwrite``.
+        Options of `RecordingOptions` that no configuration has, such as ``overwrite``.
 
     Raises
     ------
@@ -79,36 +79,36 @@ def run_recorded(
     on_note: Callable[[str], None] | None = None,
     comparison: Comparison | None = None,
 ) -> Recorder:
-    """Train, with every step recorded, or compared with the run that is there.
+    """Train, and record every step or compare it with an existing run.
 
     Parameters
     ----------
     training : Training
     target : Path or RemotePath
-        Of the run.
+        Path of the run.
     options : RecordingOptions
     taken : Checkpoint or None
-        That the training goes on from.
+        Checkpoint from which the training starts.
     after_step : callable
-        Called after every step, when all is as the next one will find it, with the recorder and the
-        loop's gradient scaler; says whether to stop.
+        Called after every step, when everything is ready for the next one, with the recorder and
+        the loop's gradient scaler; returns True to stop.
     on_step : callable, optional
         Called with the recorder after every optimizer step.
     on_note : callable, optional
-        Called with each sentence of advice about the numerics; without it they are logged.
+        Called with each sentence of advice about the numerics; default: they are logged.
     comparison : Comparison, optional
         Compare instead of recording.
 
     Returns
     -------
     Recorder
-        Closed.
+        The closed recorder.
     """
     first_step = 0 if taken is None else taken.step
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
         trajectory.comparison = comparison
-        trajectory.says_end = False
+        trajectory.prints_end = False
         checkpoints = TrainerCheckpoints(training, after_step, trajectory, taken)
         try:
             training.run([checkpoints, trajectory], first_step=first_step)
@@ -143,6 +143,7 @@ def run_recorded(
         )
     if recorder.writer is None:
         raise RecordingError(
-            f"every step was skipped while {target} was to be recorded, so there is no run"
+            f"the gradient scaler skipped every step, so {target} was not written; train more "
+            "steps, or set another training.autocast"
         )
     return recorder

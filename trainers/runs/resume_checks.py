@@ -1,4 +1,4 @@
-"""What a run goes on from, and what may not change when it does."""
+"""The point at which a run resumes, and the settings that must not change."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ __all__ = [
 
 
 def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
-    """Configuration that a run was recorded with.
+    """Return the configuration that a run was recorded with.
 
     Parameters
     ----------
     path : path-like
     after : int, optional
-        Step after which it held, for a run that was extended or forked; without it, the last step.
+        For a run that was extended or forked: return the configuration after this step. Default:
+        the last step.
 
     Raises
     ------
     RunNotFound
         If there is no run.
     NothingToResume
-        If it was not recorded from a configuration.
+        If the run was not recorded from a configuration.
 
     Examples
     --------
@@ -57,8 +58,8 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     config = attributes.get("config")
     if not config:
         raise NothingToResume(
-            f"{path} was not recorded by `trajstore record`, so it does not say how to go on; "
-            "whoever recorded it can, with resume=True"
+            f"{path} was not recorded by `trajstore record`, so it has no configuration; resume it "
+            "in its own training with resume=True"
         )
     if after is not None:
         listed = listed_stretches(attributes)
@@ -68,18 +69,18 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResumePoint:
-    """How far a run has come that is to go on.
+    """State of a run to resume.
 
     Attributes
     ----------
     rows : int
-        That are committed.
+        Committed rows.
     last_step : int
-        Of the last of them; 0 without any.
+        Step of the last row; 0 without rows.
     complete : bool
-        Whether it was closed as complete.
+        True if the run was closed as complete.
     taken : Checkpoint or None
-        The newest one that it can go on from.
+        Newest usable checkpoint.
     """
 
     rows: int
@@ -88,30 +89,30 @@ class ResumePoint:
     taken: Checkpoint | None
 
     def has_all(self, steps: int) -> bool:
-        """Whether no step is left to be trained."""
+        """Return True if all steps have been trained."""
         if not self.rows or self.last_step < steps:
             return False
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
 def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
-    """How far a run has come.
+    """Return the state of a run to resume.
 
     Parameters
     ----------
     path : Path or RemotePath
-        Of the run.
+        Path of the run.
     config : RunConfig
-        That it is to go on with.
+        Configuration of the resumed run.
 
     Raises
     ------
     RunNotFound
         If there is no run.
     NothingToResume
-        If it can not go on, or has come further than is wanted.
+        If the run cannot be resumed, or has more steps than the configuration.
     ConfigError
-        If the configuration has changed where it may not; the message names the field.
+        If a fixed field of the configuration has changed; the message names the field.
     RunLocked
         If another process writes to the run.
     FormatError
@@ -129,14 +130,14 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
     wanted = config.training.steps
     if wanted < last:
         raise NothingToResume(
-            f"{path} has come to step {last}, and {wanted} are wanted; to extend it, give more: "
+            f"{path} has {last} steps already, got --steps {wanted}; to extend it, give more: "
             f"--resume --steps {2 * last}"
         )
     fork = attributes.get("provenance", {}).get("fork")
     if fork and rows and taken is None and wanted > last:
         raise NothingToResume(
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
-            f"checkpoint in {checkpoint_folder(path).name}; fork that run again"
+            f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
         )
     return ResumePoint(
         rows=rows, last_step=last, complete=attributes["status"] == "complete", taken=taken
@@ -144,57 +145,57 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
 
 
 def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
-    """Insist that a run is of a training that can be done again.
+    """Check that a run comes from a training that can be repeated.
 
     Raises
     ------
     NothingToResume
-        If it was imported, or computed from another run.
+        If the run was imported, or computed from another run.
     """
     if attributes.get("imported"):
         raise NothingToResume(
-            f"{path} was imported, so there is no training to go on with; record it with "
+            f"{path} was imported, so it has no training to resume; record a run with "
             "`trajstore record`"
         )
     if attributes.get("provenance", {}).get("what_if"):
         raise NothingToResume(
-            f"{path} was made by `trajstore what-if` from the gradients of another run, so there "
-            "is no training to go on with; fork that run instead (`trajstore record --fork`)"
+            f"{path} was computed by `trajstore what-if` from the gradients of another run, so it "
+            "has no training to resume; fork the other run (`trajstore record --fork`)"
         )
 
 
 def check_text(path: Location, text: Corpus) -> None:
-    """Insist on the text and the tokenizer of a run.
+    """Check that the text and the tokenizer are those of a run.
 
     Raises
     ------
     CorpusError
-        If either is another one.
+        If the text or the tokenizer differs.
     """
     before = _attributes(path).get("provenance", {})
     corpus = before.get("corpus", {})
     if corpus.get("sha256") != text.sha256:
         raise CorpusError(
-            f"the corpus {text.name} (sha256 {text.sha256[:12]}…) is not that of {path}, "
+            f"the corpus {text.name} (sha256 {text.sha256[:12]}…) differs from that of {path}, "
             f"{corpus.get('name')} of {corpus.get('bytes')} bytes (sha256 "
-            f"{str(corpus.get('sha256'))[:12]}…); give that one with --corpus"
+            f"{str(corpus.get('sha256'))[:12]}…); give the recorded one with --corpus"
         )
     tokenizer = before.get("tokenizer", {})
     if _identity(tokenizer) != _identity(text.tokenizer):
         raise CorpusError(
-            f"the tokenizer {_shown(text.tokenizer)} is not that of {path}, {_shown(tokenizer)}; "
-            "give that one with --tokenizer"
+            f"the tokenizer {_shown(text.tokenizer)} differs from that of {path}, "
+            f"{_shown(tokenizer)}; give the recorded one with --tokenizer"
         )
 
 
 def resume_notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[str]:
-    """What should be known about a run that goes on: where it is not as if never interrupted."""
+    """Return notes about differences between a resumed run and an uninterrupted one."""
     found = []
     before = _attributes(path).get("provenance", {})
     for name, now in changed_provenance(before, find_device(config.training.device)).items():
         found.append(
-            f"{name} is {now} now and was {before.get(name)}, so the bits may differ from those of "
-            "a run that was never interrupted"
+            f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "
+            "an uninterrupted run"
         )
     moved = decay_note(RunConfig.parse(taken.config), config, taken.step)
     ended = _ended_note(config, taken.step)
@@ -202,35 +203,35 @@ def resume_notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[s
 
 
 def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
-    """What should be known of the learning rate after a step, if its decay ends elsewhere now."""
+    """Return a note if the decay of the learning rate ends at another step than before."""
     if new.schedule.name == "constant" or old.decay_steps == new.decay_steps:
         return None
     return (
-        f"the decay of the learning rate ends at step {new.decay_steps} now and not at "
+        f"the decay of the learning rate now ends at step {new.decay_steps} instead of "
         f"{old.decay_steps}, so the rate jumps at step {step + 1}, from "
-        f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old "
-        f"decay give --set schedule.steps={old.decay_steps}, and for one decay without a seam "
-        f"record the first part with --set schedule.steps={new.decay_steps}"
+        f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old decay, "
+        f"give --set schedule.steps={old.decay_steps}; for one decay without a jump, record the "
+        f"first part with --set schedule.steps={new.decay_steps}"
     )
 
 
 def _ended_note(config: RunConfig, step: int) -> str | None:
-    """What should be known of a run whose learning rate is 0 before its last step."""
+    """Return a note if the learning rate is 0 before the last step."""
     end, steps = config.decay_steps, config.training.steps
     if config.schedule.name == "constant" or end >= steps or learning_rate(config)(end) != 0:
         return None
     return (
         f"the decay of the learning rate ends at step {end} (schedule.steps), so the rate is 0 in "
-        f"steps {max(end, step) + 1} to {steps}; for a rate that goes on, fork the run at a step "
-        f"before with another schedule.steps (--fork RUN --at STEP --set schedule.steps={steps})"
+        f"steps {max(end, step) + 1} to {steps}; for a rate above 0, fork the run at an earlier "
+        f"step with another schedule.steps (--fork RUN --at STEP --set schedule.steps={steps})"
     )
 
 
 def _attributes(path: Location) -> dict[str, Any]:
     if not path.exists():
         raise RunNotFound(
-            f"there is no run at {path} to go on with; to begin one, name a preset "
-            "(--preset gatsby) or a file (--config FILE)"
+            f"there is no run at {path} to resume; to start one, name a preset (--preset gatsby) "
+            "or a file (--config FILE)"
         )
     return open_group(path).attrs.asdict()
 
@@ -245,26 +246,26 @@ def _check_config(
         if field == "schedule.steps" and recorded.decay_steps == config.decay_steps:
             continue
         raise ConfigError(
-            f"{field} is {_toml(before[field])} in {path} and {_toml(value)} now; a run that goes "
-            f"on keeps it, so leave it out, or record another run"
+            f"{field} is {_toml(before[field])} in {path}, got {_toml(value)}; a resumed run keeps "
+            "it, so leave it out, or record another run"
         )
     check_device(path, config, provenance)
 
 
 def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) -> None:
-    """Insist that a configuration means the kind of device that a run was recorded on.
+    """Check that a configuration selects the kind of device that recorded a run.
 
     Raises
     ------
     ConfigError
-        If it means another.
+        If it selects another one.
     """
     device = find_device(config.training.device)
     used = str(provenance.get("device")).partition(":")[0]
     if device.type != used:
         raise ConfigError(
-            f"training.device = {config.training.device!r} is {device.type} here, and {path} was "
-            f"recorded on {used}; a run that goes on stays there: --device {used}"
+            f"training.device = {config.training.device!r} is {device.type} here, but {path} was "
+            f"recorded on {used}; give --device {used}"
         )
 
 

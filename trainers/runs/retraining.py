@@ -1,7 +1,7 @@
-"""A step of a recorded run, reached by training again.
+"""A step of a recorded run, reached by repeating the training.
 
-Every row on the way is compared with the recorded one, all its variables, bit for bit: what is
-reached is proven to be the state that the run had, and it may go on from there.
+Every row on the way is compared with the recorded one, all its variables, bit for bit. So the
+result is the state that the run had, and the run may resume from it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Retrained:
-    """Where training again has led.
+    """Result of a repeated training.
 
     Attributes
     ----------
     checkpoint : Checkpoint or None
-        Of the step that was to be reached; None if a row before it differed, and nobody took the
-        rows from there on.
+        Checkpoint of the requested step; None if an earlier row differed and no writer took the
+        following rows.
     difference : RowDifference or None
-        The first row that is not the recorded one.
+        The first row that differs from the recorded one.
     """
 
     checkpoint: Checkpoint | None
@@ -61,33 +61,33 @@ def train_again(
     make_writer: Callable[[int], RunWriter] | None = None,
     on_retrain: Progress | None = None,
 ) -> Retrained:
-    """Train a run's steps again until one of them. The run is only read.
+    """Repeat the training of a run up to a step. The run is only read.
 
-    Each stretch is trained with its own configuration, and on the CPU with its number of threads.
+    Each stretch has its own configuration, and on the CPU its number of threads.
 
     Parameters
     ----------
     run : Path or RemotePath
     text : Corpus
-        Of the run.
+        Text of the run.
     taken : Checkpoint or None
-        Of the run, at an earlier step, to begin from; None for its start.
+        Earlier checkpoint of the run to start from; None for its start.
     step : int
-        That is to be reached, which has a row; 1 or more.
+        Step to reach, which has a row; 1 or more.
     sources : mapping of str to str
-        Paths of the text and the tokenizer, where they were given.
+        Given paths of the text and the tokenizer.
     make_writer : callable, optional
-        Called with the number of the first row that differs, makes the writer that takes that row
-        and those after it. Without it, training stops there.
+        Called with the number of the first different row; returns a writer for that row and all
+        later ones. Without it, training stops there.
     on_retrain : callable, optional
-        Called after every step with it, and with the one that is to be reached.
+        Called after every step with the step and the step to reach.
 
     Raises
     ------
     ConfigError
-        If the device of the configuration is not there.
+        If the device of the configuration is not available.
     NothingToResume
-        If the recorded learning rates are not those of the configurations; nothing is trained then.
+        If the recorded learning rates differ from the configurations; no step is trained then.
     """
     attributes = open_group(run).attrs.asdict()
     stretches = trained_stretches(attributes, 0 if taken is None else taken.step, step)
@@ -127,14 +127,14 @@ def _train_stretch(
     sources: Mapping[str, str],
     on_step: Callable[[int], None],
 ) -> Checkpoint | None:
-    """Checkpoint of the last step of a stretch; None if the rows from a difference on are lost."""
+    """Return the checkpoint of a stretch's last step; None if rows after a difference are lost."""
     config = training.config
     reached: list[Checkpoint] = []
 
     def after_step(recorder: Recorder, scaler: Any) -> bool:
         on_step(recorder.step)
         if comparison.difference is not None and comparison.successor is None:
-            return True  # the rows from there on are nowhere
+            return True  # no writer takes the following rows
         if recorder.step < last:
             return False
         state, tensors = take_state(training, scaler)
@@ -165,14 +165,14 @@ def retrain_to_last_row(
     fsync: bool = True,
     on_retrain: Progress | None = None,
 ) -> Checkpoint:
-    """Checkpoint of the last row of a run that has none, by training all its steps again.
+    """Return a checkpoint of the last row of a run without one, by repeating all its steps.
 
-    It is kept beside the run, so that this need not be done twice.
+    The checkpoint is stored for the next time.
 
     Raises
     ------
     NothingToResume
-        If a row is not the recorded one; the run is as it was.
+        If a row differs from the recorded one; the run stays unchanged.
     RunLocked
         If another process writes to the run.
     """
@@ -184,9 +184,9 @@ def retrain_to_last_row(
         if reached.difference is not None:
             reason = explain_difference(run, reached.difference)
             raise NothingToResume(
-                f"{run} has no checkpoint, and trained again it is not what was recorded: "
-                f"{reason}; the run is as it was, and can be gone on with only where it was "
-                "recorded"
+                f"{run} has no checkpoint, and repeating its training gives other rows: {reason}; "
+                "the run is unchanged; resume it on the machine and with the versions that "
+                "recorded it"
             )
         assert reached.checkpoint is not None
         CheckpointFolder(run, fsync=fsync).add(reached.checkpoint, rows)
@@ -194,7 +194,7 @@ def retrain_to_last_row(
 
 
 def explain_difference(run: Location, difference: RowDifference) -> str:
-    """Where a training that is done again first differs, and what may be why."""
+    """Return where a repeated training first differs, and possible reasons."""
     attributes: dict[str, Any] = open_group(run).attrs.asdict()
     provenance = attributes.get("provenance", {})
     config = recorded_config(run)
@@ -202,13 +202,13 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
     where += " differ" if len(difference.variables) > 1 else " differs"
     if "lr" in difference.variables:
         return (
-            f"{where}, because the learning rate was not then what its configuration now says; "
-            "it went on later with another schedule"
+            f"{where}, because the learning rate differed from that of the configuration; the run "
+            "was resumed with another schedule"
         )
     changed = changed_provenance(provenance, find_device(config.training.device))
     changed.pop("threads", None)  # the recorded number is used
     changes = [
-        f"{name} is {now} now and was {provenance.get(name)}" for name, now in changed.items()
+        f"{name} was {provenance.get(name)} and is now {now}" for name, now in changed.items()
     ]
     for entry in provenance.get("resumed", []):
         changes += [
@@ -216,12 +216,12 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
             for name, value in entry.items()
             if name not in ("step", "time", "threads")
         ]
-    reason = ", ".join(changes) or "versions, machine and number of threads are the same as then"
+    reason = ", ".join(changes) or "versions, machine and number of threads are unchanged"
     return f"{where} ({reason})"
 
 
 def _first(variables: tuple[str, ...]) -> list[str]:
-    """The first variables, and how many more there are."""
+    """Return the first variables and the number of the others."""
     shown = list(variables[:2])
     if len(variables) > 2:
         shown = [", ".join(shown), f"{len(variables) - 2} more"]

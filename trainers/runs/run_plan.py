@@ -1,7 +1,7 @@
-"""What a run will hold and cost, before it is made.
+"""The contents and cost of a run, before it is recorded.
 
-Rows, chunks, memory, raw bytes and the number of files follow from the planner that the writer
-itself uses, so they are what will happen. Bytes on disk are an expectation from measured runs.
+Rows, chunks, memory, raw bytes and the number of files come from the planner of the writer, so they
+are exact. Bytes on disk are estimates from measured runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Bytes of the native type for each byte on disk. bfloat16: measured on the
-# first 32 rows of Wordybird 1b on real text (blocks of 16 rows); later steps move less and compress
-# better, and so does Gatsby (5 to 6 times in 300 steps). float32, and the cells of float32 weights:
-# measured on 200 steps of Duckling (blocks of 16 rows); hidden states on 200 steps of Gatsby. Other
-# types are not measured, and are expected not to compress.
+# Ratio of native bytes to bytes on disk. bfloat16: measured on the first 32 rows of Wordybird 1b on
+# real text (blocks of 16 rows). Later steps change less and compress better, as does Gatsby (5 to 6
+# times in 300 steps). float32, and the cells of float32 weights: measured on 200 steps of Duckling
+# (blocks of 16 rows). Hidden states: measured on 200 steps of Gatsby. Other types are not measured;
+# no compression is assumed.
 _RATIOS = {
     "bfloat16": {
         "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
@@ -56,7 +56,7 @@ _ITEMSIZE = {name: np.dtype(entry.dtype).itemsize if entry.dtype != "string" els
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run, before it is made.
+    """The plan of a run.
 
     Attributes
     ----------
@@ -65,14 +65,14 @@ class RunPlan:
     layout : Layout
         Blocks, shards and chunks.
     memory : int
-        Bytes that the writer holds at most.
+        Maximum bytes of the writer's memory.
     files : int
     bytes_native : dict of str to int
-        Raw bytes of each array in the type that the trainer holds.
+        Raw bytes of each array in the trainer's type.
     bytes_on_disk : dict of str to int
-        Expected, from ratios that were measured.
+        Estimates from measured ratios.
     advice : tuple of Advice
-        What the types of the optimizer's state and of W keep it from doing.
+        Effects that the types of the optimizer's state and of W prevent.
     """
 
     steps: int
@@ -88,21 +88,21 @@ class RunPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be known of its size."""
+        """Notes about its size."""
         W = self.layout.arrays.get("W")
         if W is None or W.native.name != "float32":
             return ()
         step = self.bytes_on_disk["W"] / self.rows
         cells = W.row_bytes / 2 / _RATIOS["bfloat16"]["cells"]
         return (
-            f"W is float32, of which the upper half compresses and the lower 16 bits of the "
-            f"mantissa do not (1.00 to 1.03 times in 200 steps of Duckling, with delta): expect "
-            f"{format_bytes(round(step))} a step; its bfloat16 cells (--record cells) take about "
+            f"the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
+            f"not (1.00 to 1.03 times in 200 steps of Duckling, with delta): expect "
+            f"{format_bytes(round(step))} per step; its bfloat16 cells (--record cells) take about "
             f"{format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, int]:
-        """Bytes, memory and rows of a block, of the whole run."""
+        """Return bytes and memory of the whole run, and rows of a block."""
         return {
             "bytes_native": sum(self.bytes_native.values()),
             "bytes_on_disk": sum(self.bytes_on_disk.values()),
@@ -111,7 +111,7 @@ class RunPlan:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Everything, as JSON values; bytes on disk are an expectation."""
+        """Return everything as JSON values; bytes on disk are estimates."""
         return {
             "steps": self.steps,
             "every": self.every,
@@ -135,7 +135,7 @@ class RunPlan:
 
 
 def native_types(config: RunConfig) -> dict[str, str]:
-    """Type in which the trainer holds each variable that the configuration records.
+    """Return the trainer's type of each variable that the configuration records.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        In the order of the schema; without what the run does not have.
+        In the order of the schema; without variables that the run lacks.
     """
     weights, training = config.model.dtype, config.training
     forward = weights if training.autocast == "none" else training.autocast
@@ -167,7 +167,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
 
 
 def numeric_advice(config: RunConfig) -> list[Advice]:
-    """What the types of a configuration keep its optimizer from doing.
+    """Return advice about types in which the optimizer has no effect.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def numeric_advice(config: RunConfig) -> list[Advice]:
     Returns
     -------
     list of Advice
-        The same as for the run that it makes.
+        The same as for a run with this configuration.
     """
     given = config.optimizer.model_dump()
     weights = config.model.dtype
@@ -200,12 +200,12 @@ def plan(
     ----------
     config : RunConfig
     corpus, tokenizer : path-like, optional
-        As for `trainers.record`; read only where the number of recorded tokens hangs on them.
+        As for `trainers.record`; read only if the number of recorded tokens depends on them.
 
     Raises
     ------
     InvalidArgument
-        If the memory does not hold a block, or the tokens are impossible.
+        If the memory is too small for a block, or the tokens are impossible.
 
     Examples
     --------
@@ -258,7 +258,7 @@ def plan(
         tokens=tokens,
         layout=layout,
         memory=layout.memory,
-        # Each array has its metadata, a shard for each block or one chunk; and there is the root.
+        # Each array has metadata and one shard per block, or one chunk; and there is the root.
         files=len(layout.arrays) * (blocks + 1) + len(coordinates) * 2 + 1,
         bytes_native=native,
         bytes_on_disk={name: round(size / _ratio(name, layout)) for name, size in native.items()},

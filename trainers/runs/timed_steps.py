@@ -1,7 +1,7 @@
-"""How long a step of a training takes on this machine, found out by a few real ones.
+"""The duration of a training step on this machine, measured with a few steps.
 
-Two short trainings: one as it is, and one that is recorded, to a temporary folder. What the second
-takes beyond the first, until its last row is written, is what its rows cost.
+Two short trainings are timed: one without recording, and one that records to a temporary folder.
+The cost of the rows is the extra time of the second, until its last row is written.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
 __all__ = ["TimedSteps", "time_steps"]
 
-_LEAST = 2  # steps that are trained, of which the first, slower than all others, is not timed
+_MIN_STEPS = 2  # the first step is slower than all others and is not timed
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedSteps:
-    """What a few steps of a training took.
+    """Durations of a few training steps.
 
     Attributes
     ----------
     device : str
     steps, rows : int
-        That were trained without being recorded, and recorded.
+        Timed steps without recording, and recorded rows.
     step_seconds : float
-        Of a step that is not recorded.
+        Seconds of a step without recording.
     row_seconds : float
-        What a row adds, until it is written.
+        Extra seconds per row, until it is written.
     row_bytes : float
-        On disk of one of these rows, which are the first of the run.
+        Bytes on disk of one of these rows, which are the first of the run.
     """
 
     device: str
@@ -57,7 +57,7 @@ class TimedSteps:
     row_bytes: float
 
     def facts(self, *, steps: int, rows: int) -> dict[str, Any]:
-        """What a run of so many steps and rows is expected to take, and what that stands on."""
+        """Return the expected duration of a run, and the measurements."""
         return {
             "seconds": steps * self.step_seconds + rows * self.row_seconds,
             "seconds_recording": rows * self.row_seconds,
@@ -78,9 +78,9 @@ def time_steps(
     tokenizer: str | os.PathLike[str] | None = None,
     seconds: float = 4.0,
 ) -> TimedSteps:
-    """Train a few steps of a configuration on this machine, and tell what they take.
+    """Train a few steps of a configuration on this machine, and measure their duration.
 
-    The random states of torch, NumPy and Python are seeded for it, as for any training.
+    The random states of torch, NumPy and Python are seeded, as for any training.
 
     Parameters
     ----------
@@ -88,13 +88,13 @@ def time_steps(
     corpus, tokenizer : path-like, optional
         As for `trainers.record`.
     seconds : float
-        For all steps together; at least four are trained, however long they take. Texts are
-        loaded, and models made, besides.
+        Time limit of all steps together; at least four are trained. Loading texts and building
+        models takes extra time.
 
     Raises
     ------
     ConfigError
-        If the device is not there, or the training does not fit its memory.
+        If the device is not available, or the training does not fit into its memory.
     InvalidArgument, CorpusError
         If the text or the tokenizer cannot be read.
 
@@ -111,34 +111,38 @@ def time_steps(
     if device.type == "cpu":
         _check_memory(config)
     text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
-    # Every row, however seldom the run has one: there are few enough.
+    # Record every row, also if the run records only some: these are few.
     every = ["recording.every=1", "recording.commit_every=0"]
-    config = config.with_values([*every, f"training.steps={max(config.training.steps, _LEAST)}"])
+    steps = max(config.training.steps, _MIN_STEPS)
+    config = config.with_values([*every, f"training.steps={steps}"])
     try:
         bare = _train(config, text, device, seconds / 2)
         with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
             run = Path(folder) / "timed.zarr"
             recorded = _record(config, text, device, seconds / 2, run)
             size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
-    # Not all devices have an error of their own for too little memory.
+    # Some devices have no special error for too little memory.
     except RuntimeError as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
-        raise ConfigError(f"these steps cannot be trained on {device}: {reason}") from error
+        raise ConfigError(
+            f"these steps cannot be trained on {device}: {reason}; use a smaller model or batch, "
+            "or another device"
+        ) from error
     step_seconds = bare.seconds / bare.steps
-    rows = recorded.steps + 2  # step 0, and the one that the clock began with
+    rows = recorded.steps + 2  # with step 0, and the step that started the clock
     return TimedSteps(
         device=str(device),
         steps=bare.steps,
         rows=rows,
         step_seconds=step_seconds,
-        # Steps take one time and another; what is written after the last is no step's for sure.
+        # The duration of steps varies; the time after the last step is certainly for writing.
         row_seconds=max(recorded.seconds - recorded.steps * step_seconds, recorded.after) / rows,
         row_bytes=size / rows,
     )
 
 
 class _Clock:
-    """Counts steps from the end of the first one, and says when it is time to stop."""
+    """Counts steps from the end of the first one, and compares their time with the limit."""
 
     def __init__(self, device: torch.device, limit: float) -> None:
         self._device = device
@@ -157,7 +161,7 @@ class _Clock:
         return self.seconds >= self._limit
 
     def stop(self) -> None:
-        """Take the time until now; `after` is that after the last step."""
+        """Measure the time until now; `after` is the time since the last step."""
         if self._begun is not None:
             before, self.seconds = self.seconds, self._now() - self._begun
             self.after = self.seconds - before
@@ -170,8 +174,8 @@ class _Clock:
         return perf_counter()
 
 
-class _StopWhen(TrainerCallback):
-    """Ends a Trainer's training when it is time."""
+class _StopAtLimit(TrainerCallback):
+    """Ends a Trainer's training at the time limit."""
 
     def __init__(self, is_time: Callable[[], bool]) -> None:
         self._is_time = is_time
@@ -183,7 +187,7 @@ class _StopWhen(TrainerCallback):
 
 def _train(config: RunConfig, text: Corpus, device: torch.device, limit: float) -> _Clock:
     clock = _Clock(device, limit)
-    build_training(config, text).run([_StopWhen(clock)], on_step_end=clock)
+    build_training(config, text).run([_StopAtLimit(clock)], on_step_end=clock)
     return clock
 
 
@@ -206,15 +210,15 @@ def _record(
 
 
 def _check_memory(config: RunConfig) -> None:
-    """Refuse what this machine cannot hold: it would be swapping, or be killed."""
+    """Raise an error if the training does not fit into memory; it would swap or be killed."""
     model, training = config.model, config.training
     weights = model.vocab_size * model.hidden + 12 * model.layers * model.hidden**2
     # A matrix, its gradient and two moments; the logits of a micro-batch, twice.
     needed = 4 * _FLOAT32 * weights + parse_bytes(config.recording.memory)
     needed += 2 * _FLOAT32 * training.batch_size * model.context * model.vocab_size
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
         raise ConfigError(
-            f"this training takes {format_bytes(needed)} and more, and this machine has "
-            f"{format_bytes(there)} of memory"
+            f"this training needs at least {format_bytes(needed)}, but this machine has "
+            f"{format_bytes(available)} of memory; use a smaller model or batch, or --no-timing"
         )

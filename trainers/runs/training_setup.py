@@ -1,4 +1,4 @@
-"""A training as its configuration says: model, optimizer, schedule, examples, and the loop."""
+"""A training from its configuration: model, optimizer, schedule, examples, and the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
 from trajstore.trainers.runs.batches import Batches
-from trajstore.trainers.runs.model import build_model, initialise
+from trajstore.trainers.runs.model import build_model, initialize
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.texts.corpus import Corpus
 
@@ -39,8 +39,8 @@ __all__ = ["ExampleDataset", "Training", "build_training", "find_device"]
 class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
     """Every window of a text, with its labels.
 
-    GPT-2's loss shifts labels by one itself, so labels that equal the inputs train on the next
-    token, and labels one ahead on the token after next.
+    GPT-2's loss shifts labels by one. So labels equal to the inputs train on the next token, and
+    labels one ahead on the token after next.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
         Tokens of one example.
     target_offset : {1, 2}
     with_index : bool
-        Say of each example which one it is, for a recorder that takes it out of a model's inputs.
+        Add the index of each example, which the recorder removes from the model's inputs.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
-    """Everything that is needed to train, seeded and initialised.
+    """A seeded training with all its parts.
 
     Attributes
     ----------
     config : RunConfig
     device : torch.device
     model : GPT2LMHeadModel
-        On the device.
+        Model on the device.
     optimizer : Optimizer
     schedule : LambdaLR
     scaler : GradScaler or None
-        Of the plain loop; the Trainer has its own.
+        Scaler of the plain loop; the Trainer has its own.
     dataset : ExampleDataset
     batches : Batches or None
-        Of the plain loop; the Trainer has its own.
+        Batches of the plain loop; the Trainer has its own.
     """
 
     config: RunConfig
@@ -112,13 +112,13 @@ class Training:
         Parameters
         ----------
         callbacks : sequence of TrainerCallback
-            For the Trainer; the plain loop has none.
+            For the Trainer; the plain loop ignores them.
         first_step : int
-            Steps taken before. The Trainer then goes on at their place in the data, and a callback
-            must put back the state when the training begins.
+            Steps taken before. The Trainer then starts at this position of the data. A callback has
+            to restore the state when the training starts.
         on_step_end : callable
-            For the plain loop: called after each step, when everything is as the next one will
-            find it; training stops when it returns True.
+            For the plain loop: called after each step, when everything is ready for the next one;
+            training stops if it returns True.
         """
         if self.batches is not None:
             self._run_plain(self.batches, first_step, on_step_end)
@@ -135,8 +135,8 @@ class Training:
             if not first_step:
                 trainer.train()
                 return
-            # A checkpoint in the Trainer's eyes: the step, from which it finds its place in the
-            # data, and weights, which it insists on.
+            # The Trainer needs a checkpoint: the step, which gives the position in the data, and
+            # weights.
             taken = Path(scratch) / f"checkpoint-{first_step}"
             taken.mkdir()
             save_model(self.model, str(taken / SAFE_WEIGHTS_NAME))
@@ -149,7 +149,7 @@ class Training:
     def _run_plain(
         self, batches: Batches, first_step: int, on_step_end: Callable[[], bool]
     ) -> None:
-        """Train in a plain PyTorch loop. A step whose gradients overflow is skipped, and counts."""
+        """Train in a plain PyTorch loop. A step with a gradient overflow is skipped but counts."""
         training, model, scaler = self.config.training, self.model, self.scaler
         optimizer, device = self.optimizer, self.device
         autocast = torch.autocast(
@@ -176,7 +176,7 @@ class Training:
                 scale = scaler.get_scale()
                 scaler.step(optimizer)
                 scaler.update()
-                if scaler.get_scale() >= scale:  # it falls when a step was skipped
+                if scaler.get_scale() >= scale:  # it is smaller after a skipped step
                     self.schedule.step()
             if on_step_end():
                 return
@@ -188,21 +188,21 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     Raises
     ------
     ConfigError
-        If the device is not there, or cannot do what the configuration asks for.
+        If the device is missing, or cannot run the configuration.
     """
     device = find_device(config.training.device)
     plain = config.training.loop == "plain"
     if config.training.autocast == "float16" and not plain and device.type != "cuda":
         raise ConfigError(
-            f"training.autocast = 'float16': the Trainer scales gradients on CUDA only, and this "
+            f"training.autocast = 'float16': the Trainer scales gradients on CUDA only, but this "
             f"run is on {device.type}; set training.loop=plain or training.autocast=bfloat16"
         )
-    # The Trainer seeds Python's generator, too; checkpoints hold its state whatever the loop.
+    # The Trainer also seeds Python's generator; checkpoints always store its state.
     random.seed(config.training.seed)
     torch.manual_seed(config.training.seed)
     np.random.seed(config.training.seed)
     model = build_model(config.model)
-    initialise(model, config.initialisation, config.training.seed)
+    initialize(model, config.initialization, config.training.seed)
     model.to(device)
     optimizer = build_optimizer(model, config)
     ids = torch.from_numpy(text.ids)
@@ -211,7 +211,7 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     )
     batches = scaler = None
     if plain:
-        if config.training.autocast == "float16":  # whose gradients could vanish
+        if config.training.autocast == "float16":  # its gradients may be rounded to 0
             scaler = torch.amp.GradScaler(device.type)
         batches = Batches(
             dataset,
@@ -232,25 +232,25 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
 
 
 def find_device(wanted: str) -> torch.device:
-    """Device that is meant, ``auto`` being the first there is of cuda, mps and cpu.
+    """Return a device by name; ``auto`` selects the first available of cuda, mps and cpu.
 
     Raises
     ------
     ConfigError
-        If it is not there.
+        If the device is not available.
     """
-    there = {
+    usable = {
         "cpu": True,
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
     }
     if wanted == "auto":
-        return torch.device(next((name for name in ("cuda", "mps") if there[name]), "cpu"))
-    if not there[wanted]:
-        available = ", ".join(name for name, yes in there.items() if yes)
+        return torch.device(next((name for name in ("cuda", "mps") if usable[name]), "cpu"))
+    if not usable[wanted]:
+        available = ", ".join(name for name, yes in usable.items() if yes)
         raise ConfigError(
-            f"training.device = {wanted!r}: this machine has none that torch can use; "
-            f"available: {available}"
+            f"training.device = {wanted!r}: torch finds no such device on this machine; choose "
+            f"from {available}"
         )
     return torch.device(wanted)
 
@@ -263,7 +263,7 @@ def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -
         per_device_train_batch_size=training.batch_size,
         gradient_accumulation_steps=training.accumulation,
         max_grad_norm=training.max_grad_norm,
-        # The optimizer and its schedule are built by us; this is what the Trainer tells of them.
+        # The optimizer and its schedule are given; these values are only for the Trainer's report.
         learning_rate=config.optimizer.lr,
         lr_scheduler_type=config.schedule.name,
         warmup_steps=config.schedule.warmup_steps,
@@ -272,7 +272,7 @@ def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -
         use_cpu=device.type == "cpu",
         seed=training.seed,
         dataloader_num_workers=0,
-        remove_unused_columns=not config.records_batch,  # the recorder takes the indices out
+        remove_unused_columns=not config.records_batch,  # the recorder removes the indices
         dataloader_pin_memory=False,
         save_strategy="no",
         logging_strategy="no",

@@ -1,7 +1,7 @@
 """The state of a training: everything that the next optimizer step depends on.
 
-It is taken between two steps, as tensors on the CPU and JSON values, and put back in place: a
-model's parameters, and an optimizer's, stay the objects that they are.
+It is copied between two steps to tensors on the CPU and JSON values, and restored in place: the
+parameters of model and optimizer remain the same objects.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def take_state(training: Training, scaler: Any) -> tuple[dict[str, Any], Tensors]:
-    """State of a training, random states included.
+    """Return the state of a training, including random states.
 
     Parameters
     ----------
     training : Training
     scaler : GradScaler or None
-        Of the loop.
+        Scaler of the loop.
 
     Returns
     -------
@@ -67,10 +67,10 @@ def take_state(training: Training, scaler: Any) -> tuple[dict[str, Any], Tensors
 
 
 def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
-    """Put a state back, all but the random states.
+    """Restore a state, except the random states.
 
-    Where the configuration has another decay of the learning rate than the checkpoint's, the next
-    step already has the rate that it says.
+    If the configuration has another decay of the learning rate than the checkpoint, the next step
+    uses the rate of the configuration.
 
     Parameters
     ----------
@@ -78,12 +78,12 @@ def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
         Built from the same configuration.
     taken : Checkpoint
     scaler : GradScaler or None
-        Of the loop.
+        Scaler of the loop.
 
     Raises
     ------
     FormatError
-        If the state is of another model or optimizer.
+        If the state belongs to another model or optimizer.
     """
     state, tensors = taken.state, taken.tensors
     _restore_model(training.model, tensors)
@@ -107,7 +107,7 @@ def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
 
 
 def optimizer_values(taken: Checkpoint) -> dict[int, dict[str, Any]]:
-    """State of each parameter, by its number, as an optimizer's state dict has it."""
+    """Return the state of each parameter by its number, as in an optimizer's state dict."""
     values: dict[int, dict[str, Any]] = {
         int(index): dict(entries) for index, entries in taken.state["optimizer"]["values"].items()
     }
@@ -119,7 +119,7 @@ def optimizer_values(taken: Checkpoint) -> dict[int, dict[str, Any]]:
 
 
 def restore_random(training: Training, taken: Checkpoint) -> None:
-    """Put the random states back, of torch, its device, NumPy and Python.
+    """Restore the random states of torch, its device, NumPy and Python.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, by the names that a checkpoint gives them."""
+    """Yield parameters and buffers with their names in a checkpoint."""
     for name, tensor in model.named_parameters():
         yield f"model.{name}", tensor
     for name, buffer in model.named_buffers():
@@ -152,19 +152,19 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _restore_model(model: torch.nn.Module, tensors: Tensors) -> None:
-    there = dict(model_tensors(model))
+    current = dict(model_tensors(model))
     saved = {name for name in tensors if name.startswith(("model.", "buffer."))}
-    for name in sorted(saved ^ there.keys()):
+    for name in sorted(saved ^ current.keys()):
         raise FormatError(
-            f"the checkpoint is of another model: {name} is only in "
-            f"{'the checkpoint' if name in saved else 'this one'}; resume with the versions of "
+            f"the checkpoint belongs to another model: {name} is only in "
+            f"{'the checkpoint' if name in saved else 'the model'}; resume with the versions of "
             "torch and transformers that recorded the run"
         )
-    for name, tensor in there.items():
+    for name, tensor in current.items():
         if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
             raise FormatError(
-                f"the checkpoint is of another model: {name} is {tensors[name].dtype} of shape "
-                f"{tuple(tensors[name].shape)} there, expected {tensor.dtype} of shape "
+                f"the checkpoint belongs to another model: {name} is {tensors[name].dtype} of "
+                f"shape {tuple(tensors[name].shape)} there, expected {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}"
             )
         tensor.copy_(tensors[name])

@@ -1,7 +1,7 @@
-"""Many trainings from one command, each a process of its own.
+"""Many trainings from one command, each in its own process.
 
-``grid`` says which runs a sweep has, and what each is called: the product of seeds and settings.
-``sweep_folder`` says what is there of them, and how many threads they are trained with. The
-``process_queue`` starts them, so many at once, and knows what became of each. Nothing here needs
-torch, which the processes import for themselves.
+``grid`` computes the runs of a sweep and their names: the product of seeds and settings.
+``sweep_folder`` reads which runs are complete, and stores the number of threads. ``process_queue``
+runs a limited number of processes at once and records their results. These modules do not need
+torch; the processes import it.
 """

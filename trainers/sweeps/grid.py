@@ -1,4 +1,4 @@
-"""Which runs a sweep has: the product of its seeds and settings, and what each is called."""
+"""The runs of a sweep and their names: the product of its seeds and settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import InvalidArgument
-from trajstore.trainers.config import RunConfig
+from trajstore.trainers.config import RunConfig, field_name
 
 __all__ = ["SweptRun", "parse_seeds", "split_values", "swept_runs"]
 
@@ -26,12 +26,12 @@ class SweptRun:
     Attributes
     ----------
     name : str
-        Of its folder, ``gatsby_initialisation.sigma=1e-5_seed=1601.zarr``.
+        Name of its folder, ``gatsby_initialization.sigma=1e-5_seed=1601.zarr``.
     assignments : tuple of str
         ``section.field=value``, one value each.
     seed : int or None
     config : RunConfig
-        All of it.
+        The complete configuration.
     """
 
     name: str
@@ -41,17 +41,17 @@ class SweptRun:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds of a text.
+    """Return the seeds in a text.
 
     Parameters
     ----------
     text : str
-        Numbers and ranges between commas; a range ``A:B`` is from A on and before B, as in Python.
+        Numbers and ranges, separated by commas. A range ``A:B`` excludes B, as in Python.
 
     Raises
     ------
     InvalidArgument
-        If it is anything else, empty, or names a seed twice.
+        If the text is anything else, is empty, or has a seed twice.
 
     Examples
     --------
@@ -68,13 +68,15 @@ def parse_seeds(text: str) -> list[int]:
         first = int(found[1])
         seeds += range(first, int(found[2])) if found[2] else [first]
     if not seeds or len(set(seeds)) < len(seeds):
-        what = "name a seed twice" if seeds else "hold none"
-        raise InvalidArgument(f"the seeds {text!r} {what}; A:B is from A on and before B")
+        problem = "repeat a seed" if seeds else "are empty"
+        raise InvalidArgument(
+            f"the seeds {text!r} {problem}; give different numbers, and ranges A:B with A < B"
+        )
     return seeds
 
 
 def split_values(text: str) -> list[str]:
-    """Values between commas, but for those within brackets, braces and quotes.
+    """Split a text at its commas, except within brackets, braces and quotes.
 
     Raises
     ------
@@ -100,7 +102,7 @@ def split_values(text: str) -> list[str]:
             values[-1] += sign
     values = [value.strip() for value in values]
     if len(values) > 1 and not all(values):
-        raise InvalidArgument(f"got the values {text!r}, of which one is empty; leave it out")
+        raise InvalidArgument(f"got the values {text!r}, of which one is empty; remove a comma")
     return values
 
 
@@ -111,40 +113,40 @@ def swept_runs(
     seeds: Sequence[int] | None = None,
     common: Sequence[str] = (),
 ) -> list[SweptRun]:
-    """All runs of a sweep; the last setting changes fastest, and the seed faster still.
+    """Return all runs of a sweep; the seed changes fastest, then the last setting.
 
-    Their names hold every setting of `assignments`, also one of a single value, and the seed; so a
-    run keeps its name when further values are swept.
+    The name of a run has every setting of `assignments`, also one with a single value, and the
+    seed. So a run keeps its name when more values are swept.
 
     Parameters
     ----------
     base : RunConfig
-        Of a preset or a file, `stem` being its name.
+        The configuration of a preset or a file with the name `stem`.
     assignments : sequence of str
         ``section.field=value,value``.
     seeds : sequence of int, optional
     common : sequence of str
-        What all runs have besides, ``section.field=value``; it is not in their names.
+        ``section.field=value`` for all runs; they are not in the names.
 
     Raises
     ------
     ConfigError
-        For a field that is unknown, or a value that is impossible.
+        If a field is unknown, or a value is impossible.
     InvalidArgument
-        If a field is named twice, two runs would be the same, or a name would be too long.
+        If a field is given twice, two runs have the same name, or a name is too long.
 
     Examples
     --------
     >>> from trajstore.trainers import preset
-    >>> runs = swept_runs(preset("gatsby"), "gatsby", ["initialisation.sigma=1e-5,1e-4"], [1, 2])
+    >>> runs = swept_runs(preset("gatsby"), "gatsby", ["initialization.sigma=1e-5,1e-4"], [1, 2])
     >>> [run.name for run in runs][:2]
-    ['gatsby_initialisation.sigma=1e-5_seed=1.zarr', 'gatsby_initialisation.sigma=1e-5_seed=2.zarr']
+    ['gatsby_initialization.sigma=1e-5_seed=1.zarr', 'gatsby_initialization.sigma=1e-5_seed=2.zarr']
     """
     axes = []
-    fields = [assignment.partition("=")[0].strip() for assignment in assignments]
+    fields = [field_name(assignment) for assignment in assignments]
     for field in [*fields, *([_SEED] if seeds is not None else [])]:
         if (fields + [_SEED] * (seeds is not None)).count(field) > 1:
-            raise InvalidArgument(f"{field} is named twice; give all its values at once")
+            raise InvalidArgument(f"{field} is given twice; give all its values in one option")
     for field, assignment in zip(fields, assignments, strict=True):
         values = split_values(assignment.partition("=")[2])
         axes.append([f"{field}={value}" if "=" in assignment else assignment for value in values])
@@ -156,8 +158,8 @@ def swept_runs(
             name = _name(stem, config, fields, seed)
             if name in runs:
                 raise InvalidArgument(
-                    f"two runs would be {name}: {', '.join(chosen)} and "
-                    f"{', '.join(runs[name].assignments)}; leave one out"
+                    f"two runs have the name {name}: {', '.join(chosen)} and "
+                    f"{', '.join(runs[name].assignments)}; leave out one of them"
                 )
             runs[name] = SweptRun(name=name, assignments=chosen, seed=seed, config=config)
     return list(runs.values())
@@ -173,14 +175,14 @@ def _name(stem: str, config: RunConfig, fields: Sequence[str], seed: int | None)
     name = "_".join(parts) + ".zarr"
     if len(name.encode()) > _LONGEST_NAME:
         raise InvalidArgument(
-            f"the run {name} has too long a name for a file system; put what all runs share into "
-            "a file (--config FILE)"
+            f"the name of the run {name} is too long for a file system; put the common settings "
+            "into a file (--config FILE)"
         )
     return name
 
 
 def _text(value: Any) -> str:
-    """A value as it can stand in a file's name, alike for all ways to write it."""
+    """Return a value as text for a file name, the same for all spellings of the value."""
     if isinstance(value, tuple | list):
         return "+".join(map(_text, value))
     text = re.sub(r"e([+-])0+", r"e\1", repr(value)) if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Processes, so many at once, until all have ended; and what became of each."""
+"""A queue of processes, of which a limited number run at once, and the status of each."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["ENDED", "Job", "run_jobs"]
 ENDED = ("skipped", "complete", "interrupted", "failed")
 
 _INTERVAL = 0.2
-_SAID_BYTES = 4096
+_MESSAGE_BYTES = 4096
 
 
 @dataclass(kw_only=True)
 class Job:
-    """One process, and what becomes of it.
+    """One process and its status.
 
     Attributes
     ----------
     run : Path
-        That it records.
+        The recorded run.
     command : sequence of str
     log : Path
-        To which its output is appended.
+        File to which its output is appended.
     done : callable
-        Whether there is nothing to do for it.
+        Returns True if the run needs no process.
     state : str
         ``waiting``, ``busy`` (another process writes to the run), ``running``, or one of `ENDED`.
-    said : str
-        Why it failed: the last that it said.
+    message : str
+        Reason of a failure: the last line of its output.
     seconds : float
-        That it ran.
+        Run time.
     exit_code : int or None
-        Of the process; negative, the number of the signal that ended it.
+        Exit code of the process; if negative, the number of the signal that ended it.
     """
 
     run: Path
@@ -47,7 +47,7 @@ class Job:
     log: Path
     done: Callable[[], bool]
     state: str = "waiting"
-    said: str = ""
+    message: str = ""
     seconds: float = 0.0
     exit_code: int | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -55,11 +55,10 @@ class Job:
     _log_began: int = 0
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start it, unless there is nothing to do, or another process still writes to the run.
+        """Start the process, unless the run is complete or another process writes to it.
 
-        Its standard input is a pipe of which this process holds the other end: it ends when this
-        one does, however that comes about. It is in a group of its own, so that Ctrl-C comes to
-        this process alone, which tells it once.
+        Its standard input is a pipe from this process, so it closes when this process ends. The
+        process has its own group. So Ctrl-C reaches only this process, which stops the other once.
         """
         if is_written_to(self.run):
             self.state = "busy"
@@ -82,7 +81,7 @@ class Job:
         self.state = "running"
 
     def poll(self) -> None:
-        """Notice that it has ended."""
+        """Update the status if the process has ended."""
         if self._process is None or self.state != "running":
             return
         self.seconds = time.monotonic() - self._began
@@ -95,28 +94,28 @@ class Job:
             self.state = "interrupted"
         else:
             self.state = "failed"
-            self.said = self._last_line()
+            self.message = self._last_line()
         self.close_input()
 
     def stop(self) -> None:
-        """Ask it to stop after its step."""
+        """Request a stop after the current step."""
         if self._process is not None and self.state == "running":
             self._process.send_signal(signal.SIGTERM)
 
     def close_input(self) -> None:
-        """Close the pipe, which also asks it to stop, if it still runs."""
+        """Close the pipe; a process that still runs then stops."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     def _last_line(self) -> str:
         with open(self.log, "rb") as log:
             end = log.seek(0, 2)
-            log.seek(max(self._log_began, end - _SAID_BYTES))
+            log.seek(max(self._log_began, end - _MESSAGE_BYTES))
             lines = log.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
+        output = [line.strip() for line in lines if line.strip()]
         if self.exit_code is not None and self.exit_code < 0:
             return f"ended by {signal.Signals(-self.exit_code).name}"
-        return said[-1].removeprefix("trajstore: ") if said else f"exit code {self.exit_code}"
+        return output[-1].removeprefix("trajstore: ") if output else f"exit code {self.exit_code}"
 
 
 def run_jobs(
@@ -127,23 +126,23 @@ def run_jobs(
     stop: Callable[[], bool],
     report: Callable[[], None],
 ) -> None:
-    """Run processes until each has ended; when asked to stop, those that run, and no others.
+    """Run processes until each has ended; after a stop request, start no more processes.
 
-    One that fails does not keep the others from running. A run that another process writes to is
-    waited for, such as what is left of a sweep that was killed.
+    A failure does not stop the others. A run that another process writes to has to wait, for
+    example for a process of a killed sweep.
 
     Parameters
     ----------
     jobs : sequence of Job
         In the order in which they start.
     at_once : int
-        How many run at the same time.
+        Maximum number of simultaneous processes.
     environment : mapping
-        Of the processes.
+        Environment variables of the processes.
     stop : callable
-        Asked several times a second.
+        Returns True to request a stop; called several times a second.
     report : callable
-        Called as often.
+        Called several times a second.
     """
     stopping = False
     try:
@@ -160,7 +159,7 @@ def run_jobs(
             left = ("running",) if stopping else ("waiting", "busy", "running")
             if not any(job.state in left for job in jobs):
                 return
-            time.sleep(_INTERVAL)  # between two looks
+            time.sleep(_INTERVAL)
     finally:
         for job in jobs:
             job.close_input()

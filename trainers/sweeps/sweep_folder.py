@@ -1,4 +1,4 @@
-"""The folder of a sweep: which of its runs are done, and the threads that all are trained with."""
+"""The folder of a sweep: its complete runs and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.watching.followed_runs import SWEEP, swept_names
 
 __all__ = [
+    "choose_threads",
     "committed_rows",
     "is_done",
-    "keep_names",
     "planned_rows",
-    "settle_threads",
+    "save_names",
     "threads_of",
 ]
 
 
 def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
-    """Whether a run is complete, of this configuration, and has all its steps.
+    """Return True if a run is complete, has this configuration and has all its steps.
 
     Parameters
     ----------
     run : Path
-        Which need not be there.
+        It need not exist.
     config : RunConfig
     steps_given : bool
-        Whether its ``training.steps`` was asked for; a run goes on to its own number otherwise.
+        True if ``training.steps`` was set; otherwise a run keeps its recorded number of steps.
     """
     attributes = _attributes(run)
     if attributes.get("status") != "complete" or not attributes.get("config"):
         return False
     recorded = RunConfig.parse(attributes["config"])
-    if _essence(recorded) != _essence(config):
+    if _fixed_fields(recorded) != _fixed_fields(config):
         return False
     wanted = config.training.steps if steps_given else recorded.training.steps
     steps: Any = open_group(run)["step"]
@@ -47,17 +47,17 @@ def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
 
 
 def committed_rows(run: Path) -> int:
-    """Rows of a run that are committed; 0 where there is none yet."""
+    """Return the committed rows of a run; 0 if it does not exist yet."""
     return int(_attributes(run).get("committed_rows", 0))
 
 
 def planned_rows(config: RunConfig) -> int:
-    """Rows that a run of this configuration has in the end."""
+    """Return the number of rows of a complete run with this configuration."""
     return -(-config.training.steps // config.recording.every) + 1
 
 
 def threads_of(folder: Path) -> int | None:
-    """Threads that the runs of a folder are trained with; None if there is no sweep yet.
+    """Return the number of threads of each run in a folder; None if there is no sweep yet.
 
     Raises
     ------
@@ -71,39 +71,38 @@ def threads_of(folder: Path) -> int | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
-            f"{file} does not say how many threads the runs are trained with ({error}); write "
-            '{"threads": N} to it, with the N that `trajstore info` shows of a run'
+            f"{file} has no valid number of threads ({error}); write "
+            '{"threads": N} to it, with the N that `trajstore info` prints for a run'
         ) from error
 
 
-def settle_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) -> int:
-    """Threads of each process of a sweep: the same for all its runs, whenever they go on.
+def choose_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) -> int:
+    """Return the number of threads of each process of a sweep, the same for all its calls.
 
-    The bits of a training depend on how many threads share its sums, so those that the first call
-    settles on hold for all that follow, also with other `jobs`: as given, or as OMP_NUM_THREADS
-    says, or else the processors divided by `jobs`.
+    The bits of a training depend on the number of threads. So the first call fixes the number for
+    all later ones, also with another `jobs`. It is `given`, else OMP_NUM_THREADS, else the number
+    of processors divided by `jobs`.
 
     Parameters
     ----------
     folder : Path
     jobs : int
-        Processes at once.
+        Simultaneous processes.
     given : int, optional
     keep : bool
-        Write it down.
+        Write the number to the folder.
 
     Raises
     ------
     InvalidArgument
-        If another number has been settled on.
+        If `given` differs from the fixed number.
     """
     settled = threads_of(folder)
     if settled is not None:
         if given not in (None, settled):
             raise InvalidArgument(
-                f"the runs of {folder} are trained with {settled} threads each, and bits depend on "
-                f"that, so they cannot go on with {given}; leave it out, or sweep into another "
-                "folder"
+                f"got {given} threads, but the runs of {folder} have {settled} threads each, on "
+                "which their bits depend; leave out --threads, or sweep into another folder"
             )
         return settled
     threads = given or _from_environment() or max(1, _processors() // jobs)
@@ -113,13 +112,13 @@ def settle_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) ->
     return threads
 
 
-def keep_names(folder: Path, names: Iterable[str]) -> None:
-    """Write down which runs a sweep has, so that who watches the folder waits for all of them.
+def save_names(folder: Path, names: Iterable[str]) -> None:
+    """Write the names of the runs of a sweep, so that `watch` waits for all of them.
 
     Parameters
     ----------
     folder : Path
-        Of which the threads are settled; the names of earlier sweeps stay.
+        Its number of threads is fixed already. The names of earlier sweeps are kept.
     names : iterable of str
     """
     known = swept_names(folder)
@@ -144,14 +143,14 @@ def _processors() -> int:
 
 
 def _attributes(run: Path) -> dict[str, Any]:
-    """Attributes of a run; none where it is not there yet, or not whole."""
+    """Return the attributes of a run; none if it does not exist or is incomplete."""
     try:
         return open_group(run).attrs.asdict()
     except (RunNotFound, FormatError):
         return {}
 
 
-def _essence(config: RunConfig) -> dict[str, Any]:
-    """What a run that goes on must share."""
+def _fixed_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the fields that must not change when a run is resumed."""
     free = {*MAY_CHANGE, "training.device"}
     return {field: value for field, value in config.flat().items() if field not in free}

@@ -1,4 +1,4 @@
-"""Texts as token ids, those included that the package brings along."""
+"""Texts as token ids, including the embedded texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, To
 
 __all__ = ["Corpus", "embedded_text", "id_stream", "load_corpus", "tokenize", "tokenize_file"]
 
-_IDS = 475_160  # of the embedded stream, as many as the notebooks' web text has
+_IDS = 475_160  # ids of the embedded stream, as many as the notebooks' web text has
 _SEED = 1925
 
 
@@ -31,16 +31,16 @@ class Corpus:
     Attributes
     ----------
     name : str
-        File name, or what stands in for it.
+        File name, or the name of the embedded text.
     ids : ndarray of int64
     vocab_size : int
-        Number of ids that there are.
+        Size of the vocabulary.
     size, sha256 : int, str
-        Of the bytes it was made from.
+        Size and hash of the bytes of the text.
     tokenizer : dict of str to str
-        Name and sha256 of what made the ids.
+        Name and sha256 of the tokenizer.
     token_text : tuple of str, optional
-        How each id of the vocabulary reads, where there is a tokenizer to tell.
+        Text of each token, if there is a tokenizer.
     """
 
     name: str
@@ -52,22 +52,22 @@ class Corpus:
     token_text: tuple[str, ...] | None
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """Occurrences of each id."""
+        """Return the occurrences of each id."""
         return np.bincount(self.ids, minlength=self.vocab_size)
 
     def provenance(self) -> dict[str, Any]:
-        """What identifies the text and the tokenizer."""
+        """Return what identifies the text and the tokenizer."""
         text = {"name": self.name, "bytes": self.size, "sha256": self.sha256}
         return {"corpus": text, "tokenizer": self.tokenizer}
 
 
 def tokenize(data: bytes, tokenizer: Tokenizer, name: str) -> Corpus:
-    """Corpus of a text.
+    """Return the corpus of a text.
 
     Raises
     ------
     CorpusError
-        If it is empty, or not what the tokenizer takes.
+        If the text is empty, or the tokenizer cannot encode it.
     """
     if not data:
         raise CorpusError(f"the corpus {name} is empty; give a plain text")
@@ -83,7 +83,7 @@ def tokenize(data: bytes, tokenizer: Tokenizer, name: str) -> Corpus:
 
 
 def tokenize_file(path: Path, tokenizer: Tokenizer) -> Corpus:
-    """Corpus of a text in a file.
+    """Return the corpus of a text in a file.
 
     Raises
     ------
@@ -95,7 +95,9 @@ def tokenize_file(path: Path, tokenizer: Tokenizer) -> Corpus:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"cannot read the corpus {path}: {error.strerror}") from error
+        raise InvalidArgument(
+            f"cannot read the corpus {path}: {error.strerror}; give a readable text file"
+        ) from error
     return tokenize(data, tokenizer, path.name)
 
 
@@ -105,16 +107,16 @@ def _identity(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def embedded_text() -> bytes:
-    """Text that stands in for The Great Gatsby: 265,905 bytes of plain ASCII, 77 distinct ones."""
+    """Return the substitute of The Great Gatsby: 265,905 bytes of ASCII, 77 distinct ones."""
     packed = resources.files(__package__).joinpath("embedded_corpus.txt.bz2").read_bytes()
     return bz2.decompress(packed)
 
 
 def id_stream(vocab_size: int, live: int) -> npt.NDArray[np.int64]:
-    """Stream of token ids in which exactly `live` of `vocab_size` ids occur.
+    """Return a stream of token ids in which exactly `live` of `vocab_size` ids occur.
 
-    It stands in for a text where there is no tokenizer. It uses only the raw bits of NumPy's PCG64,
-    which NumPy promises to keep, so it is the same everywhere.
+    It replaces a text if there is no tokenizer. It uses only the raw bits of NumPy's PCG64, which
+    NumPy guarantees, so it is the same everywhere.
 
     Parameters
     ----------
@@ -124,8 +126,8 @@ def id_stream(vocab_size: int, live: int) -> npt.NDArray[np.int64]:
     Returns
     -------
     ndarray of int64
-        475,160 ids, or `live` if that is more, independent of each other. The n-th most frequent
-        one occurs about as often as 1/(n + 2.7), and every live one at least once.
+        475,160 ids, or `live` if that is more, independent of each other. The frequency of the n-th
+        most frequent id is about 1/(n + 2.7). Every live id occurs at least once.
     """
     bits = np.random.PCG64(_SEED).random_raw
     ids = np.argsort(bits(vocab_size), kind="stable")[:live]
@@ -157,7 +159,7 @@ def load_corpus(
     corpus: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Corpus:
-    """Text of a run: the path given, else what was fetched, else the embedded one.
+    """Return the text of a run: from the given path, else the cache, else the embedded one.
 
     Parameters
     ----------
@@ -165,7 +167,7 @@ def load_corpus(
     corpus : path-like, optional
         A text: plain ASCII for the tokenizer ``ascii``, otherwise UTF-8.
     tokenizer : path-like, optional
-        In place of the one that the configuration names.
+        Replaces the tokenizer of the configuration.
 
     Raises
     ------
@@ -175,15 +177,15 @@ def load_corpus(
         If the tokenizer cannot be read, or the text is empty, of another encoding, or shorter than
         one training example.
     ConfigError
-        If the model has another vocabulary than the tokenizer, or there is none for the text.
+        If the vocabulary of the model differs from the tokenizer's, or a text has no tokenizer.
     """
     data, model = config.data, config.model
     maker = _tokenizer(data.tokenizer, tokenizer)
     if maker is not None and maker.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}: the tokenizer {maker.name} has "
-            f"{maker.vocab_size} tokens; they must agree, so set "
-            f"model.vocab_size={maker.vocab_size} or give another tokenizer"
+            f"model.vocab_size = {model.vocab_size}, but the tokenizer {maker.name} has "
+            f"{maker.vocab_size} tokens; set model.vocab_size={maker.vocab_size} or give another "
+            "tokenizer"
         )
     path = Path(corpus) if corpus is not None else cached(data.corpus) if maker else None
     if path is not None:
@@ -191,7 +193,7 @@ def load_corpus(
             raise ConfigError(
                 "data.tokenizer = 'none': a text needs a tokenizer; give --tokenizer PATH"
                 if data.tokenizer == "none"
-                else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, and it is "
+                else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, which is "
                 "not in the cache; give --tokenizer PATH, or run: trajstore fetch gpt2"
             )
         loaded = tokenize_file(path, maker)
@@ -200,14 +202,14 @@ def load_corpus(
     else:
         if data.live_tokens > model.vocab_size:
             raise ConfigError(
-                f"data.live_tokens = {data.live_tokens}: the model has only "
-                f"{model.vocab_size} tokens (model.vocab_size)"
+                f"data.live_tokens = {data.live_tokens}, but the model has only {model.vocab_size} "
+                "tokens (model.vocab_size); set a smaller data.live_tokens"
             )
         loaded = _embedded_ids(model.vocab_size, data.live_tokens, maker)
     shortest = model.context + data.target_offset - 1
     if loaded.ids.size < shortest:
         raise CorpusError(
-            f"the corpus {loaded.name} has {loaded.ids.size} tokens, and one training example "
+            f"the corpus {loaded.name} has {loaded.ids.size} tokens, but one training example "
             f"needs {shortest}; give a longer text, or a smaller model.context"
         )
     return loaded

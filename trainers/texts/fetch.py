@@ -1,8 +1,8 @@
 """Downloads of the notebooks' texts and tokenizer into the user's cache.
 
-Nothing else in the package uses the network. What is fetched is checked before it is put in place:
-the book by its beginning, end and bytes, the tokenizer by the hash of its vocabulary and merges,
-and anything by its sha256 where one is given. What was fetched is written down beside it.
+No other module of the package uses the network. A download is checked before it is stored: the book
+by its beginning, end and characters; the tokenizer by the hash of its vocabulary and merges; any
+download by its sha256 if one is given. A JSON file stores its source, hash and size.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from trajstore.store.writing.create import move_into_place
 __all__ = ["CACHE_VARIABLE", "FETCHED", "Fetched", "cached", "clean_book", "fetch"]
 
 CACHE_VARIABLE = "TRAJSTORE_CACHE"
-"""Environment variable that names another folder."""
+"""Environment variable with the path of another cache folder."""
 
 _CACHED = {"gatsby": "gatsby.txt", "fineweb": "fineweb.txt", "gpt2": "gpt2"}
-"""Name in the cache of each thing that can be fetched."""
+"""Name in the cache of each download."""
 
 _GATSBY = "https://www.gutenberg.org/cache/epub/64317/pg64317.txt"
 _FINEWEB = "HuggingFaceFW/fineweb"
 _FINEWEB_BYTES = 2 << 20
 _GPT2 = "openai-community/gpt2"
 _GPT2_SHA256 = "66c45d6416f9a0db46be14a0ce962b7e0f281b953f5e64d35e842175b4100ff4"
-"""Of GPT-2's vocabulary and merges, as `_vocabulary_sha256` takes it."""
+"""Hash of GPT-2's vocabulary and merges, from `_vocabulary_sha256`."""
 
-_PATIENCE = 8
-"""Seconds for a server to answer."""
+_TIMEOUT = 8
+"""Seconds until a server must answer."""
 
 _START, _END = "*** START OF", "*** END OF"
 
@@ -55,20 +55,20 @@ _ASCII = {
 
 
 def _cache_folder() -> Path:
-    """The user's cache; it need not exist."""
+    """Return the user's cache; it need not exist."""
     given = os.environ.get(CACHE_VARIABLE)
     return Path(given) if given else platformdirs.user_cache_path("trajstore", appauthor=False)
 
 
 def cached(name: str) -> Path | None:
-    """What was fetched under that name (``gatsby``, ``fineweb``, ``gpt2``), or None."""
+    """Return the cached path of ``gatsby``, ``fineweb`` or ``gpt2``, or None."""
     path = _cache_folder() / _CACHED[name]
     return path if path.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What was fetched.
+    """A download.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Fetched:
         A text, or the folder of a tokenizer.
     source : str
     sha256 : str
-        Of the text as it is on disk, or of the tokenizer's vocabulary and merges.
+        Hash of the text on disk, or of the tokenizer's vocabulary and merges.
     size : int
         Bytes of the text; tokens of the vocabulary.
     """
@@ -96,17 +96,17 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
         The Great Gatsby from Project Gutenberg, unwrapped and in plain ASCII; the first 2 MiB of
         FineWeb's sample; GPT-2's tokenizer.
     source : str, optional
-        Another place: an address or a file for gatsby, a data set's name or folder for fineweb,
+        Another source: an address or a file for gatsby, a data set's name or folder for fineweb,
         a model's name or folder for gpt2.
     sha256 : str, optional
-        What the result must have. gpt2 has one of its own.
+        Expected hash of the result. gpt2 has a default.
 
     Raises
     ------
     InvalidArgument
-        If there is nothing of that name.
+        If the name is unknown.
     CorpusError
-        If it cannot be had, or is not what it should be. What was in the cache stays.
+        If the download fails or its check fails. The cache then stays unchanged.
     MissingExtra
         If the extra ``hub`` is not installed.
 
@@ -123,7 +123,7 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
             f"cannot fetch {name!r}{did_you_mean(name, FETCHED)}; choose from {', '.join(FETCHED)}"
         )
     address = source or (_GATSBY if name == "gatsby" else hub_endpoint())
-    if address.startswith(("http://", "https://")) and not _is_kept(name, source):
+    if address.startswith(("http://", "https://")) and not _needs_no_request(name, source):
         _check_reachable(address)
     folder = _cache_folder()
     make_folder(folder)
@@ -142,8 +142,8 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
     return replace(fetched, path=target)
 
 
-def _is_kept(name: str, source: str | None) -> bool:
-    """Whether the hub's own cache has it, or is all that may be asked."""
+def _needs_no_request(name: str, source: str | None) -> bool:
+    """Return True if no request is needed or allowed: it is in the hub's cache, or offline."""
     if name == "gatsby":
         return False
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -153,18 +153,18 @@ def _is_kept(name: str, source: str | None) -> bool:
 
 
 def _check_reachable(address: str) -> None:
-    """Insist that a server answers, whatever it says: the libraries would try for half a minute."""
+    """Raise an error if a server does not answer; the libraries would retry for half a minute."""
     server = "/".join(address.split("/")[:3])
     request = urllib.request.Request(server, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=_PATIENCE).close()
+        urllib.request.urlopen(request, timeout=_TIMEOUT).close()
     except urllib.error.HTTPError:
         return
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise CorpusError(
-            f"{server} cannot be reached ({reason}); fetch where there is a network, or name a "
-            "local copy with --source"
+            f"cannot reach {server} ({reason}); fetch on a machine with a network, or give a local "
+            "copy with --source"
         ) from error
 
 
@@ -175,7 +175,7 @@ def _fetch_gatsby(path: Path, source: str | None) -> Fetched:
         pooch.get_logger().setLevel("WARNING")
         try:
             raw = pooch.retrieve(address, known_hash=None, path=path.parent, fname="raw.txt")
-        except Exception as error:  # whatever the connection does
+        except Exception as error:  # any error of the connection
             raise CorpusError(f"cannot download {address}: {error}") from error
     else:
         raw = address
@@ -187,15 +187,15 @@ def _fetch_gatsby(path: Path, source: str | None) -> Fetched:
 
 
 def clean_book(book: str, name: str = "the book") -> str:
-    r"""Plain ASCII text of a Project Gutenberg book, one paragraph a line.
+    r"""Return the ASCII text of a Project Gutenberg book, one paragraph per line.
 
-    The licence before and after it is dropped, accents and typographic marks are transliterated,
-    lines of a paragraph are joined by a space.
+    The license before and after the book is dropped. Accents and typographic marks are
+    transliterated. The lines of a paragraph are joined with spaces.
 
     Raises
     ------
     CorpusError
-        If the marks of its beginning and end are not there, or a character has no ASCII form here.
+        If the marks of its beginning and end are missing, or a character has no ASCII form here.
 
     Examples
     --------
@@ -206,7 +206,7 @@ def clean_book(book: str, name: str = "the book") -> str:
     if start < 0 or end < start:
         raise CorpusError(
             f"{name} is not a plain text of Project Gutenberg: it has no lines that begin with "
-            f"{_START!r} and {_END!r}"
+            f"{_START!r} and {_END!r}; give the file pg….txt of the book"
         )
     body = book[book.index("\n", start) + 1 : end].replace("\r\n", "\n")
     for mark, plain in _ASCII.items():
@@ -214,7 +214,8 @@ def clean_book(book: str, name: str = "the book") -> str:
     if not body.isascii():
         foreign = sorted({character for character in body if not character.isascii()})
         raise CorpusError(
-            f"{name} holds characters with no ASCII form here: {' '.join(foreign[:10])}"
+            f"{name} has characters without an ASCII form here: {' '.join(foreign[:10])}; replace "
+            "them"
         )
     paragraphs = (" ".join(part.split()) for part in body.split("\n\n"))
     return "".join(f"{paragraph}\n" for paragraph in paragraphs if paragraph)
@@ -227,13 +228,13 @@ def _fetch_fineweb(path: Path, source: str | None) -> Fetched:
     try:
         stream = datasets.load_dataset(place, split="train", streaming=True, **options)
         data = _head(str(row["text"]) for row in stream)
-    except Exception as error:  # whatever the connection does
+    except Exception as error:  # any error of the connection
         raise CorpusError(f"cannot read the data set {place}: {error}") from error
     return _write(path, data, place)
 
 
 def _head(texts: Iterator[str]) -> bytes:
-    """First 2 MiB of documents, a line break between them, cut at a whole character."""
+    """Return the first 2 MiB of documents, separated by line breaks, cut between characters."""
     parts: list[bytes] = []
     size = 0
     for text in texts:
@@ -253,13 +254,13 @@ def _fetch_gpt2(path: Path, source: str | None) -> Fetched:
         )
         tokenizer.save_pretrained(path)
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-    except Exception as error:  # whatever the connection does
+    except Exception as error:  # any error of the connection
         raise CorpusError(f"cannot get the tokenizer {place}: {error}") from error
     return Fetched(path=path, source=place, sha256=_vocabulary_sha256(state), size=len(tokenizer))
 
 
 def _vocabulary_sha256(state: dict[str, Any]) -> str:
-    """Hash of what makes the ids: the same however the files are laid out."""
+    """Return the hash of vocabulary and merges, independent of the files' layout."""
     model = state["model"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     text = json.dumps([sorted(model["vocab"].items()), merges], separators=(",", ":"))
@@ -268,7 +269,7 @@ def _vocabulary_sha256(state: dict[str, Any]) -> str:
 
 def _write(path: Path, data: bytes, source: str) -> Fetched:
     if not data:
-        raise CorpusError(f"{source} holds no text")
+        raise CorpusError(f"{source} has no text; give another source")
     path.write_bytes(data)
     sha256 = hashlib.sha256(data).hexdigest()
     return Fetched(path=path, source=source, sha256=sha256, size=len(data))
@@ -288,4 +289,4 @@ FETCHED: dict[str, Callable[[Path, str | None], Fetched]] = {
     "fineweb": _fetch_fineweb,
     "gpt2": _fetch_gpt2,
 }
-"""What can be fetched."""
+"""Function for each download."""

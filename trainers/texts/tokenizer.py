@@ -1,4 +1,4 @@
-"""Tokenizers: one token per ASCII byte, or whatever `transformers` can load from a path."""
+"""Tokenizers: one token per ASCII byte, or any tokenizer that `transformers` loads from a path."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class AsciiTokenizer:
     vocab_size = ASCII_SIZE
 
     def ids(self, data: bytes, name: str) -> npt.NDArray[np.int64]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises
         ------
         CorpusError
-            If a byte is not ASCII; the message says where.
+            If a byte is not ASCII; the message has its line.
         """
         ids = np.frombuffer(data, np.uint8)
         foreign = np.flatnonzero(ids >= ASCII_SIZE)
@@ -46,12 +46,12 @@ class AsciiTokenizer:
         return ids.astype(np.int64)
 
     def texts(self) -> tuple[str, ...]:
-        """How each token reads."""
+        """Return the text of each token."""
         return tuple(_printable(chr(byte)) for byte in range(ASCII_SIZE))
 
 
 class FileTokenizer:
-    """A tokenizer from a folder, as `save_pretrained` writes it, or from one ``tokenizer.json``.
+    """A tokenizer from a folder of `save_pretrained`, or from a ``tokenizer.json``.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class FileTokenizer:
     InvalidArgument
         If there is nothing at `path`.
     CorpusError
-        If it is no tokenizer.
+        If `path` is not a tokenizer.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -91,7 +91,7 @@ class FileTokenizer:
         self.sha256 = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def ids(self, data: bytes, name: str) -> npt.NDArray[np.int64]:
-        """Token ids of a text, without special tokens.
+        """Return the token ids of a text, without special tokens.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class FileTokenizer:
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int64)
 
     def texts(self) -> tuple[str, ...]:
-        """How each token reads; a token that is no whole character reads as its symbol."""
+        """Return the text of each token; a part of a character has the symbol of its token."""
         return token_texts(self._backend)
 
 
@@ -116,7 +116,7 @@ Tokenizer = AsciiTokenizer | FileTokenizer
 
 
 def token_texts(backend: Any) -> tuple[str, ...]:
-    """How each token reads; a token that is no whole character reads as its symbol.
+    """Return the text of each token; a part of a character has the symbol of its token.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def token_texts(backend: Any) -> tuple[str, ...]:
 
 
 def _printable(text: str) -> str:
-    """A text as it is, or with escapes where a terminal would act on it.
+    """Return a text, with escapes for characters that a terminal acts on.
 
     >>> _printable("the"), _printable("a\\tb")
     ('the', 'a\\\\tb')

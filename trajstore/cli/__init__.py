@@ -1,4 +1,4 @@
-"""The command line: the program `trajstore`, what its commands share, and seven of them.
+"""The command line: the program `trajstore`, shared code of commands, and six commands.
 
 The other commands are in `trajstore.analysis.commands` and `trajstore.trainers.commands`. Each
 command opens a library object, calls one method and prints the result.
@@ -12,19 +12,19 @@ command opens a library object, calls one method and prints the result.
 ``integrity_commands``
     The commands `verify` and `repair`.
 ``main``
-    The command `trajstore`, which finds all others through their entry points.
+    The command `trajstore`, which finds all commands through their entry points.
 ``options``
-    Arguments and options that commands share.
+    Arguments and options that several commands share.
 ``progress``
     Progress bars on standard error.
 ``start``
-    The start of the process: Ctrl-C gives a sentence even while modules are imported.
+    The start of the process: Ctrl-C prints one sentence even during imports.
 ``stop_signals``
     Ctrl-C and SIGTERM as a request to stop after the current step.
 ``tables``
-    Tables, JSON and notes, printed so that no text of a run controls the terminal.
+    Tables, JSON and notes, escaped so that text from a run cannot control the terminal.
 ``watch_command``
     The command `watch`, which follows a run while another process records it.
 ``watch_view``
-    What `watch` shows: a view for a terminal, a line for anything else.
+    Output of `watch`: a view for a terminal, lines for anything else.
 """

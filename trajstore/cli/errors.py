@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 def sentences(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn the errors that are meant for people into one sentence and an exit code."""
+    """Print expected errors as one sentence, and exit with their code."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -42,7 +42,7 @@ def _in_words(error: BaseException) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
-        return f"the system refused{where}: {error.strerror or error}", 1
+        return f"the operating system reported an error{where}: {error.strerror or error}", 1
     if isinstance(error, MemoryError):
-        return f"there is not as much memory as this takes: {error or 'out of memory'}", 1
+        return f"out of memory: {error}" if str(error) else "out of memory", 1
     return "stopped by Ctrl-C", 128 + signal.SIGINT

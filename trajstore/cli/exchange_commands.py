@@ -1,4 +1,4 @@
-"""Commands that write and read the files of others: export, import."""
+"""The commands `export` and `import`, for files of other programs."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ _MEMORY = partial(
 @click.option(
     "--format",
     "format_name",
-    help="safetensors, hdf5, zarr (for any reader of Zarr v3) or run; default: the one of the "
-    "layout, or of the ending of the output, or safetensors.",
+    help="safetensors, hdf5, zarr (for any reader of Zarr v3) or run; default: from the layout, "
+    "from the extension of the output, or safetensors.",
 )
 @click.option(
     "--layout",
     default="native",
     show_default=True,
-    help="native, or the notebook whose scripts are to read it: 14.1a, 15.1a, 1.12a, 1.12f, "
+    help="native, or the notebook whose scripts will read the file: 14.1a, 15.1a, 1.12a, 1.12f, "
     "thimble-6, thimble-7, …; `trajstore import` lists all.",
 )
-@click.option("-o", "--output", type=click.Path(), required=True, help="The file to write.")
+@click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
+@click.option("--steps", metavar="STEPS", help="Steps to write: 0:200:10 (200 excluded), 5,10,20:.")
 @click.option(
-    "--steps", metavar="STEPS", help="Step numbers: 0:200:10 (200 not included), 5,10,20:."
+    "--tokens", metavar="TOKENS", help="Tokens: all, dead, live, ids such as 1,2,3, or a FILE."
 )
-@click.option("--tokens", metavar="TOKENS", help="all, dead, live, ids such as 1,2,3, or a FILE.")
-@click.option("--vars", "variables", metavar="W,grad,…", help="Variables; default: all.")
-@click.option("--block-rows", type=int, help="Rows of a chunk (zarr) or a block (run).")
-@_MEMORY(help="For the rows that zarr and run hold.")
-@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@click.option("--vars", "variables", metavar="W,grad,…", help="Variables to write; default: all.")
+@click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
+@_MEMORY(help="Memory for the row buffer of zarr and run.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
 @sentences
 def export(run: str, format_name: str | None, output: str, as_json: bool, **options: Any) -> None:
-    """Write a run, or part of it, for other programs. Memory stays flat, whatever the size.
+    """Write a run, or part of it, for other programs. Memory use does not depend on its size.
 
     \b
     Example:
@@ -85,7 +85,7 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
 
 
 def _format_of(output: str) -> str:
-    """Format that the ending of a file's name stands for."""
+    """Format for the extension of a file name."""
     endings = {
         "": "safetensors",
         ".safetensors": "safetensors",
@@ -96,55 +96,55 @@ def _format_of(output: str) -> str:
     suffix = Path(output).suffix.lower()
     if suffix not in endings:
         raise InvalidArgument(
-            f"cannot tell from {suffix} what {output} is to be; end it with "
-            f"{', '.join(filter(None, endings))}, or use --format safetensors, hdf5, zarr or run"
+            f"unknown extension {suffix} of {output}; use "
+            f"{', '.join(filter(None, endings))}, or --format safetensors, hdf5, zarr or run"
         )
     return endings[suffix]
 
 
 @click.command(name="import")
 @click.argument("file", type=click.Path(), required=False)
-@click.option("-o", "--output", type=click.Path(), help="The run to make.")
-@click.option("--dry-run", is_flag=True, help="Only say what is taken for what; write nothing.")
+@click.option("-o", "--output", type=click.Path(), help="Run to create.")
+@click.option("--dry-run", is_flag=True, help="Print how FILE would be imported; write nothing.")
 @click.option(
     "--map",
     "mapped",
     metavar="KIND=NAME",
     multiple=True,
-    help="The array that has a kind, such as W=embedding_history; ignore=NAME leaves one out. "
+    help="Array to use for a variable, such as W=embedding_history; ignore=NAME skips an array. "
     "Repeatable.",
 )
 @click.option(
     "--bits",
     metavar="TYPE",
     multiple=True,
-    help="What 16 bits are: bfloat16 or float16; of one variable with W=bfloat16. Repeatable.",
+    help="Type of 16-bit values: bfloat16 or float16; for one variable W=bfloat16. Repeatable.",
 )
 @click.option(
     "--labels",
     metavar="steps=…",
-    help="Steps of the rows: the name of an array, 0:2001:50, or 0,10,50.",
+    help="Steps of the rows: an array name, 0:2001:50, or 0,10,50.",
 )
 @click.option(
     "--first-row",
     type=int,
     metavar="0|1",
-    help="Step of the first row of a file that labels none; default: 0.",
+    help="Step of the first row if the file labels none; default: 0.",
 )
 @click.option(
     "--schedule",
     metavar="SCHEDULE",
-    help="constant or linear:N: makes lr of the file's learning rate.",
+    help="Compute lr from the file's learning rate: constant or linear:N.",
 )
-@click.option("--layout", help="Of an export, native or hdf5; default: recognised.")
+@click.option("--layout", help="Layout of FILE, such as native or hdf5; default: detected.")
 @click.option(
     "--masks",
     type=click.Path(),
-    help="A file that tells the dead tokens: masks, lists of ids, or counts of occurrences.",
+    help="File that labels dead tokens: masks, lists of ids, or token counts.",
 )
-@click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
-@_MEMORY(help="For the buffer of the writer.")
-@click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@click.option("--block-rows", type=int, help="Rows per block; default: computed from the memory.")
+@_MEMORY(help="Memory for the write buffer.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @JSON
 @sentences
 def import_(
@@ -157,9 +157,9 @@ def import_(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Make a run of a file, or the runs of one that holds several. Without FILE, list what is read.
+    """Import a file as a run, or as several if it holds several. Without FILE, list the formats.
 
-    FILE is safetensors, HDF5, .npz, .npy, .pt of torch, or a folder of one such file per step.
+    FILE is safetensors, HDF5, .npz, .npy, a torch .pt file, or a folder with one file per step.
 
     \b
     Example:
@@ -180,7 +180,7 @@ def import_(
         _preview(file, given, as_json=as_json)
         return
     if output is None:
-        raise InvalidArgument("say where the run is to be with -o NAME.zarr, or add --dry-run")
+        raise InvalidArgument("no output given; add -o NAME.zarr or --dry-run")
     from trajstore.exchange.importing.import_file import import_file
 
     with stopped_by_signals(), BytesProgress("importing") as progress:
@@ -208,12 +208,12 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _bits(texts: tuple[str, ...]) -> dict[str, str]:
-    """What 16 bits are, by variable; of those that are not named under ``*``."""
+    """Type of 16-bit values by variable; ``*`` is the default."""
     types: dict[str, str] = {}
     for text in texts:
         name, type = _assignment(text) if "=" in text else ("*", text)
         if types.setdefault(name, type) != type:
-            raise InvalidArgument(f"got --bits {types[name]} and {type} of the same; name one")
+            raise InvalidArgument(f"got --bits {types[name]} and {type} for one variable; give one")
     return types
 
 
@@ -240,8 +240,8 @@ def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _print_matches(lines: Iterable[Detection]) -> None:
-    """Print what each array and number of a file was taken for."""
-    printed = table("", "in the file", "type", "shape", "taken as", "", words=range(5))
+    """Print how each array and number of a file is imported."""
+    printed = table("", "in the file", "type", "shape", "imported as", "reason", words=range(5))
     for line in lines:
         shape = "×".join(map(str, line.shape)) or "—"
         kind = Text(line.kind) if line.kind else Text("left out", style="dim")
@@ -250,7 +250,7 @@ def _print_matches(lines: Iterable[Detection]) -> None:
 
 
 def _print_importable(*, as_json: bool) -> None:
-    """Print what an import reads: formats, kinds with the names in use, and layouts."""
+    """Print what `import` can read: formats, variables with known names, and layouts."""
     from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
     from trajstore.formats.open_file import FORMATS
@@ -267,23 +267,23 @@ def _print_importable(*, as_json: bool) -> None:
         facts = {"formats": FORMATS, "kinds": kinds, "scalars": scalars}
         print_json(facts | {"layouts": list(EXPORT_LAYOUTS)})
         return
-    out.print("Read are", style="bold")
+    out.print("Formats", style="bold")
     for name, what in FORMATS.items():
         out.print(Text(f"  {name}: {what}"))
-    printed = table("Arrays", "taken as", "dimensions", "names in use", words=range(3))
+    printed = table("Arrays", "variable", "dimensions", "known names", words=range(3))
     for kind in ARRAY_KINDS.values():
         names = [name for name in kind.names if name != "steps_of_the_names"]
         printed.add_row(kind.name, ", ".join(kind.dims), Text(", ".join(names)))
     print_table(printed)
     out.print(
         Text(
-            "Case does not matter; run_0_… before a name, and _history, _bits, _E, _W or _U behind "
-            "it, and dead_… or live_… for the rows of some tokens, are understood. An array of "
-            "(step, token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
+            "Names ignore case. They may have the prefix run_0_, dead_ or live_ (rows of some "
+            "tokens), and the suffix _history, _bits, _E, _W or _U. A single array of "
+            "(step, token, hidden) can have any name. uint16 values are read as bfloat16 bits."
         )
     )
-    printed = table("Numbers", "name", "names in use", "goes to", words=range(3))
+    printed = table("Numbers", "name", "known names", "stored as", words=range(3))
     for scalar in SCALARS.values():
         printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
     print_table(printed)
-    out.print(Text(f"Layouts, of exports and imports: {', '.join(EXPORT_LAYOUTS)}"))
+    out.print(Text(f"Layouts for export and import: {', '.join(EXPORT_LAYOUTS)}"))

@@ -24,11 +24,12 @@ from trajstore.cli.tables import (
 )
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.stretches import listed_stretches
+from trajstore.store.reading.run_settings import attribute
 
 __all__ = ["info"]
 
 
-_WIDE = 100  # columns of a terminal from which on tables have all of theirs
+_WIDE = 100  # terminal width at which tables show all columns
 
 
 @click.command()
@@ -36,10 +37,11 @@ _WIDE = 100  # columns of a terminal from which on tables have all of theirs
 @JSON
 @sentences
 def info(runs: tuple[str, ...], as_json: bool) -> None:
-    """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
+    """Print what a run holds: rows, arrays, sizes, configuration, origin.
 
-    Of several runs, or the folder of a sweep, a table with the settings that differ and the final
-    loss, or a list with --json; what is no run is told, and the exit code is 1.
+    Works while the run is recorded. For several runs or the folder of a sweep, prints a table with
+    the settings that differ and the final loss, or a list with --json. Reports paths that are not
+    runs and exits with 1.
 
     \b
     Example:
@@ -58,7 +60,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
             print_information(paths[0], facts)
         return
     from trajstore.store.reading.run_settings import differing_settings
-    from trajstore.store.reading.run_table import final_loss  # which loads xarray
+    from trajstore.store.reading.run_table import final_loss  # imports xarray
 
     found = {}
     for run in paths:
@@ -91,19 +93,18 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
     out.print(f"{run}: {run_status(facts)}, {facts['committed_rows']} rows, {span}")
-    parameter = (facts.get("recording") or {}).get("parameter")
+    parameter = attribute(facts, "recording", "parameter")
     if parameter:
-        out.print(f"Recorded is {parameter}.")
+        out.print(f"Recorded parameter: {parameter}.")
     out.print(
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
     )
-    if "fingerprint" in facts:
-        out.print(Text(f"Run {facts['runs'][-1][1]}"))
-        out.print(Text(f"content digest {facts['content_digest']}"))
-        out.print(Text(f"fingerprint    {facts['fingerprint']}"))
+    out.print(Text(f"Run {facts['runs'][-1][1]}"))
+    out.print(Text(f"content digest {facts['content_digest']}"))
+    out.print(Text(f"fingerprint    {facts['fingerprint']}"))
     columns = ("array", "shape", "type", "native", "on disk", "ratio", "chunk")
-    # In a narrow terminal without the last one: what is there is not cut.
+    # A narrow terminal omits the last column instead of cutting the others.
     shown = len(columns) - (out.width < _WIDE)
     printed = table("", *columns[:shown])
     for column in printed.columns:
@@ -116,7 +117,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
     print_table(printed)
     for section in ("config", "optimizer", "provenance"):
-        if facts.get(section):
+        if isinstance(facts.get(section), dict):
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
@@ -125,20 +126,20 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             for line in lines:
                 out.print(Text(f"  {line}"))
     if facts["populations"]:
-        told = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
-        out.print(Text(f"Populations: {', '.join(told)}."))
+        named = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
+        out.print(Text(f"Populations: {', '.join(named)}."))
     print_notes(advice["sentence"] for advice in facts["advice"])
     print_notes(without_tokens(facts["populations"]))
 
 
 def _stretches(facts: dict[str, Any]) -> list[str]:
-    """What differed between the stretches of a run; nothing where it has one."""
+    """Settings that differ between the stretches of a run; empty if it has one stretch."""
     last = facts["steps"]["last"] if facts["steps"] else 0
     stretches = [each for each in listed_stretches(facts) if each["step"] < last]
+    if not stretches:
+        return []
     flat = [dict(_flat(each["config"])) for each in stretches]
-    names = (
-        [name for name in flat[-1] if len({str(one.get(name)) for one in flat}) > 1] if flat else []
-    )
+    names = [name for name in flat[-1] if len({str(one.get(name)) for one in flat}) > 1]
     ends = [*(each["step"] for each in stretches[1:]), last]
     return [
         f"steps {each['step'] + 1} to {end}: "
@@ -149,14 +150,14 @@ def _stretches(facts: dict[str, Any]) -> list[str]:
 
 
 def print_runs(found: dict[str, dict[str, Any]]) -> None:
-    """Print a line about each of several runs."""
+    """Print a table with one line per run."""
     from trajstore.store.reading.run_table import run_table
 
     columns, rows = run_table(found)
     printed = table("", *columns, words=(0, 1))
     for row in rows:
         printed.add_row(*row)
-    printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
+    printed.columns[0].no_wrap = False  # wrap a path instead of cutting it
     printed.columns[0].overflow = "fold"
     print_table(printed)
 

@@ -31,14 +31,14 @@ __all__ = ["repair", "verify"]
     "--replay",
     "with_replay",
     is_flag=True,
-    help="Recompute every step with the recorded optimizer, and compare bit for bit. Needs torch.",
+    help="Recompute every step with the recorded optimizer and compare all bits. Requires torch.",
 )
 @JSON
 @sentences
 def verify(run: str, with_replay: bool, as_json: bool) -> None:
-    """Read everything that is stored of a run against its checksums. Nothing is changed.
+    """Read every byte of a run and compare it with its checksums. Changes nothing.
 
-    Exits with 1 if anything is wrong.
+    Exits with 1 if it finds a problem.
 
     \b
     Example:
@@ -49,7 +49,6 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
 
     with BytesProgress("verifying") as progress:
         found = check(run, on_progress=progress.show)
-    # What is broken is not worth replaying.
     replayed = _replay(run) if with_replay and found.clean else None
     if as_json:
         facts = None if replayed is None else replayed.facts()
@@ -59,21 +58,20 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
         if replayed is not None:
             print_replay(replayed.facts())
         elif with_replay:
-            out.print("The replay was left out, because the run is damaged; repair it first.")
+            out.print("Replay skipped: the run is damaged; repair it first.")
     if not found.clean or (replayed is not None and not replayed.clean):
         sys.exit(1)
 
 
 def _replay(run: str) -> Any:
-    """Result of the replay that is installed: with ``clean`` and ``facts()``."""
+    """Result of the installed replay, with ``clean`` and ``facts()``."""
     try:
         replay = next(iter(entry_points(group="trajstore.replays", name="optimizer"))).load()
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
         raise MissingExtra(
-            f"replaying carries out every step with torch, and {error.name or error} is missing; "
-            "install trajstore[train]"
+            f"replay requires torch, and {error.name or error} is missing; install trajstore[train]"
         ) from error
     with StepsProgress("replaying") as progress:
         return replay(run, on_progress=progress.show)
@@ -81,13 +79,13 @@ def _replay(run: str) -> Any:
 
 @click.command()
 @RUN
-@click.option("--yes", is_flag=True, help="Do it; without this, only say what would be done.")
+@click.option("--yes", is_flag=True, help="Apply the repair. Without it, print what it would do.")
 @JSON
 @sentences
 def repair(run: str, yes: bool, as_json: bool) -> None:
-    """Bring a damaged run back to its last whole commit.
+    """Restore a damaged run to its last complete commit.
 
-    Says what would be done, and does it with --yes. Exits with 1 if something cannot be repaired.
+    Prints the repair, and applies it with --yes. Exits with 1 if something cannot be repaired.
 
     \b
     Example:
@@ -111,7 +109,7 @@ def print_replay(facts: dict[str, Any]) -> None:
     out.print(
         f"Replayed {facts['replayed']:,} of {facts['steps']:,} steps"
         + (f" with {facts['optimizer']}" if facts["replayed"] else "")
-        + (f", {facts['skipped']:,} of them skipped by the scaler" if facts["skipped"] else "")
+        + (f", {facts['skipped']:,} skipped by the gradient scaler" if facts["skipped"] else "")
         + f": {facts['differing']:,} values differ."
     )
     if facts["variables"]:
@@ -125,24 +123,22 @@ def print_replay(facts: dict[str, Any]) -> None:
             )
         print_table(printed)
     if facts["rebuilt"]:
-        out.print(f"Rebuilt from row 0, because it is not recorded: {', '.join(facts['rebuilt'])}.")
+        out.print(f"Rebuilt from row 0 because not recorded: {', '.join(facts['rebuilt'])}.")
     for finding in facts["findings"]:
-        out.print(Text(f"Wrong: {finding['sentence']}."))
+        out.print(Text(f"Problem: {finding['sentence']}."))
     if facts["total_findings"] > len(facts["findings"]):
-        out.print(f"And {facts['total_findings'] - len(facts['findings']):,} findings more.")
+        out.print(f"{facts['total_findings'] - len(facts['findings']):,} more problems.")
     for part in facts["unreplayed"]:
-        out.print(Text(f"Not proven: {part['sentence']}."))
+        out.print(Text(f"Not checked: {part['sentence']}."))
     print_notes(facts["notes"])
 
 
 def print_verification(found: Verification) -> None:
-    """Print what `trajstore.integrity.verify.verify` found: what is broken, and where."""
+    """Print what `trajstore.integrity.verify.verify` found."""
     from trajstore.store.storage.remote_path import key_within
 
     if found.problems:
-        printed = table(
-            "Problems", "array", "block", "bytes", "file", "what is wrong", words=(0, 3, 4)
-        )
+        printed = table("Problems", "array", "block", "bytes", "file", "problem", words=(0, 3, 4))
         for problem in found.problems:
             span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
             printed.add_row(
@@ -165,18 +161,18 @@ def print_verification(found: Verification) -> None:
 
 
 def print_repair(found: Repair) -> None:
-    """Print what `trajstore.integrity.repair.repair` has done, or would do."""
+    """Print what `trajstore.integrity.repair.repair` did or would do."""
     if not found.actions and not found.unrepaired:
-        out.print(Text(f"{found.path.name} is sound: there is nothing to repair."))
+        out.print(Text(f"{found.path.name} is sound; nothing to repair."))
         return
     if found.actions:
-        out.print(Text("Done:" if found.done else "Would be done:"))
+        out.print(Text("Repaired:" if found.done else "Planned repair:"))
     for action in found.actions:
         out.print(Text(f"  {action}."))
     if found.unrepaired:
-        out.print(Text("Cannot be repaired, as it is written down nowhere else:"))
+        out.print(Text("Cannot be repaired, because no other copy exists:"))
     for sentence in found.unrepaired:
         out.print(Text(f"  {sentence}."))
     if found.actions and not found.done:
         run = shlex.quote(str(found.path))
-        out.print(Text(f"Nothing has been changed. Do it with: trajstore repair {run} --yes"))
+        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {run} --yes"))

@@ -1,7 +1,7 @@
 """The command line: each command opens a library object, calls one method, prints the result.
 
-Commands are found through the entry points of the group ``trajstore.commands``, those of this
-package as those of others.
+Commands of this package and of others are found through the entry points of the group
+``trajstore.commands``.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from trajstore.version import __version__
 __all__ = ["main"]
 
 FIRST = """\
-Type first:
+First steps:
 
-  trajstore record --preset gatsby --steps 300 -o gatsby.zarr   train a tiny GPT-2, and record it
-  trajstore watch gatsby.zarr                                   look on, from another terminal
-  trajstore summary gatsby.zarr                                 see what happened
+  trajstore record --preset gatsby --steps 300 -o gatsby.zarr   train a tiny GPT-2 and record it
+  trajstore watch gatsby.zarr                                   follow it from another terminal
+  trajstore summary gatsby.zarr                                 print the main results
 
-Or, with a file that you have:
+To start from a file of your own:
 
   trajstore import mine.safetensors -o mine.zarr
 
-`trajstore --help` lists all commands, `trajstore COMMAND --help` explains one."""
+`trajstore --help` lists all commands. `trajstore COMMAND --help` explains one."""
 
 
 class _Commands(click.Group):
-    """Commands by the names of their entry points; each is imported when it is needed."""
+    """Commands by the names of their entry points; each is imported on first use."""
 
     @functools.cached_property
     def _entry_points(self) -> dict[str, EntryPoint]:
         found = entry_points(group="trajstore.commands")
         ours = [point for point in found if point.module.partition(".")[0] == "trajstore"]
-        return {point.name: point for point in (*found, *ours)}  # nobody replaces one of ours
+        return {point.name: point for point in (*found, *ours)}  # ours have precedence
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""
         return sorted(self._entry_points)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Command of that name; one that cannot be imported says so when it is called."""
+        """Command of that name; a failed import raises only when the command is called."""
         point = self._entry_points.get(cmd_name)
         if point is None:
             return None
         try:
             command: click.Command = point.load()
-        except Exception as error:  # another package's, whatever is wrong with it
+        except Exception as error:  # any failure of another package
             if point.module.partition(".")[0] == "trajstore":
                 raise
             return _broken(point, error)
@@ -59,7 +59,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is called; an unknown name gets the nearest known one."""
+        """The command to run; the error for an unknown name suggests the nearest known one."""
         name = args[0]
         if name not in self._entry_points and not name.startswith("-"):
             raise click.UsageError(
@@ -69,7 +69,7 @@ class _Commands(click.Group):
 
 
 def _broken(point: EntryPoint, error: Exception) -> click.Command:
-    """Command in the place of one from another package that cannot be imported."""
+    """Placeholder for a command of another package that cannot be imported."""
     owner = point.dist.name if point.dist else point.module
 
     @click.command(

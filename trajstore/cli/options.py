@@ -1,4 +1,4 @@
-"""Arguments and options that commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ __all__ = [
 
 
 class Choice(click.Choice[str]):
-    """Some words, of which a mistyped one is told the nearest."""
+    """A choice of words; the error for a mistyped word suggests the nearest one."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """What is said of a word that is none of them."""
-        said = super().get_invalid_choice_message(value, ctx)
-        return said.removesuffix(".") + did_you_mean(str(value), self.choices) + "."
+        """Message for a word that is not a choice."""
+        message = super().get_invalid_choice_message(value, ctx)
+        return message.removesuffix(".") + did_you_mean(str(value), self.choices) + "."
 
 
 RUN = click.argument("run", type=click.Path())
 RUNS = click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
-JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 LATTICE = click.option(
     "--lattice",
     type=Choice(LATTICES),
     default="native",
-    help="Type that W is rounded to before it is looked at; default: none but its own.",
+    help="Round W to this type before the analysis; default: no rounding.",
 )
 POPULATIONS = click.option(
     "--population",
     "populations",
     multiple=True,
     metavar="NAME=EXPR|FILE",
-    help="One more population: an expression over the tokens' coordinates, such as "
-    "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
+    help="Additional population: an expression over token coordinates, such as "
+    "'rare=token_count < 10', or a file with a mask or token ids. Repeatable.",
 )
 
 
 def _recordable() -> str:
-    """Every variable that can be asked for, by tier, as the table of the variables has them."""
+    """Help of ``--record``: every recordable variable, by tier."""
     in_each = [n for n in RECORDED if all(n in held for held in TIERS.values()) and n != "W"]
     in_some = {name for held in TIERS.values() for name in held}
     tiers = (
@@ -69,9 +69,9 @@ def _recordable() -> str:
     )
     by_name = [name for name in RECORDED if name not in in_some]
     return (
-        f"Tiers or variables, with commas between them. Tiers: {', '.join(tiers)}, each with "
-        f"{', '.join(in_each)}. By name only: {', '.join(by_name)}; cells also in place of W. "
-        "Default: what the configuration says."
+        f"Tiers or variables, separated by commas. Tiers: {', '.join(tiers)}; each also includes "
+        f"{', '.join(in_each)}. By name only: {', '.join(by_name)}; cells can replace W. "
+        "Default: recording.record of the configuration."
     )
 
 
@@ -79,20 +79,20 @@ RECORD = click.option("--record", "variables", metavar="all,batch,…", help=_re
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,
-    help="Of several runs, the steps and variables that all of them have.",
+    help="Use only the steps and variables that all runs have.",
 )
 
 
 def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Tell runs from names, which come after them.
+    """Split arguments into runs and the names that follow them.
 
     Parameters
     ----------
     words : sequence of str
-        The first is a run; so are those after it which are no names, and of which there is a file,
-        or which are written like one.
+        The first is a run. The words after it are runs up to the first that is in `known`, or
+        that is neither an existing path nor written like one.
     known : collection of str
-        Names that there are.
+        Known names.
     """
     runs = 1
     while runs < len(words) and words[runs] not in known and _is_path(words[runs]):
@@ -110,21 +110,21 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
     Raises
     ------
     InvalidArgument
-        For what is none; for a name alone also where to give it.
+        If a value is not NAME=EXPRESSION or NAME=FILE.
     """
     from trajstore.populations.files import populations_from
 
     for one in assignments:
         if "=" not in one:
             raise InvalidArgument(
-                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; to ask about "
-                f"one that is there: trajstore analyze RUN QUANTITY --set population={one}"
+                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; to select an "
+                f"existing one, use trajstore analyze RUN QUANTITY --set population={one}"
             )
     return populations_from(assignments)
 
 
 def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
-    """One run, or several along ``run``: those that are named, or that a pattern matches."""
+    """Open one run, or several along ``run``, from paths and patterns."""
     from trajstore.store.reading.open_run import open_run
     from trajstore.store.reading.open_runs import open_runs
     from trajstore.store.reading.run_paths import run_paths

@@ -1,4 +1,4 @@
-"""Progress of the commands, on standard error, and what ends them early."""
+"""Progress bars of the commands on standard error, and clean stops by signals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Bar:
-    """A bar on a terminal, nothing elsewhere; shown while the ``with`` block runs."""
+    """A progress bar on a terminal, shown while the ``with`` block runs; elsewhere no output."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         self._bar = Progress(*columns, console=err, disable=not err.is_terminal, **options)
@@ -46,17 +46,17 @@ class Bar:
         self._bar.stop()
 
     def show(self, done: int, total: int) -> None:
-        """Show how much of how much is done."""
+        """Update the bar to `done` of `total`."""
         self._bar.update(self._task, completed=done, total=total)
 
 
 class BytesProgress(Bar):
-    """Progress of something that is measured in bytes.
+    """Progress in bytes.
 
     Parameters
     ----------
     verb : str
-        What is going on.
+        Label of the bar.
     """
 
     def __init__(self, verb: str) -> None:
@@ -71,12 +71,12 @@ class BytesProgress(Bar):
 
 
 class StepsProgress(Bar):
-    """Progress of something that goes through the rows of a run.
+    """Progress in rows of a run.
 
     Parameters
     ----------
     verb : str
-        What is going on.
+        Label of the bar.
     """
 
     def __init__(self, verb: str) -> None:
@@ -90,7 +90,7 @@ class StepsProgress(Bar):
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, so that it takes its unfinished result away."""
+    """Let SIGTERM end a command like Ctrl-C, so that it removes its unfinished output."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -104,19 +104,19 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 class AnalysisProgress(Bar):
-    """Progress of a computation: a bar on a terminal.
+    """Progress of a computation in tasks.
 
     Parameters
     ----------
     address : str, optional
-        Of the cluster's scheduler. Without it, the threads of this process compute.
+        Address of a dask scheduler. Default: compute in the threads of this process.
 
     Raises
     ------
     MissingExtra
-        If there is an address, and dask.distributed is not installed.
+        If `address` is given and dask.distributed is not installed.
     InvalidArgument
-        If no scheduler answers.
+        If no scheduler answers at `address`.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -138,7 +138,7 @@ def _client(address: str) -> Any:
         from distributed import Client
     except ImportError as error:
         raise MissingExtra(
-            "computing on a cluster needs dask.distributed; install trajstore[cluster]"
+            "computing on a cluster requires dask.distributed; install trajstore[cluster]"
         ) from error
     try:
         return Client(address, timeout=10)

@@ -1,4 +1,4 @@
-"""The command as it is started: Ctrl-C is a sentence also while everything is imported."""
+"""Entry point of the command. Ctrl-C prints one sentence even during imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Import the commands, and run the one that is asked for."""
+    """Import the commands and run the one given on the command line."""
     stop_at_once()
     from trajstore.cli.main import main as commands
 

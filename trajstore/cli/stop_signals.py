@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM as a request to stop, not as an end."""
+"""Ctrl-C and SIGTERM as a request to stop after the current step."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
+TYPE_CHECKING = False  # importing typing would dominate the import time here
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
@@ -17,16 +17,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Remembers that a signal asked to stop; the second one ends the process at once.
+    """Record the first stop signal; a second one ends the process at once.
 
-    Called by whoever works in steps, after each of them: True when it is time to stop. Until
-    `begin` there is nothing that could be finished, and a signal raises `SystemExit`. A context
-    manager, for the main thread.
+    A loop calls the object after each step and stops when it returns True. Before `begin`, a
+    signal raises `SystemExit`, because no step is in progress. Use it as a context manager in the
+    main thread.
 
     Attributes
     ----------
     number : int or None
-        Of the signal that came.
+        Number of the received signal.
     """
 
     def __init__(self) -> None:
@@ -35,22 +35,22 @@ class StopRequest:
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __call__(self) -> bool:
-        """Tell whether it is time to stop."""
+        """Return True if a signal was received."""
         return self.number is not None
 
     def begin(self) -> None:
-        """Have a signal wait for the end of a step from now on."""
+        """From now on, delay a stop until the end of the current step."""
         self._begun = True
 
     @property
     def exit_code(self) -> int:
-        """What a process exits with that a signal ended."""
+        """Exit code of a process that a signal ended."""
         return 128 + (self.number or 0)
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
             handler = signal.getsignal(number)
-            # Ignored, as in the background of a script, it stays ignored; None is not Python's.
+            # An ignored signal (background job of a script) stays ignored. None: not set by Python.
             if handler not in (signal.SIG_IGN, None):
                 self._before[number] = handler
                 signal.signal(number, self._receive)
@@ -66,31 +66,31 @@ class StopRequest:
             signal.signal(other, signal.SIG_DFL)
         if not self._begun:
             raise SystemExit(self.exit_code)
-        _say(b"Stopping after this step; a second signal stops at once.\n")
+        _write(b"Stopping after this step; a second signal stops at once.\n")
 
 
 def stop_at_once() -> None:
-    """Have Ctrl-C end the process with a sentence: until something is done, until `working`."""
+    """Make Ctrl-C print one sentence and end the process, until `working` is called."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
 def working() -> None:
-    """Have Ctrl-C raise `KeyboardInterrupt` from now on: there may be something to be tidied."""
+    """Make Ctrl-C raise `KeyboardInterrupt` from now on, so that callers can clean up."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    # An exception in the middle of an import becomes whatever the imported makes of it.
-    _say(b"trajstore: stopped by Ctrl-C\n")
+    # An exception during an import could be caught or replaced by the imported module.
+    _write(b"trajstore: stopped by Ctrl-C\n")
     os._exit(128 + number)
 
 
-def _say(sentence: bytes) -> None:
-    """Write to standard error, not through a stream, which interrupted code may be writing to."""
-    # contextlib would take as long to import as all that comes before it.
+def _write(sentence: bytes) -> None:
+    """Write to the file descriptor: interrupted code may be writing to the stream."""
+    # Importing contextlib would double the import time of this module.
     try:  # noqa: SIM105
         os.write(2, sentence)
-    except OSError:  # nobody may be listening any more
+    except OSError:  # standard error may be closed
         pass

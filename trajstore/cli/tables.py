@@ -1,6 +1,6 @@
-"""What the commands print: tables and JSON on standard output, errors on standard error.
+"""Output of the commands: tables and JSON on standard output, errors on standard error.
 
-Texts of others, such as tokens, are shown as they are: no escape sequence reaches the terminal.
+Text from files, such as tokens, is escaped: no escape sequence reaches the terminal.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = [
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Text in which nothing but characters that can be seen is left: all others are escaped.
+    r"""Escape every character that is not printable.
 
-    Those are what a terminal obeys instead of showing it (escape sequences), marks that turn the
-    direction of writing, lone surrogates, and what has no width.
+    These are control characters (terminal escape sequences), marks that change the direction of
+    writing, unpaired surrogates, and characters without width.
 
     Parameters
     ----------
     text : str
     keep : str
-        Characters that stay as they are, such as a line's end.
+        Characters that are not escaped, such as a newline.
 
     Examples
     --------
@@ -59,23 +59,23 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class PlainConsole(Console):
-    """A console that shows texts as they are, without markup, and nothing that cannot be seen.
+    """A console that prints text without markup and escapes what is not printable.
 
     Parameters
     ----------
     **options
-        Of `rich.console.Console`.
+        Options of `rich.console.Console`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich prints them, texts made printable."""
+        """Print with rich; strings are made printable."""
         super().print(*map(_shown, objects), **options)
 
     def on_broken_pipe(self) -> None:
-        """Nobody listens any more: on standard error that ends the words, not the work."""
+        """Handle a closed pipe: on standard error, only the output stops, not the command."""
         if not self.stderr:
             super().on_broken_pipe()
         self.quiet = True
@@ -83,10 +83,10 @@ class PlainConsole(Console):
 
 
 class PlainTable(Table):
-    """A table whose cells are texts as they are."""
+    """A table whose cells are printed without markup."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """As rich adds it, texts made printable."""
+        """Add a row with rich; strings are made printable."""
         super().add_row(*map(_shown, cells), **options)
 
 
@@ -100,7 +100,7 @@ def _shown(shown: Any) -> Any:
 
 
 def _close_to_nothing(stream: IO[str]) -> None:
-    """Let whatever else writes to the stream's file, such as a library, be heard by nobody."""
+    """Redirect the stream's file descriptor to nothing, for libraries that write to it."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
@@ -110,11 +110,11 @@ out = PlainConsole(soft_wrap=True)
 err = PlainConsole(stderr=True, soft_wrap=True)
 for _console in (out, err):
     if not _console.is_terminal:
-        _console.width = 160  # in a file or a pipe, tables are not squeezed
+        _console.width = 160  # no wrapping in a file or a pipe
 
 
 def table(title: str, *columns: str, words: Container[int] = (0,)) -> PlainTable:
-    """Empty table. The first column, whose names are never cut, and `words` hold no numbers."""
+    """Empty table. Columns in `words` are left-aligned; the first column is never cut."""
     made = PlainTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number in words else "right", no_wrap=number == 0)
@@ -122,28 +122,28 @@ def table(title: str, *columns: str, words: Container[int] = (0,)) -> PlainTable
 
 
 def print_table(printed: PlainTable) -> None:
-    """Print a table that fits the terminal: what does not fit its column goes on below."""
+    """Print a table at the width of the terminal; long cells wrap."""
     out.print(printed, soft_wrap=False)
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print what should be known about a result, a line each."""
+    """Print notes about a result, one per line."""
     for note in notes:
         out.print(Text(f"Note: {note}."))
 
 
 def without_tokens(populations: Mapping[str, int]) -> list[str]:
-    """What should be known of populations, by their numbers of tokens: those that have none."""
+    """Notes about populations without tokens, from the number of tokens of each."""
     return [f"the population {name} has no token" for name, n in populations.items() if not n]
 
 
 def print_json(facts: Any) -> None:
-    """Print one JSON document; NaN and infinities, which JSON has not, become null."""
+    """Print one JSON document; NaN and infinities become null."""
     click.echo(json.dumps(json_value(facts), indent=2))
 
 
 def json_value(value: Any) -> Any:
-    """A value that JSON has: NaN and infinities are null."""
+    """The value with NaN and infinities replaced by None."""
     if isinstance(value, dict):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -154,7 +154,7 @@ def json_value(value: Any) -> Any:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """A number with its noun, plural if needed.
 
     >>> counted(1, "row"), counted(2000, "row")
     ('1 row', '2,000 rows')

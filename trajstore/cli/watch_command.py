@@ -1,4 +1,4 @@
-"""The command that follows runs while other processes record them: watch."""
+"""The command `watch`, which follows runs while other processes record them."""
 
 from __future__ import annotations
 
@@ -36,20 +36,18 @@ _LINES_INTERVAL = 10.0
     "--interval",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="From one look to the next; default: 1 on a terminal, 10 elsewhere.",
+    help="Seconds between two updates; default: 1 on a terminal, 10 elsewhere.",
 )
-@click.option("--once", is_flag=True, help="Look once, and end.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print the facts of every look as a line of JSON."
-)
+@click.option("--once", is_flag=True, help="Print the current state and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print every update as a line of JSON.")
 @sentences
 def watch(runs: tuple[str, ...], interval: float | None, once: bool, as_json: bool) -> None:
-    """Follow a run while another process records it: progress, loss, gradients, still tokens.
+    """Follow a run during recording: progress, loss, gradients, unchanged tokens.
 
-    A view on a terminal, a line for every look elsewhere; of several runs, or of the folder of a
-    sweep, a line for each. It only reads, and the recording does not notice. A run that is not
-    there yet is waited for. Ends with 0 when all runs are complete or interrupted, and with 1 when
-    the process that recorded one is gone.
+    Prints a view on a terminal, otherwise one line per update. For several runs or the folder of a
+    sweep, prints one line per run. Reads only, and does not slow the recording. Waits for a run
+    that does not exist yet. Exits with 0 when all runs are complete or interrupted, and with 1 if
+    a recording process died.
 
     \b
     Example:
@@ -64,25 +62,25 @@ def watch(runs: tuple[str, ...], interval: float | None, once: bool, as_json: bo
     if once:
         looks = followed.look()
         for run, look in looks.items():
-            if look.standing == "absent" and len(looks) == 1:
+            if look.status == "absent" and len(looks) == 1:
                 raise RunNotFound(f"there is no run at {run}{runs_beside(Path(run))}")
         _print(looks, as_json=as_json)
     else:
         try:
-            with stopped_by_signals():  # which leaves the terminal as it was
+            with stopped_by_signals():  # restores the terminal
                 if out.is_terminal and not as_json:
                     looks = _live(followed, interval or _TERMINAL_INTERVAL)
                 else:
                     looks = _lines(followed, interval or _LINES_INTERVAL, as_json=as_json)
-        except KeyboardInterrupt:  # the usual way to stop looking
+        except KeyboardInterrupt:  # the usual way to end `watch`
             sys.exit(128 + signal.SIGINT)
-    if any(look.standing == "abandoned" for look in looks.values()):
+    if any(look.status == "abandoned" for look in looks.values()):
         sys.exit(1)
 
 
 def _live(followed: FollowedRuns, interval: float) -> dict[str, Look]:
-    """Show the view until all runs end, and leave the last one there."""
-    screen = PlainConsole()  # which wraps lines, other than `out`
+    """Update the view until all runs end; the last view stays on the terminal."""
+    screen = PlainConsole()  # wraps lines, unlike `out`
     with Live(console=screen, auto_refresh=False) as live:
         while True:
             looks = followed.look()
@@ -90,18 +88,18 @@ def _live(followed: FollowedRuns, interval: float) -> dict[str, Look]:
             live.update(_view(looks, screen.width, plain=plain), refresh=True)
             if all(map(_ended, looks.values())):
                 return looks
-            time.sleep(interval)  # between two looks, as --interval says
+            time.sleep(interval)  # --interval
 
 
 def _lines(followed: FollowedRuns, interval: float, *, as_json: bool) -> dict[str, Look]:
-    ended: set[str] = set()  # and printed: they stay as they are
+    ended: set[str] = set()  # printed for the last time
     while True:
         looks = followed.look()
         _print({run: look for run, look in looks.items() if run not in ended}, as_json=as_json)
         ended = {run for run, look in looks.items() if _ended(look)}
         if len(ended) == len(looks):
             return looks
-        time.sleep(interval)  # between two looks, as --interval says
+        time.sleep(interval)  # --interval
 
 
 def _print(looks: dict[str, Look], *, as_json: bool) -> None:
@@ -120,4 +118,4 @@ def _view(looks: dict[str, Look], width: int, *, plain: bool = False) -> Rendera
 
 
 def _ended(look: Look) -> bool:
-    return look.standing in ("complete", "interrupted", "abandoned")
+    return look.status in ("complete", "interrupted", "abandoned")

@@ -1,4 +1,4 @@
-"""What `watch` shows: a view for a terminal, a line for anything else."""
+"""Output of `watch`: a view for a terminal, lines for anything else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.text import Text
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.tables import printable
 from trajstore.durations import format_duration
+from trajstore.store.reading.run_settings import attribute
 
 if TYPE_CHECKING:
     from trajstore.watching.measures import BoundedCurve
@@ -24,33 +25,33 @@ __all__ = ["facts", "line", "overview", "sparkline", "view"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = "_.-=+*#"
-_COLOURS = {"loss": "default", "dead": "magenta", "live": "cyan", "all": "cyan"}
-_LATE = 4  # times the seconds between two commits
+_COLORS = {"loss": "default", "dead": "magenta", "live": "cyan", "all": "cyan"}
+_LATE = 4  # multiple of the seconds between two commits
 _LONGEST = 24  # characters of a token's text
-_STANDINGS = {
-    "absent": "not there yet",
+_STATUSES = {
+    "absent": "not created yet",
     "recording": "recording",
-    "abandoned": "its process is gone",
+    "abandoned": "recording process died",
     "interrupted": "interrupted",
     "complete": "complete",
 }
 
 
 def view(run: str, look: Look, width: int, *, plain: bool = False) -> Group:
-    """The view of a terminal.
+    """View of one run for a terminal.
 
     Parameters
     ----------
     run : str
-        As it was named.
+        Path as given.
     look : Look
     width : int
         Columns of the terminal.
     plain : bool
-        Only characters of ASCII.
+        Use ASCII characters only.
     """
-    if look.standing == "absent":
-        return Group(Text(f"{printable(run)}: waiting for it; nothing is there yet"))
+    if look.status == "absent":
+        return Group(Text(f"{printable(run)}: waiting; the run does not exist yet"))
     lines: list[Any] = [_title(run, look), _progress(look, width)]
     if look.curves:
         lines.append(_curves(look, width, plain=plain))
@@ -60,7 +61,7 @@ def view(run: str, look: Look, width: int, *, plain: bool = False) -> Group:
 
 
 def overview(looks: Mapping[str, Look], width: int) -> Table:
-    """A line for each of several runs, on a terminal."""
+    """Table with one line per run, for a terminal."""
     grid = Table.grid(padding=(0, 2), expand=False)
     grid.width = width
     grid.add_column(no_wrap=True, overflow="ellipsis", min_width=12)
@@ -73,8 +74,8 @@ def overview(looks: Mapping[str, Look], width: int) -> Table:
         loss = look.curves.get("loss")
         grid.add_row(
             Text(printable(run), style="bold"),
-            Text(_STANDINGS[look.standing], style=_standing_colour(look)),
-            "" if look.standing == "absent" else _step(look),
+            Text(_STATUSES[look.status], style=_status_color(look)),
+            "" if look.status == "absent" else _step(look),
             _Bar(look) if look.steps else "",
             f"loss {_number('loss', loss.last)}" if loss is not None else "",
             _left(look),
@@ -83,34 +84,34 @@ def overview(looks: Mapping[str, Look], width: int) -> Table:
 
 
 def line(run: str, look: Look) -> str:
-    """One line with the same numbers."""
-    if look.standing == "absent":
-        return f"{printable(run)}: waiting for it; nothing is there yet"
-    said = [f"{printable(run)}: {_STANDINGS[look.standing]}", _step(look)]
+    """The same numbers in one line."""
+    if look.status == "absent":
+        return f"{printable(run)}: waiting; the run does not exist yet"
+    parts = [f"{printable(run)}: {_STATUSES[look.status]}", _step(look)]
     for name, curve in look.curves.items():
-        said.append(f"{_label(name)} {_number(name, curve.last)}")
-    said += [
+        parts.append(f"{_label(name)} {_number(name, curve.last)}")
+    parts += [
         _speed(look),
         _left(look),
         f"{format_bytes(look.bytes_on_disk)} on disk",
         _commit(look),
     ]
-    return ", ".join(filter(None, said))
+    return ", ".join(filter(None, parts))
 
 
 def facts(run: str, look: Look) -> dict[str, Any]:
-    """The same as JSON values."""
+    """The same numbers as JSON values."""
     left_out = ("curves", "attributes", "largest")
-    told = {name: value for name, value in vars(look).items() if name not in left_out}
+    kept = {name: value for name, value in vars(look).items() if name not in left_out}
     last = {name: curve.last for name, curve in look.curves.items()}
     largest = (
         None if look.largest is None else dict(zip(("token", "norm"), look.largest, strict=True))
     )
-    return {"run": run, **told, "last": last, "largest_gradient": largest}
+    return {"run": run, **kept, "last": last, "largest_gradient": largest}
 
 
 def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool = False) -> str:
-    """A curve in as many characters, from its least mean to its largest; blank where it has none.
+    """A curve in `width` characters, scaled from its least mean to its largest; gaps are blank.
 
     >>> from trajstore.watching.measures import BoundedCurve
     >>> curve = BoundedCurve()
@@ -141,7 +142,7 @@ def _height(mean: float, *, log: bool) -> float:
 
 
 class _Bar:
-    """A progress bar that fits what is left of its line."""
+    """A progress bar that fills the rest of its line."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -154,7 +155,7 @@ class _Bar:
 
 def _title(run: str, look: Look) -> Text:
     named = Text(printable(run), style="bold")
-    named.append(f"  {_STANDINGS[look.standing]}", style=_standing_colour(look))
+    named.append(f"  {_STATUSES[look.status]}", style=_status_color(look))
     provenance = look.attributes.get("provenance")
     corpus = provenance.get("corpus") if isinstance(provenance, dict) else None
     if isinstance(corpus, dict) and corpus.get("name"):
@@ -162,9 +163,9 @@ def _title(run: str, look: Look) -> Text:
     return named
 
 
-def _standing_colour(look: Look) -> str:
-    colours = {"recording": "green", "abandoned": "red", "complete": "blue"}
-    return colours.get(look.standing, "yellow")
+def _status_color(look: Look) -> str:
+    color = {"recording": "green", "abandoned": "red", "complete": "blue"}
+    return color.get(look.status, "yellow")
 
 
 def _progress(look: Look, width: int) -> Table:
@@ -186,9 +187,9 @@ def _curves(look: Look, width: int, *, plain: bool) -> Table:
     taken = sum(max(len(row[at]) for row in rows) for at in range(3)) + 3
     for (label, value, span), (name, curve) in zip(rows, look.curves.items(), strict=True):
         drawn = sparkline(curve, width - taken - 1, log=name.startswith("gradient"), plain=plain)
-        colour = _COLOURS.get(name.rpartition(" ")[2], "default")
+        color = _COLORS.get(name.rpartition(" ")[2], "default")
         style = "bold red" if not math.isfinite(curve.last) else "bold"
-        grid.add_row(label, Text(value, style), Text(drawn, colour), Text(span, "dim"))
+        grid.add_row(label, Text(value, style), Text(drawn, color), Text(span, "dim"))
     return grid
 
 
@@ -198,49 +199,51 @@ def _curve_cells(name: str, curve: BoundedCurve) -> tuple[str, str, str]:
 
 
 def _label(name: str) -> str:
-    """The measure as it is shown: ``gradient dead`` is ``|grad| dead``."""
+    """Label of a measure: ``gradient dead`` becomes ``|grad| dead``."""
     return name.replace("gradient", "|grad|")
 
 
 def _number(name: str, value: float) -> str:
     if name.startswith("gradient"):
         return "0" if value == 0 else f"{value:.2e}"
-    if name.startswith("still"):
+    if name.startswith("unchanged"):
         return f"{value:.1%}"
     return f"{value:.4f}"
 
 
 def _tail(look: Look) -> Iterator[str]:
-    """What is below the curves: speed, size and commit first, then what the curves are made of."""
+    """Lines below the curves: speed, size, last commit, and the sources of the curves."""
     sizes = f"{format_bytes(look.bytes_recorded)} in {format_bytes(look.bytes_on_disk)} on disk"
     yield "  ".join(filter(None, (_speed(look), sizes)))
     yield _commit(look) + (f"; learning rate {look.lr:.3g}" if look.lr is not None else "")
     if look.largest is not None:
         token, norm = look.largest
         yield f"largest gradient: token {_shortened(printable(token))}, {norm:.2e}"
-    made = []
+    sources = []
     if look.gradient_of:
-        made.append(
-            f"|grad|: mean over the tokens of its L2 norm, log scale; {_made_of(look.gradient_of)}"
+        sources.append(
+            f"|grad|: mean L2 norm over the tokens, log scale; {_source(look.gradient_of)}"
         )
-    if look.still_of:
-        made.append(f"still: tokens whose vector stayed the same; {_made_of(look.still_of)}")
-    yield from made
-    if made and look.measured < look.rows:
-        yield f"of {look.measured:,} of {look.rows:,} rows that were read so far, the newest first"
-    if look.standing == "abandoned":
-        yield "The process that recorded it is gone; what is committed is whole."
-    if look.standing == "recording" and look.commit_age > _LATE * _commit_every(look):
-        yield "The last commit is long ago: the training waits, or stands still."
+    if look.unchanged_of:
+        sources.append(
+            f"unchanged: fraction of tokens whose vector did not change; "
+            f"{_source(look.unchanged_of)}"
+        )
+    yield from sources
+    if sources and look.measured < look.rows:
+        yield f"read so far: {look.measured:,} of {look.rows:,} rows, newest first"
+    if look.status == "abandoned":
+        yield "The recording process died. All committed rows are complete."
+    if look.status == "recording" and look.commit_age > _LATE * _commit_every(look):
+        yield "The last commit is overdue: the training waits or hangs."
 
 
-def _made_of(variable: str) -> str:
+def _source(variable: str) -> str:
     return f"from {variable}" + (", W in bfloat16" if variable == "cells" else "")
 
 
 def _commit_every(look: Look) -> float:
-    recording = (look.attributes.get("config") or {}).get("recording", {})
-    seconds = recording.get("commit_every")
+    seconds = attribute(look.attributes, "config", "recording", "commit_every")
     return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else math.inf
 
 
@@ -267,6 +270,6 @@ def _speed(look: Look) -> str:
 
 def _commit(look: Look) -> str:
     at = datetime.fromtimestamp(look.commit_at, UTC).astimezone()
-    if look.standing not in ("recording", "abandoned"):
+    if look.status not in ("recording", "abandoned"):
         return f"last commit {at:%Y-%m-%d %H:%M:%S}"
     return f"last commit {format_duration(look.commit_age)} ago, at {at:%H:%M:%S}"

@@ -5,7 +5,7 @@ takes label and index, refuses a block that belongs elsewhere, reads the inner c
 selection needs, and decodes them in a thread: one for each object, side by side. Of a local store
 it reads the file itself, in that same thread. zarr finds the codec by its entry point.
 
-Source: docs/format.md.
+Source: docs/reference/format.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import os
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,22 +90,35 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Codec from the metadata of an array."""
+        """Codec from the metadata of an array.
+
+        Raises
+        ------
+        FormatError
+            If they are not those of this codec.
+        """
         register_accessors()
-        configuration = dict(data.get("configuration", {}))
-        try:
-            if data.get("name") != BLOCK:
-                raise ValueError(f"its name is {data.get('name')!r}")
-            array, chunk_shape = configuration.pop("array"), configuration.pop("chunk_shape")
-            runs = tuple((int(at), str(run)) for at, run in configuration.pop("runs"))
-            return cls(
-                array=str(array),
-                chunk_shape=tuple(int(length) for length in chunk_shape),
-                chain=Chain.from_facts(configuration),
-                runs=runs,
+        member, facts = "codecs.0.configuration", data.get("configuration")
+        if data.get("name") != BLOCK or not isinstance(facts, dict):
+            raise FormatError(
+                f"zarr.json: codecs.0 is {reprlib.repr(data)}, expected {BLOCK} and a configuration"
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"expected the codec {BLOCK}, got {data!r}: {error}") from error
+        parsers = {"array": str, "chunk_shape": _lengths, "runs": _runs}
+        found = {}
+        for name, parser in parsers.items():
+            try:
+                found[name] = parser(facts[name])
+            except KeyError:
+                raise FormatError(f"zarr.json: {member}.{name} is missing") from None
+            except (TypeError, ValueError) as error:
+                raise FormatError(
+                    f"zarr.json: {member}.{name} is {reprlib.repr(facts[name])}: {error}"
+                ) from error
+        try:
+            chain = Chain.from_facts({name: facts[name] for name in facts.keys() - parsers.keys()})
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"zarr.json: {member}: {error}") from error
+        return cls(chain=chain, **found)
 
     def to_dict(self) -> dict[str, Any]:
         """Metadata of the codec."""
@@ -169,6 +183,14 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         return chunk_spec.prototype.buffer.from_bytes(data)
 
 
+def _lengths(value: Any) -> tuple[int, ...]:
+    return tuple(int(length) for length in value)
+
+
+def _runs(value: Any) -> Runs:
+    return tuple((int(at), str(run)) for at, run in value)
+
+
 @lru_cache(maxsize=256)
 def _form(codec: BlockCodec, shape: tuple[int, ...]) -> BlockForm:
     return BlockForm(
@@ -217,7 +239,7 @@ class _Reading:
         try:
             size = os.fstat(file).st_size
             length = self._form.tail_length
-            data = os.pread(file, length, max(size - length, 0))
+            data = os.pread(file, min(length, size), max(size - length, 0))
             return self._decoded(
                 self._tail(data), lambda offset, length: os.pread(file, length, offset)
             )

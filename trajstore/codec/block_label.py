@@ -1,6 +1,6 @@
 """The label of a stored block: which run, array and rows it belongs to, and a digest of it.
 
-Source: docs/format.md, *Labels*.
+Source: docs/reference/format.md, *Labels*.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def chain(native: NativeType, ndim: int, *, small: bool, history: bool = False) 
     ndim : int
     small : bool
         Whether the rows of the run are so small that no training makes them faster than the
-        slower compressor takes them. The figures behind the choice are in docs/benchmarks.md.
+        slower compressor takes them. docs/project/benchmarks.md has the measurements.
     history : bool
         Whether histories of single tokens are what the array is read for most.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.problem import Problem
+from trajstore.store.metadata.document_form import open_document
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.storage.remote_path import Location

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from trajstore.codec.crc32c_check import is_intact
 from trajstore.errors import ObjectStoreError
-from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
+from trajstore.store.metadata.document_form import open_document
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
 

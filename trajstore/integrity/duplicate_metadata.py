@@ -6,17 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from trajstore.integrity.array_json_checks import (
-    entry_of,
     faults,
     is_canonical,
-    is_length,
     is_series,
-    open_document,
     with_rows,
 )
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.root_attribute_checks import fixed_attributes, parsed_copy
-from trajstore.schema import STEP, VARIABLES, Coordinate, coordinate
+from trajstore.schema import STEP, VARIABLES, Coordinate, coordinate, entry_of
+from trajstore.store.metadata.document_form import is_length, open_document
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import COPY
 from trajstore.store.reading.array_reader import stored_array

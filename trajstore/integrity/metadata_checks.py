@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
-from trajstore.integrity.array_json_checks import is_length, is_series, with_rows
+from trajstore.integrity.array_json_checks import is_series, with_rows
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
 from trajstore.schema import EXPORTED, MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
+from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_group import runs_beside
 from trajstore.store.reading.run_info import object_sizes
@@ -32,7 +33,6 @@ from trajstore.strict_json import Document, parse
 __all__ = ["check_metadata", "is_outdated", "read_document"]
 
 _MOST_MISSING = 1 << 16
-_ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
@@ -221,24 +221,14 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
 
 def _check_root(found: CheckedMetadata) -> None:
     root = found.root or {}
-    for key in sorted(_ROOT_KEYS - root.keys() - {"consolidated_metadata"}):
-        found.report(None, f"the root's document has no {key}")
-    for key in sorted(root.keys() - _ROOT_KEYS):
-        found.report(None, f"the root's document has an unknown entry {key!r}")
-    if root.get("zarr_format") != 3 or root.get("node_type") != "group":
-        found.report(None, "the root's document is not that of a Zarr v3 group")
+    for fault in root_faults(root):
+        found.report(None, str(fault))
     if found.consolidated() is None:
         found.report(
             None,
             "the root has lost its consolidated metadata, by which readers know how many rows are "
             "committed; setting an attribute with zarr does that",
         )
-    else:
-        block = root["consolidated_metadata"]
-        if block.keys() != {"kind", "must_understand", "metadata"} or (
-            block["kind"] != "inline" or block["must_understand"] is not False
-        ):
-            found.report(None, "the root's consolidated metadata are not marked as such")
     attributes = root.get("attributes")
     if isinstance(attributes, dict):
         found.attributes = attributes

@@ -11,23 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.integrity.array_json_checks import block_rows, is_moment, is_series
+from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.fingerprint_checks import made_again
 from trajstore.integrity.leftovers import find_leftovers
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.root_attribute_checks import (
-    REQUIRED,
-    STATUSES,
-    fixed_attributes,
-    is_digest,
-    is_possible,
-)
+from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import ENCODING, FORMAT, STEP
+from trajstore.store.metadata.document_form import (
+    REQUIRED,
+    STATUSES,
+    Status,
+    is_digest,
+    is_moment,
+    is_possible,
+)
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import RunMetadata, Status
+from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
 from trajstore.version import __version__

@@ -2,82 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from trajstore.errors import FormatError
-from trajstore.integrity.array_json_checks import is_moment, is_series
+from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.schema import ENCODING, FORMAT, STEP
-from trajstore.store.metadata.fingerprint import COMING, CONTENT, FINGERPRINT
+from trajstore.schema import FORMAT, STEP
+from trajstore.store.metadata.document_form import REQUIRED, attribute_faults, is_possible
+from trajstore.store.metadata.fingerprint import COMING
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
-from trajstore.store.metadata.zarr_json import CHANGING, COPY, Status
+from trajstore.store.metadata.zarr_json import CHANGING, COPY
 from trajstore.store.reading.open_group import run_identity
 from trajstore.strict_json import Document, differences, parse, same
 
 __all__ = [
-    "REQUIRED",
-    "STATUSES",
     "check_attributes",
     "fixed_attributes",
-    "is_digest",
-    "is_possible",
     "parsed_copy",
     "settle_announced",
 ]
-
-REQUIRED = (
-    "trajstore_format",
-    "trajstore_version",
-    "status",
-    "committed_rows",
-    "created",
-    "updated",
-    "timeline",
-    "encoding",
-    "block_rows",
-    "config",
-    "runs",
-    CONTENT,
-    FINGERPRINT,
-)
-"""Attributes that every root has."""
-
-STATUSES: tuple[Status, ...] = get_args(Status)
-
-
-def is_digest(value: Any) -> bool:
-    """Whether it is a SHA-256 as a root has it."""
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-_POSSIBLE: dict[str, Callable[[Any], bool]] = {
-    "trajstore_format": lambda value: type(value) is int and value == FORMAT,
-    "status": lambda value: value in STATUSES,
-    "created": is_moment,
-    "updated": is_moment,
-    "timeline": lambda value: value == "post-step",
-    "encoding": lambda value: value == ENCODING,
-    "block_rows": lambda value: type(value) is int and value > 0,
-    "config": lambda value: isinstance(value, dict),
-    STRETCHES: are_stretches,
-    CONTENT: is_digest,
-    FINGERPRINT: is_digest,
-}
-
-# How many rows a block has is held against the arrays, the number of the format has its own check.
-_EXPECTED = {
-    "status": f"one of {', '.join(STATUSES)}",
-    "created": "a time, ISO 8601",
-    "updated": "a time, ISO 8601",
-    "timeline": "post-step",
-    "encoding": ENCODING,
-    "config": "a JSON object",
-    STRETCHES: "a list of step and config, from step 0 on, in order",
-    CONTENT: "a SHA-256",
-    FINGERPRINT: "a SHA-256",
-}
 
 
 def settle_announced(found: CheckedMetadata) -> None:
@@ -136,11 +79,8 @@ def check_attributes(found: CheckedMetadata) -> None:
             f"{found.path} is of store format {number}, and this version checks format {FORMAT}; "
             f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
         )
-    if number is not None and not is_possible("trajstore_format", number):
-        found.report(None, f"trajstore_format is {number!r}, expected {FORMAT}")
-    for key, what in _EXPECTED.items():
-        if key in attributes and not is_possible(key, attributes[key]):
-            found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
+    for fault in attribute_faults(attributes):
+        found.report(None, str(fault))
     listed: Any = attributes.get(STRETCHES)
     if are_stretches(listed) and not same(listed[-1]["config"], attributes.get("config")):
         found.report(None, f"the last configuration of {STRETCHES} is not the attribute config")
@@ -148,19 +88,12 @@ def check_attributes(found: CheckedMetadata) -> None:
 
 def _check_identity(found: CheckedMetadata) -> None:
     """The arrays must say of whose blocks they are as the root does."""
-    try:
-        runs = run_identity(found.attributes)
-    except FormatError as error:
-        found.report(None, str(error))
-        return
+    if not is_possible("runs", found.attributes.get("runs")):
+        return  # which is reported
+    runs = run_identity(found.attributes)
     for name in filter(is_series, found.arrays):
         if found.stored(name).form.runs != runs:
             found.report(name, "its metadata say it is of another run than the root says")
-
-
-def is_possible(key: str, value: Any) -> bool:
-    """Whether a root can have an attribute of that value."""
-    return key not in _POSSIBLE or _POSSIBLE[key](value)
 
 
 def fixed_attributes(attributes: Document) -> Document:

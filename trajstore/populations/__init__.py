@@ -1,11 +1,11 @@
 """Named sets of tokens.
 
 ``expressions``
-    Tokens that an expression over their coordinates chooses; nothing in it is ever executed.
+    Select tokens by an expression over their coordinates. Expressions are never executed.
 ``files``
-    Populations as they are given on the command line: expressions, and files of masks and ids.
+    Populations from the command line: expressions, and files of masks or ids.
 ``masks``
-    The populations of a Dataset: dead, live and all tokens, and every other mask along token.
+    Populations of a Dataset: dead, live and all tokens, and every other mask along token.
 ``named``
-    Populations of the user's own: masks, lists of ids, labels, expressions.
+    User-defined populations: masks, lists of ids, labels, expressions.
 """

@@ -1,12 +1,13 @@
-"""Tokens that an expression over their coordinates chooses; nothing in it is ever executed.
+"""Select tokens by an expression over their coordinates. Expressions are never executed.
 
     token_count < quantile(token_count, 0.25) and not is_dead
     category(token_text) in ("Lu", "Ll") or token in (3, 14)
 
-Comparisons, ``and``, ``or``, ``not``, ``in``, numbers, texts and lists of them as in Python; names
-are coordinates along token, or populations. ``quantile(x, q)`` is over the tokens of the Dataset.
-``category(x)`` is the general category of Unicode that all characters of a text have, spaces around
-it left out, or ``mixed``; ``major(x)`` is its first letter, such as ``L`` of letters.
+The syntax is a subset of Python: comparisons, ``and``, ``or``, ``not``, ``in``, numbers, texts and
+lists of them. Names are coordinates along token, or populations. ``quantile(x, q)`` is over the
+tokens of the Dataset. ``category(x)`` is the Unicode general category that all characters of a text
+share, ignoring leading and trailing spaces, or ``mixed``. ``major(x)`` is its first letter, such as
+``L`` for letters.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MIXED = "mixed"
 
 
 def _category(text: str, letters: int) -> str:
-    # A text of spaces alone has nothing else to be told by.
+    # A text that consists only of spaces has the category of a space.
     found = {unicodedata.category(character)[:letters] for character in text.strip(" ") or text}
     return found.pop() if len(found) == 1 else _MIXED
 
@@ -65,13 +66,13 @@ class _Expression:
         self._populations = dict(zip(names, groups, strict=True))
 
     def tokens(self) -> npt.NDArray[np.bool_]:
-        """Whether each token is chosen."""
+        """True for each selected token."""
         try:
             tree = ast.parse(self.text.strip(), mode="eval")
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise InvalidArgument(
                 f"got the population {self.text!r}, expected an expression such as "
-                "'token_count < quantile(token_count, 0.25)', or a file that is there"
+                "'token_count < quantile(token_count, 0.25)', or an existing file"
             ) from error
         return self._truth(tree.body)
 
@@ -83,7 +84,7 @@ class _Expression:
         )
 
     def _truth(self, node: ast.expr) -> npt.NDArray[np.bool_]:
-        """A mask of the tokens."""
+        """The mask of an expression, bool (token)."""
         if isinstance(node, ast.BoolOp):
             join = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
             return np.asarray(join.reduce([self._truth(one) for one in node.values]))
@@ -93,7 +94,7 @@ class _Expression:
             return self._compared(node)
         found = self._value(node)
         if not isinstance(found, np.ndarray) or found.dtype != bool:
-            raise self._refuse(node, "something that is true or false of each token")
+            raise self._refuse(node, "a condition on each token")
         return found
 
     def _compared(self, node: ast.Compare) -> npt.NDArray[np.bool_]:
@@ -114,7 +115,7 @@ class _Expression:
             per_token |= isinstance(right, np.ndarray)
             left = right
         if not per_token:
-            raise self._refuse(node, "a coordinate along token in it")
+            raise self._refuse(node, "a coordinate along token in the comparison")
         return result
 
     def _members(self, left: Any, node: ast.expr) -> npt.NDArray[np.bool_]:
@@ -122,14 +123,14 @@ class _Expression:
             raise self._refuse(node, "a coordinate in a list of values, such as token in (1, 2)")
         wanted = [self._value(one) for one in node.elts]
         if any(isinstance(one, np.ndarray) or _is_text(one) != _is_text(left) for one in wanted):
-            raise self._refuse(node, "values of the kind that they are compared with")
+            raise self._refuse(node, "values of the same type as the coordinate")
         result = np.zeros(left.shape, bool)
         for one in wanted:
             result |= np.asarray(left == _exact(one), bool)
         return result
 
     def _value(self, node: ast.expr) -> Any:
-        """A number, a text, or one of each token."""
+        """A number, a text, or an array of either along token."""
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -179,7 +180,7 @@ class _Expression:
 
 
 def _exact(value: Any) -> Any:
-    """The same, to be compared: NumPy would take the NUL characters from the end of a text."""
+    """The value for a comparison. NumPy strips trailing NUL characters of its own texts."""
     return np.array(value, object) if isinstance(value, str) else value
 
 
@@ -193,9 +194,9 @@ def select_tokens(ds: xr.Dataset, expression: str) -> npt.NDArray[np.bool_]:
     Parameters
     ----------
     ds : Dataset
-        With the coordinates that the expression names.
+        With the coordinates in the expression.
     expression : str
-        As this module tells.
+        See the module docstring for the syntax.
 
     Returns
     -------
@@ -204,6 +205,6 @@ def select_tokens(ds: xr.Dataset, expression: str) -> npt.NDArray[np.bool_]:
     Raises
     ------
     InvalidArgument
-        If it is none, or names what is not there.
+        If the expression is invalid or contains an unknown name.
     """
     return _Expression(ds, expression).tokens()

@@ -1,4 +1,4 @@
-"""Populations as they are given on the command line: expressions, and files of masks and ids."""
+"""Populations from the command line: expressions, and files of masks or ids."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["populations_from"]
 
 
 def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
-    """Populations as the command line gives them, for `analysis.with_populations`.
+    """Parse populations of the command line for `analysis.with_populations`.
 
     Parameters
     ----------
     assignments : sequence of str
-        ``NAME=EXPRESSION`` or ``NAME=FILE``: a file of one array, mask or ids, in any format that
-        is read here, or a ``.txt`` of one id in each line, and what follows a ``#`` left out.
+        ``NAME=EXPRESSION`` or ``NAME=FILE``. A file holds one array, a mask or ids, in any
+        supported format; or it is a ``.txt`` with one id per line, where ``#`` starts a comment.
 
     Returns
     -------
@@ -31,17 +31,17 @@ def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
     Raises
     ------
     InvalidArgument
-        If there is no name, or one twice.
+        If a name is missing or occurs twice.
     FormatError
-        If a file does not hold one such array.
+        If a file does not hold exactly one such array.
     """
     result: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name.strip() or name.strip() in result:
             raise InvalidArgument(
-                f"got the population {assignment!r}, expected NAME=EXPRESSION or NAME=FILE, and "
-                "each name once"
+                f"got the population {assignment!r}, expected NAME=EXPRESSION or NAME=FILE, "
+                "with unique names"
             )
         text = text.strip()
         if not Path(text).is_file() and Path(text).suffix in POPULATION_FILES:
@@ -61,14 +61,14 @@ def _from_file(path: str) -> npt.NDArray[Any]:
             lines = [line.partition("#")[0] for line in Path(path).read_text().splitlines()]
             return np.array([int(line) for line in lines if line.strip()], np.int64)
         except ValueError as error:
-            raise FormatError(f"{path} does not hold a whole number in each line") from error
+            raise FormatError(f"{path}: expected one whole number per line") from error
     with open_file(path) as file:
         keys = list(file.keys)
         values = values_of(file, keys[0]) if len(keys) == 1 else None
     if values is None or values.ndim != 1 or values.dtype.kind not in "biu":
         what = "" if values is None else f" of shape {values.shape} and type {values.dtype}"
         raise FormatError(
-            f"{path} holds {', '.join(keys) or 'nothing'}{what}; a population is one array of one "
-            "dimension, of truth values or ids"
+            f"{path} holds {', '.join(keys) or 'nothing'}{what}, expected one array of one "
+            "dimension with booleans or token ids"
         )
     return np.asarray(values)

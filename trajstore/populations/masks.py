@@ -1,4 +1,4 @@
-"""The populations of a Dataset: dead, live and all tokens, and every other mask along token."""
+"""Populations of a Dataset: dead, live and all tokens, and every other mask along token."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ POPULATIONS = ("dead", "live", "all")
 
 
 def check_dataset(given: object) -> None:
-    """Check that a question is asked of a Dataset with tokens.
+    """Check that the argument is a Dataset with tokens.
 
     Raises
     ------
     InvalidArgument
-        If it is anything else, such as the path of a run, or no token is left in it.
+        If it is anything else, such as the path of a run, or holds no token.
     """
     if not isinstance(given, xr.Dataset):
         raise InvalidArgument(
-            f"got {type(given).__name__} where a Dataset of a run is expected, as "
-            "trajstore.open_run opens it"
+            f"got {type(given).__name__}, expected a Dataset of a run; open one with "
+            "trajstore.open_run"
         )
     if given.sizes.get("token") == 0:
         raise InvalidArgument(
-            "there is no token in this Dataset, so nothing can be asked of it; choose tokens that "
-            "the run holds (it may have no dead ones, or no live ones)"
+            "got a Dataset without tokens, expected at least one; select tokens that the run holds "
+            "(it may have no dead or no live tokens)"
         )
 
 
 def members(da: xr.DataArray | xr.Dataset) -> npt.NDArray[np.bool_]:
-    """Which tokens belong to which population.
+    """Members of the populations dead, live and all.
 
     Returns
     -------
@@ -56,12 +56,12 @@ def members(da: xr.DataArray | xr.Dataset) -> npt.NDArray[np.bool_]:
     Raises
     ------
     VariableNotRecorded
-        If the run does not say which tokens are dead.
+        If the run has no ``is_dead``.
     """
     if "is_dead" not in da.coords:
         raise VariableNotRecorded(
-            "this question compares dead with live tokens, and there is no coordinate is_dead; "
-            "assign one along token"
+            "comparing dead with live tokens requires the coordinate is_dead along token, which is "
+            "missing; assign it"
         )
     dead = np.asarray(da.coords["is_dead"].values, bool)
     return np.stack([dead, ~dead, np.ones_like(dead)])
@@ -72,9 +72,9 @@ def populations(
 ) -> tuple[list[str], npt.NDArray[np.bool_]]:
     """Names of the populations and their members, (population, token).
 
-    Where nothing says which tokens are dead, the only one of the `POPULATIONS` is ``all``. Every
-    other coordinate of truth values along token makes one more, under its name without ``is_``,
-    such as ``is_mostly_dead``. They may overlap.
+    Without ``is_dead``, the only one of the `POPULATIONS` is ``all``. Every other boolean
+    coordinate along token, such as ``is_mostly_dead``, is a further population, named without
+    ``is_``. Populations may overlap.
     """
     if "is_dead" in da.coords:
         names, groups = list(POPULATIONS), members(da)
@@ -87,12 +87,12 @@ def populations(
 
 
 def own_masks(da: xr.DataArray | xr.Dataset) -> dict[str, npt.NDArray[np.bool_]]:
-    """Populations besides `POPULATIONS`, by name.
+    """Populations other than `POPULATIONS`, by name.
 
     Raises
     ------
     InvalidArgument
-        If two have one name.
+        If two populations have the same name.
     """
     masks: dict[str, npt.NDArray[np.bool_]] = {}
     for key, coordinate in da.coords.items():
@@ -101,7 +101,7 @@ def own_masks(da: xr.DataArray | xr.Dataset) -> dict[str, npt.NDArray[np.bool_]]
         name = str(key).removeprefix("is_")
         if name in masks or name in POPULATIONS:
             raise InvalidArgument(
-                f"the coordinate {key!r} makes a second population {name!r}; rename it"
+                f"the coordinate {key!r} defines a second population {name!r}; rename it"
             )
         masks[name] = np.asarray(coordinate.values)
     return masks
@@ -110,12 +110,12 @@ def own_masks(da: xr.DataArray | xr.Dataset) -> dict[str, npt.NDArray[np.bool_]]
 def chosen_populations(
     ds: xr.DataArray | xr.Dataset, population: str | Sequence[str] | None
 ) -> tuple[list[str], npt.NDArray[np.bool_]]:
-    """Names and members of one population, of several, or of all of them.
+    """Names and members of one, several or all populations.
 
     Raises
     ------
     InvalidArgument
-        If there is none of that name.
+        If a name is unknown.
     """
     names, groups = populations(ds)
     if population is None:
@@ -127,18 +127,18 @@ def chosen_populations(
             meant = "" if name in known else did_you_mean(name, known)
             raise InvalidArgument(
                 f"got population={name!r}, expected {', '.join(known)}{meant}"
-                + ("" if "dead" in names else "; there is no coordinate is_dead here")
+                + ("" if "dead" in names else "; the coordinate is_dead is missing")
             )
     return chosen, groups[[names.index(name) for name in chosen]]
 
 
 def one_population(ds: xr.Dataset, population: str | None) -> npt.NDArray[np.bool_]:
-    """Members of one population, which is named.
+    """Members of one population.
 
     Raises
     ------
     InvalidArgument
-        If there is none of that name, or another number of them is asked for.
+        If the name is unknown, or `population` does not select exactly one.
     """
     names, groups = chosen_populations(ds, population)
     if len(names) != 1:

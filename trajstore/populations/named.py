@@ -1,4 +1,4 @@
-"""Populations of the user's own: masks, lists of ids, labels, expressions."""
+"""User-defined populations: masks, lists of ids, labels, expressions."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Array = npt.NDArray[Any]
 def with_populations(
     ds: xr.Dataset, populations: Mapping[str, Any] | None = None, **named: Any
 ) -> xr.Dataset:
-    """Dataset with populations of your own, which every analysis then takes and gives.
+    """Add populations to a Dataset. Every analysis then accepts and reports them.
 
-    Each becomes a coordinate ``is_NAME`` along token. Any other coordinate of truth values along
-    token is a population, too, under its own name. They may overlap.
+    Each population becomes a coordinate ``is_NAME`` along token. Any other boolean coordinate along
+    token is also a population, under its own name. Populations may overlap.
 
     Parameters
     ----------
     ds : Dataset
         A run.
     populations : mapping, optional
-        By name: a mask, bool (token); whole numbers, also a set of them, the ids of its tokens, as
-        in ``token``; texts, a label of each token, which make a population NAME_LABEL each, for all
-        labels but the empty one; or a str, an expression such as
-        ``token_count < quantile(token_count, 0.25)`` (see docs/analysis.md).
+        Populations by name. A value is one of: a mask, bool (token); token ids, whole numbers as in
+        ``token`` (also a set); labels, one text per token, where each label except the empty one
+        becomes a population NAME_LABEL; an expression, a str such as
+        ``token_count < quantile(token_count, 0.25)`` (`trajstore.populations.expressions`).
     **named
-        More of them.
+        Further populations.
 
     Returns
     -------
@@ -48,8 +48,8 @@ def with_populations(
     Raises
     ------
     InvalidArgument
-        If a name is taken or no name, an expression is none, a mask or labels are not one for each
-        token, there is no such token, or it is a file.
+        If a name exists or is invalid, an expression is invalid, a mask or labels do not have one
+        value per token, a token id is unknown, or a value is a file name.
 
     Examples
     --------
@@ -63,20 +63,20 @@ def with_populations(
     check_dataset(ds)
     if not isinstance(populations, Mapping | None):
         raise InvalidArgument(
-            f"got {populations!r}, expected populations by name: a mapping, or NAME=… as keywords, "
+            f"got {populations!r}, expected a mapping from names to populations, or keywords "
             "such as rare='token_count < 10'"
         )
     for name, given in {**(populations or {}), **named}.items():
         if not isinstance(name, str):
-            raise InvalidArgument(f"got {name!r} as the name of a population, expected a text")
+            raise InvalidArgument(f"got the population name {name!r}, expected a str")
         for one, mask in _masks(ds, name, given).items():
             if not one.isidentifier() or one in (*POPULATIONS, "mostly_dead"):
                 raise InvalidArgument(
-                    f"got a population named {one!r}; a name is of letters, digits and _, begins "
-                    f"with no digit, and is none of {', '.join(POPULATIONS)}, mostly_dead"
+                    f"got the population name {one!r}, expected letters, digits and _, no leading "
+                    f"digit, and none of {', '.join(POPULATIONS)}, mostly_dead"
                 )
             if f"is_{one}" in ds.coords or one in ds.coords:
-                raise InvalidArgument(f"there is a coordinate named {one!r} or 'is_{one}' already")
+                raise InvalidArgument(f"a coordinate {one!r} or 'is_{one}' already exists")
             ds = ds.assign_coords({f"is_{one}": ("token", mask)})
     return ds
 
@@ -84,8 +84,8 @@ def with_populations(
 def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bool_]]:
     if isinstance(given, PurePath) or (isinstance(given, str) and _is_file_name(given)):
         raise InvalidArgument(
-            f"got the file {given} for the population {name}, expected what is in it, ids or a "
-            f"mask; only the command line reads files: --population {name}={given}"
+            f"got the file name {given} for the population {name}, expected ids or a mask; only "
+            f"the command line reads files: --population {name}={given}"
         )
     if isinstance(given, str):
         return {name: select_tokens(ds, given)}
@@ -95,8 +95,8 @@ def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bo
         return {name: _of_ids(ds, name, values.astype(np.int64))}
     if values.dtype.kind == "f" or len(values) != tokens:
         raise InvalidArgument(
-            f"got the population {name} of {len(values)} values of {values.dtype}, expected a "
-            f"truth value or a label for each of {tokens} tokens, or ids"
+            f"got {len(values)} values of {values.dtype} for the population {name}, expected a "
+            f"boolean or a label for each of {tokens} tokens, or ids"
         )
     if values.dtype == bool:
         return {name: values}
@@ -110,7 +110,7 @@ def _is_file_name(text: str) -> bool:
 
 
 def _values(name: str, given: Any) -> Array:
-    """What was given, as an array of one dimension."""
+    """The given values as a one-dimensional array."""
     try:
         values = np.asarray(list(given) if isinstance(given, Set) else given)
     except ValueError:  # lists of several lengths
@@ -118,18 +118,18 @@ def _values(name: str, given: Any) -> Array:
     if values.ndim != 1:
         shape = f" of shape {values.shape}" if values.size > 1 else ""
         raise InvalidArgument(
-            f"got {reprlib.repr(given)}{shape} for the population {name}, expected an expression, "
-            "or one dimension: a mask, ids, or a label of each token"
+            f"got {reprlib.repr(given)}{shape} for the population {name}, expected an expression "
+            "or one dimension: a mask, ids, or one label per token"
         )
     return values
 
 
 def _of_ids(ds: xr.Dataset, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     known = ds["token"].values
-    strangers = np.setdiff1d(ids, known)
-    if strangers.size:
+    unknown = np.setdiff1d(ids, known)
+    if unknown.size:
         raise InvalidArgument(
-            f"the population {name} names {strangers.size} tokens that are not here, the first is "
-            f"{strangers[0]}"
+            f"got {unknown.size} unknown token ids for the population {name}, the first is "
+            f"{unknown[0]}"
         )
     return np.asarray(np.isin(known, ids))

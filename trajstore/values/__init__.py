@@ -1,7 +1,7 @@
 """The floating-point types of trainers: bits, rounding, spacing, norms.
 
-``native_types`` has the types a trainer can hold, as bits and as what the store keeps; ``rounding``
-goes from one to another, ``ulp_lattice`` knows the spacing and the order of their values, and
-``token_norms`` defines what is summed up of a token's vectors. ``moving_average`` tries what
-rounding leaves of an optimizer's state.
+``native_types`` defines the types of trainers as bits and in their stored form. ``rounding``
+converts between them. ``ulp_lattice`` computes the spacing and the order of their values.
+``token_norms`` defines the summaries per token. ``moving_average`` computes how rounding affects an
+optimizer's state.
 """

@@ -1,9 +1,8 @@
-"""What rounding leaves of a moving average: every value of a type, tried.
+"""Effect of rounding on a moving average, computed for every value of a type.
 
-An optimizer keeps its averages in a native type, and each step rounds them. Whether one can still
-fall, or grow, is no matter of estimates: a 16-bit type has few enough values to step each of them
-once and see which come back as they were. The arithmetic is that of `torch.optim`, whose kernels
-compute 16-bit types in float32 and round what they store.
+An optimizer keeps its averages in a native type, and each step rounds them. A 16-bit type has few
+enough values to apply one step to each, and to count the values that do not change. The arithmetic
+is that of `torch.optim`, whose kernels compute 16-bit types in float32 and round the result.
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ __all__ = ["MovingAverage", "every_normal_value", "share_left"]
 Array = npt.NDArray[Any]
 
 _TOGETHER = 1 << 16
-"""Values that are tried at once, so that they stay in the processor's cache."""
+"""Values per batch, so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MovingAverage:
-    """An average that each step carries on as a ← β·a + (1 − β)·x, and rounds.
+    """A moving average a ← β·a + (1 − β)·x that each step rounds.
 
     Attributes
     ----------
     native : {'bfloat16', 'float16', 'float32'}
-        Type that it is kept in.
+        Type of the stored average.
     beta : float
+        Decay rate β.
     form : {'lerp', 'product', 'once'}
-        Which results are rounded: ``lerp``, the sum a + (1 − β)(x − a), as `torch.Tensor.lerp_`
-        does; ``product``, β·a and then its sum with (1 − β)·x, as ``mul_`` and ``addcmul_`` do;
-        ``once``, only the sum of these two, as a fused kernel does.
+        Rounded results: ``lerp``, the sum a + (1 − β)(x − a), as `torch.Tensor.lerp_`;
+        ``product``, β·a, then its sum with (1 − β)·x, as ``mul_`` and ``addcmul_``; ``once``, only
+        the sum of these two, as a fused kernel.
     """
 
     native: str
@@ -48,20 +48,20 @@ class MovingAverage:
     form: Literal["lerp", "product", "once"]
 
     def after(self, average: Array, target: Array) -> Array:
-        """Average after a step toward a target.
+        """Average after one step toward a target.
 
         Parameters
         ----------
         average : ndarray of float32
             Values of the native type, in stored form.
         target : ndarray of float32, same shape
-            What is averaged.
+            New value x.
         """
         beta, weight = np.float32(self.beta), np.float32(1 - self.beta)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if self.form == "lerp":
                 stepped = average + weight * (target - average)
-                if weight >= 0.5:  # where torch begins at the other end
+                if weight >= 0.5:  # torch starts from the target here
                     stepped = target - (target - average) * (1 - weight)
                 return round_to(stepped, self.native)
             kept = beta * average
@@ -71,15 +71,15 @@ class MovingAverage:
 
 
 def every_normal_value(native: str) -> Iterator[Array]:
-    """All positive, normal, finite values of a type, some at a time, in stored form.
+    """All positive, normal, finite values of a type, in batches, in stored form.
 
-    Of float32, which has 2^31, all between 1 and 2: multiplying by a power of two changes the
-    exponent and nothing else, so what holds of one power of two holds of each.
+    For float32, with 2^31 values, only those from 1 to 2: multiplying by a power of two changes
+    only the exponent, so the result for one power of two holds for all.
 
     Raises
     ------
     InvalidArgument
-        For float64, of which even these are too many.
+        For float64, which has too many values.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def every_normal_value(native: str) -> Iterator[Array]:
     kind = native_type(native)
     if native == "float64":
         raise InvalidArgument(
-            "float64 has too many values to try each; expected bfloat16, float16 or float32"
+            "got float64, expected bfloat16, float16 or float32: float64 has too many values"
         )
     first, last = 1 << kind.mantissa_bits, kind.infinity_bits
     if native == "float32":
@@ -101,19 +101,19 @@ def every_normal_value(native: str) -> Iterator[Array]:
 
 @functools.lru_cache(maxsize=256)
 def share_left(average: MovingAverage, times: float) -> float:
-    """Share of a type's values that a step toward a multiple of themselves leaves as they are.
+    """Fraction of a type's values that a step toward a multiple of themselves does not change.
 
     Parameters
     ----------
     average : MovingAverage
     times : float
-        0 is the strongest pull down that squares can have, a gradient of zero. 2 is as strong a
-        pull up; values whose double is infinite do not count.
+        The multiple. 0 is a gradient of zero, the strongest decrease of an average of squares. 2 is
+        an equally strong increase; values whose double is infinite do not count.
 
     Returns
     -------
     float
-        From 0, each moves, to 1, none does.
+        From 0, every value changes, to 1, none does.
 
     Raises
     ------
@@ -128,14 +128,14 @@ def share_left(average: MovingAverage, times: float) -> float:
     """
     values = every_normal_value(average.native)
     if average.native == "float32" and 1 - average.beta > 4 * native_type("float32").epsilon:
-        # A change of four spacings: no rounding undoes that, and 2^23 values take their time.
+        # A change of four spacings survives rounding; testing 2^23 values would be slow.
         return 0.0
-    left = tried = 0
+    same = total = 0
     for some in values:
         with np.errstate(over="ignore"):
             target = some * np.float32(times)
         there = round_to(target, average.native)
         counted = np.isfinite(there)
-        left += int(np.count_nonzero((average.after(some, target) == some) & counted))
-        tried += int(np.count_nonzero(counted))
-    return left / tried
+        same += int(np.count_nonzero((average.after(some, target) == some) & counted))
+        total += int(np.count_nonzero(counted))
+    return same / total

@@ -1,9 +1,9 @@
 """Native floating-point types as bit patterns, and their exact float32 form.
 
-A run keeps every value bit for bit as the trainer held it. In memory that is the *bits* of the
-native type (uint16 for bfloat16 and float16); in the store it is the float32 that holds each such
-value exactly, NaN payloads included. Nothing here rounds. How a type lays
-out its bits is asked of `NativeType`, and written nowhere else.
+A run keeps every bit of the trainer's values. In memory a value is the *bits* of the native type
+(uint16 for bfloat16 and float16). In the store it is the float32 that holds the value exactly,
+including NaN payloads. Nothing in this module rounds. `NativeType` defines the bit layout of each
+type.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class NativeType:
-    """A type that a trainer can hold a tensor in.
+    """A type of tensors in a trainer.
 
     Attributes
     ----------
     name : str
-        As torch and ml_dtypes call it.
+        Name in torch and ml_dtypes.
     bits : numpy.dtype
         Unsigned integer of the same width.
     stored : numpy.dtype
-        The type in the store: float32 holds every bfloat16, float16 and float32 value.
+        Type in the store: float32 holds every bfloat16, float16 and float32 value.
     mantissa_bits : int
-        Explicit ones; between them and the sign is the exponent.
+        Explicit mantissa bits. The exponent is between them and the sign.
     """
 
     name: str
@@ -76,7 +76,7 @@ class NativeType:
 
     @property
     def infinity_bits(self) -> int:
-        """Bits of +inf, which are all those of the exponent; a NaN has more."""
+        """Bits of +inf: all bits of the exponent. A NaN also has mantissa bits."""
         return self.sign_mask - (1 << self.mantissa_bits)
 
     @property
@@ -94,17 +94,18 @@ class NativeType:
         """Distance from 1 to the next larger value."""
         return 2.0**-self.mantissa_bits
 
-    @cached_property  # asked for each handful of values that is widened
+    @cached_property  # used for every small array that is widened
     def spare_bits(self) -> int:
-        """Lowest bits of the stored form, which are 0 in each value of this type.
+        """Number of lowest bits of the stored form, which are 0 in each value of this type.
 
-        That is enough to be a bfloat16, whose exponent is float32's; float16 has fewer exponents.
+        For bfloat16 this is also sufficient: its exponent is float32's. float16 has fewer
+        exponents.
         """
         return NATIVE_TYPES[self.stored.name].mantissa_bits - self.mantissa_bits
 
     @cached_property
     def is_cut_off(self) -> bool:
-        """Whether its bits are the highest of the stored form: the exponent is as wide."""
+        """True if its bits are the highest bits of the stored form, with an equal exponent."""
         return self.exponent_bits == NATIVE_TYPES[self.stored.name].exponent_bits
 
 
@@ -123,27 +124,27 @@ NATIVE_TYPES: dict[str, NativeType] = {
 STEP_TYPE = NativeType(
     name="int64", bits=np.dtype("uint64"), stored=np.dtype("int64"), mantissa_bits=63
 )
-"""Type of the step coordinate, which is stored like a variable, and has no exponent."""
+"""Type of the step coordinate, which is stored like a variable but has no exponent."""
 
 
 def native_type(name: str) -> NativeType:
-    """Native type of that name.
+    """Native type with the given name.
 
     Raises
     ------
     InvalidArgument
-        If a run cannot hold that type.
+        If the type is not supported.
     """
     try:
         return NATIVE_TYPES[name]
     except KeyError:
         raise InvalidArgument(
-            f"cannot store values of type {name!r}; a run holds {', '.join(NATIVE_TYPES)}"
+            f"got values of type {name!r}, expected {', '.join(NATIVE_TYPES)}"
         ) from None
 
 
 def is_nan(bits: Array, native: NativeType) -> npt.NDArray[np.bool_]:
-    """Whether each value is NaN, of any sign and payload.
+    """True for each NaN, of any sign and payload.
 
     Parameters
     ----------
@@ -154,7 +155,7 @@ def is_nan(bits: Array, native: NativeType) -> npt.NDArray[np.bool_]:
 
 
 def is_zero_or_nan(bits: Array, native: NativeType) -> npt.NDArray[np.bool_]:
-    """Whether each value is NaN, or 0 of either sign.
+    """True for each NaN, and for 0 of either sign.
 
     Parameters
     ----------
@@ -167,7 +168,7 @@ def is_zero_or_nan(bits: Array, native: NativeType) -> npt.NDArray[np.bool_]:
 
 @cache
 def _float16_table() -> npt.NDArray[np.uint32]:
-    """Float32 bits of every float16 bit pattern. Casting instead would quiet signalling NaNs."""
+    """Float32 bits of every float16 bit pattern. A cast would change signaling NaNs."""
     half, single = NATIVE_TYPES["float16"], NATIVE_TYPES["float32"]
     pattern = np.arange(1 << 16, dtype=np.uint32)
     sign = (pattern & half.sign_mask) << 16
@@ -183,7 +184,7 @@ def _float16_table() -> npt.NDArray[np.uint32]:
 
 
 def widen(bits: Array, native: NativeType, out: Array | None = None) -> Array:
-    """Stored form of native bits, exactly.
+    """Exact stored form of native bits.
 
     Parameters
     ----------
@@ -218,7 +219,7 @@ def narrow(stored: Array, native: NativeType) -> Array:
     Raises
     ------
     InvalidArgument
-        If any value is not exactly one of the native type; nothing is rounded.
+        If any value is not exactly representable in the native type.
     """
     wide: Array = np.ascontiguousarray(stored, native.stored).view(f"u{native.stored.itemsize}")
     wide = wide.reshape(np.shape(stored))
@@ -239,22 +240,22 @@ def narrow(stored: Array, native: NativeType) -> Array:
         first = wide.view(np.float32)[~exact].ravel()[0]
         raise InvalidArgument(
             f"{np.count_nonzero(~exact)} of {exact.size} float32 values are not exactly "
-            f"{native.name} (the first is {first}); pass the {native.name} bits as uint16, or "
-            "declare the variable as float32"
+            f"representable in {native.name} (the first is {first}); pass its bits as "
+            "uint16, or declare the variable as float32"
         )
     return bits
 
 
 def _bits_of_tensor(tensor: Any, native: NativeType) -> Array:
     """Bits of a torch tensor of the native type, without importing torch."""
-    # torch has few unsigned types; the signed one of the same width carries the same bits.
+    # torch has few unsigned types; the signed type of the same width holds the same bits.
     signed = getattr(sys.modules["torch"], f"int{8 * native.itemsize}")
     bits: Array = tensor.contiguous().view(signed).numpy().view(native.bits)
     return bits
 
 
 def as_bits(value: Any, native: NativeType, variable: str) -> Array:
-    """Native bits of whatever a caller may hand over.
+    """Native bits of values in any supported form.
 
     Parameters
     ----------
@@ -264,12 +265,12 @@ def as_bits(value: Any, native: NativeType, variable: str) -> Array:
         representable in it.
     native : NativeType
     variable : str
-        Name for the message.
+        Name for error messages.
 
     Raises
     ------
     InvalidArgument
-        For any other type, and for values that would have to be rounded.
+        For any other type, and for values that are not exactly representable.
     """
     if type(value).__module__.split(".")[0] == "torch":
         tensor = value.detach().cpu()
@@ -298,6 +299,6 @@ def as_bits(value: Any, native: NativeType, variable: str) -> Array:
     if native.itemsize == 2:
         expected += ", their uint16 bits, or float32 that is exactly representable"
     raise InvalidArgument(
-        f"{variable}: got {name} of shape {array.shape}, expected {expected}; nothing is rounded, "
-        "so cast it yourself or declare the variable with another type"
+        f"{variable}: got {name} of shape {array.shape}, expected {expected}; cast the "
+        "values, or declare the variable with another type"
     )

@@ -1,4 +1,4 @@
-"""Rounding to a native type: to the bits that a file asks for, or in the stored form."""
+"""Rounding to a native type, as bits or in the stored form."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _BFLOAT16 = NATIVE_TYPES["bfloat16"]
 _SPARE = np.uint32(_BFLOAT16.spare_bits)
 _SPARE_MASK = (1 << _BFLOAT16.spare_bits) - 1
 
-# Where in a uint32 the half lies that bfloat16 keeps.
+# Position of the upper half of a uint32, which bfloat16 keeps.
 _UPPER, _LOWER = (1, 0) if sys.byteorder == "little" else (0, 1)
 
 
 def is_bfloat16(values: Array) -> bool:
-    """Whether every float32 value, given by its uint32 bits, is one of bfloat16, bit for bit."""
+    """True if every float32 value, given by its uint32 bits, is exactly a bfloat16."""
     return not int(np.bitwise_or.reduce(values, axis=None)) & _SPARE_MASK
 
 
 def as_bfloat16(values: Array) -> Array:
-    """Upper halves of uint32 bits of float32 that are known to be bfloat16.
+    """Upper halves of the uint32 bits of float32 values that are all bfloat16.
 
     Returns
     -------
@@ -51,8 +51,8 @@ def as_bfloat16(values: Array) -> Array:
 def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array, int]:
     """Bits of `wanted` for stored values of `held`.
 
-    Exact wherever `wanted` holds the values; else rounded to nearest, ties to even, as a cast of
-    torch does.
+    Exact if `wanted` holds the values, otherwise rounded to nearest, ties to even, like a torch
+    cast.
 
     Parameters
     ----------
@@ -63,13 +63,13 @@ def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array,
     -------
     bits : ndarray of ``wanted.bits``, same shape
     changed : int
-        Values that were rounded.
+        Number of values that were rounded.
     """
     if wanted.name == held.name:
         if held.name != "bfloat16":
             return narrow(stored, held), 0
         wide = np.ascontiguousarray(stored, np.float32).view(np.uint32)
-        # narrow says what is wrong with values that are not what their attribute claims.
+        # narrow raises for values that are not bfloat16.
         return (as_bfloat16(wide), 0) if is_bfloat16(wide) else (narrow(stored, held), 0)
     if wanted.stored == held.stored and wanted.itemsize == wanted.stored.itemsize:
         return np.ascontiguousarray(stored, wanted.stored).view(wanted.bits), 0
@@ -99,7 +99,7 @@ def round_to(values: Array, native: str) -> Array:
     Returns
     -------
     ndarray, same type and shape
-        `values` itself where the native type is the stored one. A NaN stays as it is.
+        `values` itself if the native type is the stored type. NaN is unchanged.
     """
     if native == "bfloat16":
         rounded = _to_even(unsigned_view(values))
@@ -114,7 +114,7 @@ def round_to(values: Array, native: str) -> Array:
 
 
 def cast(stored: Array, native: str) -> Array:
-    """What a cast to a native type makes of values, in the stored form of that type.
+    """Values cast to a native type, in the stored form of that type.
 
     Parameters
     ----------
@@ -124,9 +124,9 @@ def cast(stored: Array, native: str) -> Array:
     Returns
     -------
     ndarray, same shape
-        Nearest values, ties to even; beyond the largest one infinity, below the least one 0 with
-        its sign. NaN stays NaN, with what of its payload the type holds. A float64 is rounded to
-        float32 first, as torch does.
+        Nearest values, ties to even. Values beyond the largest become infinity; values below the
+        smallest become 0 with their sign. NaN keeps the part of its payload that the type holds.
+        A float64 is rounded to float32 first, as in torch.
     """
     wanted = NATIVE_TYPES[native]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -146,7 +146,7 @@ def cast(stored: Array, native: str) -> Array:
 
 
 def is_of_type(stored: Array, native: str) -> bool:
-    """Whether every value is one of a native type; a NaN of any payload is of every type.
+    """True if every value is exactly representable in a native type. Any NaN counts as such.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def is_of_type(stored: Array, native: str) -> bool:
     """
     if is_within(stored.dtype, native):
         return True
-    # One pass over the bits says yes to what is bfloat16; what is not, or NaN, takes longer.
+    # Fast path: one pass over the bits accepts bfloat16 values without NaN.
     if native == "bfloat16" and stored.dtype == np.float32 and is_bfloat16(unsigned_view(stored)):
         return True
     with np.errstate(invalid="ignore"):
@@ -163,7 +163,7 @@ def is_of_type(stored: Array, native: str) -> bool:
 
 
 def is_within(stored: npt.DTypeLike, native: str) -> bool:
-    """Whether a type holds no values but those of a native type, which need no check then.
+    """True if a native type holds every value of a type, so that no check is needed.
 
     Examples
     --------
@@ -179,10 +179,10 @@ def _halves(values: Array) -> Array:
 
 
 def _to_even(wide: Array) -> Array:
-    """Bits of float32 with the nearest bfloat16 in their upper half; nonsense for NaN."""
-    # Half of the last kept place, less one if that place is even.
+    """Bits of float32 with the nearest bfloat16 in their upper half; invalid for NaN."""
+    # Add half of the last kept bit, minus one if that bit is even.
     rounded: Array = wide >> _SPARE
-    # In place: of large arrays, each temporary one costs more than what is computed into it.
+    # In place: allocating a large temporary array costs more than the computation.
     rounded &= np.uint32(1)
     rounded += np.uint32(_SPARE_MASK >> 1)
     rounded += wide
@@ -191,6 +191,6 @@ def _to_even(wide: Array) -> Array:
 
 def _rounded_to_bfloat16(wide: Array) -> Array:
     rounded = _to_even(wide) >> _SPARE
-    # Adding to a NaN may carry into its sign: keep its upper payload, and make it quiet.
+    # Addition to a NaN may carry into its sign: keep the upper payload, and make it quiet.
     quiet = (wide >> _SPARE) | np.uint32(_BFLOAT16.nan_bits)
     return np.where(is_nan(wide, NATIVE_TYPES["float32"]), quiet, rounded).astype(np.uint16)

@@ -1,13 +1,12 @@
-"""Small summaries per token and row: the one definition of each.
+"""Definitions of the summaries per token and row.
 
-A recorder stores them beside the matrices (`grad_token_norm`, `W_step_norm`, `W_ulp_l1`), and
-`analysis` computes the same from the matrices when they were not stored. The recorder has to do so
-on an accelerator, so `device_norms` implements the same definition in torch;
-both agree to the last bit. Therefore nothing is used but operations that IEEE 754 rounds in one way
-only: differences, squares, quotients and roots in float64, sums in the order of `hidden_sum`, and
-one rounding to float32 at the end (none for a float64 history, of which a recorder keeps float32
-all the same). A norm that is NaN is the quiet NaN without sign and payload, about which processors
-do not agree.
+A recorder stores them together with the matrices (`grad_token_norm`, `W_step_norm`, `W_ulp_l1`).
+If they were not stored, `analysis` computes the same values from the matrices. `device_norms`
+implements the same definitions in torch for recording on an accelerator. Both agree in every bit.
+Therefore only operations with a unique IEEE 754 result are used: differences, squares, quotients
+and roots in float64, and sums in the order of `hidden_sum`. The result is rounded once to float32
+(not for a float64 history, for which a recorder still keeps float32). A NaN norm is the quiet NaN
+without sign and payload, because processors differ in both.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-_SUMMED_AT_ONCE = 8_192  # values, by NumPy
+_SUMMED_AT_ONCE = 8_192  # values that NumPy sums pairwise as one block
 
 
 def result_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Type of a summary of values of that type."""
+    """Type of a summary of values of the given type."""
     return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
 
 
 def hidden_sum(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Sum over the last axis, in one order whatever surrounds a vector: NumPy's pairwise one.
+    """Sum over the last axis in a fixed order, independent of the array: NumPy's pairwise sum.
 
-    Up to 7 values are added one after the other. Up to 128, eight sums take every eighth value
-    each; they are added as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and then, one after the
-    other, the values that are left over. More are cut after n // 2 // 8 · 8 values, and the sums of
-    both parts added.
+    Up to 7 values are added in sequence. Up to 128 values are added in eight partial sums, each
+    over every eighth value. These are combined as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and
+    then the remaining values are added in sequence. Longer vectors are split after
+    n // 2 // 8 · 8 values, and the sums of both parts are added.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ def hidden_sum(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     -------
     ndarray of float64, (…)
     """
-    # NumPy takes that order along vectors that lie in one piece each; NumPy 2.0 only of so many.
+    # NumPy uses this order for contiguous vectors; NumPy 2.0 only up to _SUMMED_AT_ONCE values.
     length = values.shape[-1]
     with np.errstate(invalid="ignore", over="ignore"):
         if length > _SUMMED_AT_ONCE:
@@ -84,11 +83,11 @@ def vector_norms(vectors: Array, orders: Sequence[float]) -> list[npt.NDArray[np
     -------
     list of ndarray of float64, (…)
     """
-    # A NaN is an answer, not a mishap; so is the infinity of a square that no float64 holds.
+    # NaN and an overflow of a square to infinity are valid results.
     with np.errstate(invalid="ignore", over="ignore"):
         wide = np.ascontiguousarray(vectors, np.float64)
         if tuple(orders) == (2,):
-            # In place, unless these are the caller's own numbers.
+            # In place, unless the array belongs to the caller.
             squares = np.square(wide, out=None if np.may_share_memory(wide, vectors) else wide)
             return [_with_plain_nan(np.sqrt(hidden_sum(squares)))]
         wide = np.abs(wide)
@@ -116,37 +115,37 @@ def vector_norm(vectors: Array, order: float = 2) -> npt.NDArray[np.float64]:
 
 
 def _rounded(values: npt.NDArray[np.float64], dtype: npt.DTypeLike) -> Array:
-    with np.errstate(over="ignore"):  # what lies beyond float32 is inf, as it should be
+    with np.errstate(over="ignore"):  # values beyond float32 become inf
         return values.astype(result_dtype(dtype))
 
 
 def _rounding_slack(hidden: int) -> float:
-    """By how much the length of a vector depends on the order of adding up, relative to it.
+    """Maximum relative difference of a vector's length between two orders of summation.
 
-    Of n squares and their n - 1 sums each is off by half an epsilon at most, relative to a total in
-    which nothing cancels; the root halves that. Two orders may be off, in either direction.
+    Each of the n squares and n - 1 sums has a relative error of at most half an epsilon, and
+    nothing cancels. The root halves the error. Two orders may differ in opposite directions.
     """
     return float((hidden + 8) * np.finfo(np.float64).eps / 2)
 
 
 def _rounded_lengths(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """What `vector_norm` of order 2 rounds to in float32, in half the time.
+    """`vector_norm` of order 2 rounded to float32, in half the time.
 
-    A scalar product adds in an order of its own. Each order comes so close to the sum of the
-    squares that nearly always all of them round alike; where they might not, `hidden_sum` decides.
+    A scalar product uses another order of summation. Nearly all sums round to the same float32 in
+    any order; the others are computed with `hidden_sum`.
     """
     slack = _rounding_slack(wide.shape[-1])
     with np.errstate(invalid="ignore", over="ignore"):
         lengths = np.sqrt(np.vecdot(wide, wide))
         rounded = np.asarray(lengths * (1 - slack), np.float32)
         unsure = rounded != np.asarray(lengths * (1 + slack), np.float32)
-    if unsure.any():  # such as each NaN
+    if unsure.any():  # includes every NaN
         rounded[unsure] = _rounded(vector_norm(wide[unsure]), np.float32)
     return rounded
 
 
 def token_norm(vectors: Array, order: float = 2) -> Array:
-    """Norm of each token's vector; of `grad` with order 2 this is ``grad_token_norm``.
+    """Norm of each token's vector. For `grad` with order 2 this is ``grad_token_norm``.
 
     Parameters
     ----------
@@ -158,14 +157,14 @@ def token_norm(vectors: Array, order: float = 2) -> Array:
     ndarray of float32, (…, token)
     """
     if order == 2 and result_dtype(vectors.dtype) == np.float32:
-        with np.errstate(invalid="ignore"):  # of a signalling NaN
+        with np.errstate(invalid="ignore"):  # signaling NaN
             wide = vectors.astype(np.float64, order="C")
         return _rounded_lengths(wide)
     return _rounded(vector_norm(vectors, order), vectors.dtype)
 
 
 def step_norm(earlier: Array, later: Array) -> Array:
-    """Length of each token's way between two rows: ``W_step_norm``.
+    """Length of each token's displacement between two rows: ``W_step_norm``.
 
     Parameters
     ----------
@@ -174,7 +173,7 @@ def step_norm(earlier: Array, later: Array) -> Array:
     Returns
     -------
     ndarray of float32, (…, token)
-        ‖later − earlier‖₂. NaN where a value is NaN, or an infinity stays.
+        ‖later − earlier‖₂. NaN where a value is NaN, or an infinity is unchanged.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         change = np.subtract(later, earlier, dtype=np.float64)
@@ -184,19 +183,19 @@ def step_norm(earlier: Array, later: Array) -> Array:
 
 
 def ulp_hops(earlier: Array, later: Array, native: str) -> npt.NDArray[np.float64]:
-    """How many lattice spacings each element moved, with its sign: ΔW/ulp(W_earlier).
+    """Signed displacement of each element in lattice spacings: ΔW/ulp(W_earlier).
 
     Parameters
     ----------
     earlier, later : ndarray of stored values, same shape
     native : str
-        Type whose spacing counts.
+        Type that defines the spacing.
 
     Returns
     -------
     ndarray of float64, same shape
-        Exact for 16-bit types. 0 where no bit changed, also for NaN and infinities; NaN where a
-        NaN or an infinity changed, ±inf where a finite value became infinite.
+        Exact for 16-bit types. 0 if no bit changed, also for NaN and infinities; NaN if a NaN or
+        an infinity changed; ±inf if a finite value became infinite.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         hops = np.subtract(later, earlier, dtype=np.float64)
@@ -211,13 +210,13 @@ def ulp_hops(earlier: Array, later: Array, native: str) -> npt.NDArray[np.float6
 
 
 def ulp_l1(earlier: Array, later: Array, native: str) -> Array:
-    """Lattice spacings that each token moved, summed over its elements: ``W_ulp_l1``.
+    """Displacement of each token in lattice spacings, summed over its elements: ``W_ulp_l1``.
 
     Parameters
     ----------
     earlier, later : ndarray of stored values, (…, token, hidden)
     native : str
-        Type whose spacing counts, such as ``bfloat16``.
+        Type that defines the spacing, such as ``bfloat16``.
 
     Returns
     -------

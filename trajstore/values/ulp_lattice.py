@@ -1,8 +1,8 @@
-"""The lattice of values that a native type can hold: its spacing, and its points in order.
+"""The lattice of values of a native type: its spacing, and the order of its points.
 
-Works on the *stored* form (float32 for 16-bit types), but speaks of the native type: between 1 and
-the next bfloat16 lie 65,536 float32 values, and asking float32 for its spacing would give steps
-that many times too small.
+The functions take the *stored* form (float32 for 16-bit types) and return results for the native
+type. Between 1 and the next bfloat16 there are 65,536 float32 values, so the spacing of float32
+would be too small by this factor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Array = npt.NDArray[Any]
 
 
 def lattice_type(native: str) -> NativeType:
-    """Native type of that name, whose values are the points.
+    """Native type with the given name.
 
     Raises
     ------
     InvalidArgument
-        If no run can hold that type.
+        If the type is not supported.
     """
     try:
         return NATIVE_TYPES[native]
     except KeyError:
         raise InvalidArgument(
-            f"there is no lattice for values of type {native!r}; expected one of "
-            f"{', '.join(NATIVE_TYPES)} in the attribute native_dtype"
+            f"got type {native!r}, expected one of {', '.join(NATIVE_TYPES)} in the attribute "
+            "native_dtype"
         ) from None
 
 
@@ -43,7 +43,7 @@ def unsigned_view(stored: Array) -> Array:
 
 
 def binade(stored: Array, native: str) -> Array:
-    """Power of two at or below each magnitude, at least the smallest normal one; inf for inf, NaN.
+    """Largest power of two ≤ each magnitude, at least the smallest normal; inf for inf and NaN.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def binade(stored: Array, native: str) -> Array:
     exponent = NATIVE_TYPES[stored.dtype.name].infinity_bits
     power: Array = (unsigned_view(stored) & exponent).view(stored.dtype)
     least = stored.dtype.type(lattice_type(native).least_normal)
-    if power.min(initial=least) < least:  # rare, and looking is faster than raising
+    if power.min(initial=least) < least:  # rare; the check is faster than np.maximum
         np.maximum(power, least, out=power)
     return power
 
@@ -77,7 +77,7 @@ def spacing(stored: Array, native: str) -> Array:
     Returns
     -------
     ndarray, same type and shape
-        NaN where the value is infinite or NaN.
+        NaN if the value is infinite or NaN.
     """
     power = binade(stored, native)
     power *= stored.dtype.type(lattice_type(native).epsilon)
@@ -86,7 +86,7 @@ def spacing(stored: Array, native: str) -> Array:
 
 
 def ordinal_dtype(native: str) -> np.dtype[Any]:
-    """Signed integers that hold every difference of two ordinals.
+    """Signed integer type that holds every difference of two ordinals.
 
     Raises
     ------
@@ -96,17 +96,17 @@ def ordinal_dtype(native: str) -> np.dtype[Any]:
     lattice_type(native)
     if native == "float64":
         raise InvalidArgument(
-            "distances counted in float64 values do not fit into 64-bit integers; "
+            "the number of float64 values between two values does not fit into 64-bit integers; "
             "use metric='ulp' for this run"
         )
     return np.dtype("int64" if native == "float32" else "int32")
 
 
 def ordinal(stored: Array, native: str) -> Array:
-    """Place of each value among all values of the native type, in their order.
+    """Signed index of each value among all values of the native type, in order.
 
-    −0.0 and +0.0 are the same point, 0; neighbouring values have neighbouring numbers; infinities
-    come behind the largest finite values, and NaN behind them.
+    −0.0 and +0.0 have index 0. Neighboring values have consecutive indices. Infinities follow the
+    largest finite values, and NaN follows infinities.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""A run that another process records, looked at from outside, as often as one likes.
+"""Follow a run that another process records.
 
-``run_follower`` opens it anew when it has grown, been cut or been replaced, and reads what is new,
-within a budget. ``followed_runs`` does so with several, and waits for those of a sweep.
-``measures`` holds what it keeps: bounded curves, the pace of the recording, and a few numbers of
-each row. Nothing is written, and nothing is locked.
+``run_follower`` reopens a run that has grown, been cut or been replaced, and reads new rows
+within a budget. ``followed_runs`` follows several runs, and waits for those of a sweep.
+``measures`` holds the collected values: bounded curves, the recording rate, and a few numbers per
+row. Following writes nothing and takes no lock.
 """

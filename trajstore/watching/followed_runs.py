@@ -1,4 +1,4 @@
-"""Several runs followed together: those that are named, and those of a sweep's folder."""
+"""Several runs followed together: given runs, and the runs of a sweep's folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trajstore.watching.run_follower import Look, RunFollower
 __all__ = ["SWEEP", "FollowedRuns", "swept_names"]
 
 SWEEP = "sweep.json"
-"""File in which a sweep's folder says what is the same for all its runs, and their names."""
+"""File in a sweep's folder with the names of its runs and their common settings."""
 
 
 class FollowedRuns:
-    """Looks at several runs again and again, also at those that come later.
+    """Reads the state of several runs repeatedly, including runs that are created later.
 
     Parameters
     ----------
     runs : sequence of str
-        Runs that need not be there yet, patterns, and folders of sweeps.
+        Runs (which may not exist yet), patterns, and folders of sweeps.
 
     Examples
     --------
-    >>> [(run, look.standing) for run, look in FollowedRuns(["gatsby.zarr"]).look().items()]
+    >>> [(run, look.status) for run, look in FollowedRuns(["gatsby.zarr"]).look().items()]
     [('gatsby.zarr', 'complete')]
     """
 
@@ -36,14 +36,14 @@ class FollowedRuns:
         self._followers: dict[str, RunFollower] = {}
 
     def look(self) -> dict[str, Look]:
-        """Look at each run, at its last commit.
+        """Read the state of each run at its last commit.
 
         Raises
         ------
         RunNotFound, InvalidArgument, MissingExtra
-            If a pattern matches nothing; if an address cannot be read.
+            If a pattern matches nothing, or an address cannot be read.
         FormatError
-            If what is there is not a run, or damaged.
+            If a path is not a run, or the run is damaged.
         """
         paths = dict.fromkeys(path for run in self._runs for path in _paths(run))
         for path in paths:
@@ -59,12 +59,12 @@ def _paths(run: str) -> list[str]:
 
 
 def swept_names(folder: Path) -> list[str]:
-    """Names of the runs that sweeps into a folder have; none where there was no sweep.
+    """Names of the runs of a sweep's folder; empty if the folder holds no sweep.
 
     Raises
     ------
     FormatError
-        If its file cannot be read.
+        If the file of the sweep is invalid.
     """
     file = folder / SWEEP
     try:
@@ -72,7 +72,7 @@ def swept_names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (ValueError, AttributeError) as error:
-        raise FormatError(f"{file} is not what a sweep wrote: {error}") from error
+        raise FormatError(f"{file} is not a valid sweep file: {error}") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise FormatError(f"{file} does not name its runs: got {names!r}, expected a list of names")
+        raise FormatError(f"{file}: got runs={names!r}, expected a list of names")
     return names

@@ -1,4 +1,4 @@
-"""What a follower keeps of a run: bounded curves, its pace, and a few numbers of each row."""
+"""Values that a follower collects: bounded curves, the recording rate, numbers per row."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["BoundedCurve", "Measured", "RecordingPace", "RowMeasures"]
 Array = npt.NDArray[np.float64]
 
 _BINS = 1024
-_WINDOW = 120.0  # seconds: long against the time between commits, short against a training
+_WINDOW = 120.0  # seconds: several commits, and short compared with a training
 _AT_ONCE = 16 << 20  # bytes of rows that are read together
 
 
 class BoundedCurve:
-    """Means over equal spans of rows, which double whenever there are more than `bins` of them.
+    """Means over equal spans of rows. The spans double when there are more than `bins`.
 
     Parameters
     ----------
     bins : int
-        Even; more than any screen shows.
+        Even number, larger than the width of any screen.
 
     Attributes
     ----------
     last : float
-        Value of the last row, which may be NaN or infinite; NaN without rows.
+        Value of the last row, possibly NaN or infinite; NaN without rows.
     least, largest : float
-        Of all finite values that were given, not of their means; NaN without any.
+        Extremes of all finite values, not of the means; NaN without finite values.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class BoundedCurve:
         self._counts = np.zeros(bins, np.int64)
 
     def add(self, first_row: int, values: npt.ArrayLike) -> None:
-        """Take the values of consecutive rows, in any order; finite ones make the curve."""
+        """Add values of consecutive rows, in any order; only finite values enter the means."""
         numbers = np.asarray(values, np.float64)
         rows = first_row + np.flatnonzero(np.isfinite(numbers))
         if numbers.size and first_row + numbers.size > self._stop:
@@ -68,7 +68,7 @@ class BoundedCurve:
         self.largest = float(np.fmax(self.largest, kept.max()))
 
     def means(self, width: int) -> npt.NDArray[np.float64]:
-        """Means over at most `width` equal parts of all rows; NaN where no row has a value."""
+        """Means over at most `width` equal parts of all rows; NaN for a part without values."""
         used = -(-self._stop // self._span)
         parts = min(width, used)
         if parts == 0:
@@ -96,43 +96,43 @@ class _Commit:
 
 
 class RecordingPace:
-    """Rows and steps a second over the last two minutes of commits.
+    """Rows and steps per second over the last two minutes of commits.
 
-    Until a second commit is seen, or where the run does not grow any more, it is the average since
-    the run was created; a run that was gone on with has none, as nobody knows how long it rested.
+    Before a second commit, or if the run no longer grows, the rate is the average since the run
+    was created. A resumed run has no such average, because the length of the pause is unknown.
     """
 
     def __init__(self) -> None:
         self._commits: deque[_Commit] = deque()
-        self._created = False  # whether the first is no commit, but the creation
+        self._created = False  # True if the first entry is the creation, not a commit
 
     def see(self, at: float, rows: int, step: int) -> None:
-        """Take note of a commit: its time in seconds, and what it made visible."""
+        """Add a commit: its time in seconds, and the rows and step that it made visible."""
         if self._commits and rows < self._commits[-1].rows:
-            self._commits.clear()  # cut: it grows from there
+            self._commits.clear()  # the run was cut
             self._created = False
         elif self._commits and rows == self._commits[-1].rows:
             return
         elif self._created and len(self._commits) == 2:
-            self._commits.popleft()  # between which and the first step much time may have passed
+            self._commits.popleft()  # long before the first step, possibly
             self._created = False
         self._commits.append(_Commit(at=at, rows=rows, step=step))
         while len(self._commits) > 2 and self._commits[1].at < at - _WINDOW:
             self._commits.popleft()
 
     def start(self, at: float) -> None:
-        """Take note of when the run was created, without rows."""
+        """Add the time at which the run was created, without rows."""
         if not self._commits:
             self._commits.append(_Commit(at=at, rows=0, step=0))
             self._created = True
 
     @property
     def rows_per_second(self) -> float | None:
-        """None where nothing is known yet."""
+        """Rows per second; None if unknown."""
         return self._rate("rows")
 
     def remaining(self, total: int | None, now: float) -> float | None:
-        """Seconds until step `total`; None where that, or the pace, is not known."""
+        """Seconds until step `total`; None if `total` or the rate is unknown."""
         steps = self._rate("step")
         if total is None or not steps:
             return None
@@ -152,29 +152,29 @@ class RecordingPace:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What some consecutive rows are like, by population.
+    """Measures of consecutive rows, by population.
 
     Attributes
     ----------
     rows : range
     gradient : dict of str to ndarray, (row,)
-        Mean over the tokens of the L2 norm of their gradients, in nat.
-    still : dict of str to ndarray, (row,)
-        Share of the tokens whose vector is that of the row before, bit for bit.
+        Mean L2 norm of the gradients over the tokens, in nat.
+    unchanged : dict of str to ndarray, (row,)
+        Fraction of tokens whose vector equals that of the previous row, bit for bit.
     largest : tuple of (int, float), or None
         Position and norm of the token with the largest gradient in the last row.
     """
 
     rows: range
     gradient: dict[str, Array]
-    still: dict[str, Array]
+    unchanged: dict[str, Array]
     largest: tuple[int, float] | None
 
 
 class RowMeasures:
-    """What can be measured of a run, and from which of its variables.
+    """Measures of a run and the variables that they are computed from.
 
-    Summaries per token that were recorded are read in place of the matrices that they were made of.
+    Recorded summaries per token are read instead of the matrices.
 
     Parameters
     ----------
@@ -183,41 +183,41 @@ class RowMeasures:
 
     Attributes
     ----------
-    gradient_of, still_of : str or None
-        Variable that the measure is made of; None if the run has none for it.
+    gradient_of, unchanged_of : str or None
+        Variable that the measure is computed from; None if the run has none.
     row_bytes : int
-        Bytes that a row takes in memory as it is read.
+        Bytes of memory per row.
     """
 
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
         self.gradient_of = _first(ds, "grad_token_norm", "grad")
-        self.still_of = _first(ds, "W_ulp_l1", "W_step_norm", "W", "cells")
-        names = [name for name in (self.gradient_of, self.still_of) if name is not None]
+        self.unchanged_of = _first(ds, "W_ulp_l1", "W_step_norm", "W", "cells")
+        names = [name for name in (self.gradient_of, self.unchanged_of) if name is not None]
         self.row_bytes = sum(ds[name].dtype.itemsize * ds[name][0].size for name in names)
         self._tokens = _populations(ds)
 
     def read(self, rows: range) -> Measured:
-        """Measure consecutive rows, a row at a time: memory does not grow with their number.
+        """Measure consecutive rows in bounded memory.
 
         Raises
         ------
         FormatError
-            If a block is missing or broken, as when the run was just cut.
+            If a block is missing or damaged, for example because the run was just cut.
         """
         gradient: dict[str, list[float]] = {name: [] for name in self._tokens}
-        still: dict[str, list[float]] = {name: [] for name in self._tokens}
+        unchanged: dict[str, list[float]] = {name: [] for name in self._tokens}
         norms = None
         for norms in self._norms(rows):
             for name, those in self._tokens.items():
                 gradient[name].append(float(norms[those].mean()))
-        for stood in self._stood(rows):
+        for unmoved in self._unmoved(rows):
             for name, those in self._tokens.items():
-                still[name].append(np.nan if stood is None else float(stood[those].mean()))
+                unchanged[name].append(np.nan if unmoved is None else float(unmoved[those].mean()))
         return Measured(
             rows=rows,
             gradient={name: np.array(values) for name, values in gradient.items() if values},
-            still={name: np.array(values) for name, values in still.items() if values},
+            unchanged={name: np.array(values) for name, values in unchanged.items() if values},
             largest=None if norms is None else _largest(norms),
         )
 
@@ -227,9 +227,9 @@ class RowMeasures:
         for values in self._blocks(self.gradient_of, rows):
             yield from values if values.ndim == 2 else (vector_norm(row) for row in values)
 
-    def _stood(self, rows: range) -> Iterator[npt.NDArray[np.bool_] | None]:
-        """Of each token, whether it stood still; None for row 0, which has no row before it."""
-        name = self.still_of
+    def _unmoved(self, rows: range) -> Iterator[npt.NDArray[np.bool_] | None]:
+        """Per row, True for each unchanged token; None for row 0, which has no previous row."""
+        name = self.unchanged_of
         if name is None:
             return
         if rows.start == 0:
@@ -246,7 +246,7 @@ class RowMeasures:
                 before = bits
 
     def _blocks(self, name: str, rows: range) -> Iterator[npt.NDArray[np.float32]]:
-        """Values of the rows, some at a time: at most `_AT_ONCE` bytes, or a single row."""
+        """Values of the rows in blocks of at most `_AT_ONCE` bytes, or of a single row."""
         da = self._ds[name]
         some = max(_AT_ONCE // (da.dtype.itemsize * max(da[0].size, 1)), 1)
         for start in range(rows.start, rows.stop, some):
@@ -258,7 +258,7 @@ def _first(ds: xr.Dataset, *names: str) -> str | None:
 
 
 def _populations(ds: xr.Dataset) -> dict[str, npt.NDArray[np.intp]]:
-    """Positions of the tokens of each population that has any."""
+    """Token positions of each population that is not empty."""
     if "is_dead" not in ds:
         return {"all": np.arange(ds.sizes["token"])}
     dead = ds["is_dead"].values

@@ -1,4 +1,4 @@
-"""A run followed from outside: what it has come to, as of its last commit."""
+"""The state of a run at its last commit, read while another process records it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import stored_bytes
+from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.watching.measures import BoundedCurve, Measured, RecordingPace, RowMeasures
 
-__all__ = ["Look", "RunFollower", "Standing"]
+__all__ = ["Look", "RunFollower", "Status"]
 
-Standing = Literal["absent", "recording", "abandoned", "interrupted", "complete"]
+Status = Literal["absent", "recording", "abandoned", "interrupted", "complete"]
 
 _BUDGET = 64 << 20
 _TRIES = 5
@@ -32,42 +33,42 @@ _TRIES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What was seen of a run at one moment. Curves go on with the follower.
+    """State of a run at one moment. The follower continues to extend the curves.
 
     Attributes
     ----------
-    standing : str
-        ``absent``: there is nothing yet; ``recording``; ``abandoned``: the root says ``recording``,
-        and the process that did so is gone; ``interrupted``; ``complete``.
+    status : str
+        ``absent``: the run does not exist yet; ``recording``; ``abandoned``: the run is marked
+        ``recording``, but its process died; ``interrupted``; ``complete``.
     rows, step : int
-        That are committed, and the step of the last of them.
+        Committed rows, and the step of the last one.
     steps : int or None
-        Of the whole training, if the run says so.
+        Steps of the whole training, if recorded.
     commit_at : float
-        Time of the last commit, in seconds of the system's clock.
+        Time of the last commit, in seconds of the system clock.
     commit_age : float
-        Seconds since then.
+        Seconds since the last commit.
     rows_per_second, remaining : float or None
-        None where it is not known yet; `remaining` in seconds.
+        None if unknown; `remaining` in seconds.
     bytes_recorded : int
-        In the types that were recorded.
+        Uncompressed size in the native types.
     bytes_on_disk : int or None
-        As stored; None on a web server, which does not say it.
+        Stored size; None for a web server, which does not report it.
     curves : dict of str to BoundedCurve
-        ``loss``, ``gradient POPULATION``, ``still POPULATION``: those there are values of.
-    gradient_of, still_of : str or None
-        Variables that these were made of.
+        ``loss``, ``gradient POPULATION`` and ``unchanged POPULATION``, as far as recorded.
+    gradient_of, unchanged_of : str or None
+        Variables that these curves are computed from.
     measured : int
-        Rows that gradients and stillness were read of.
+        Rows whose gradients and changes were read.
     largest : tuple of (str, float), or None
-        Token with the largest gradient in the last row that was read, and the norm.
+        Token with the largest gradient in the last row read, and its norm.
     lr : float or None
-        Of the last row.
+        Learning rate of the last row.
     attributes : dict
-        Of the root.
+        Attributes of the root group.
     """
 
-    standing: Standing
+    status: Status
     rows: int = 0
     step: int = 0
     steps: int | None = None
@@ -79,7 +80,7 @@ class Look:
     bytes_on_disk: int | None = 0
     curves: dict[str, BoundedCurve]
     gradient_of: str | None = None
-    still_of: str | None = None
+    unchanged_of: str | None = None
     measured: int = 0
     largest: tuple[str, float] | None = None
     lr: float | None = None
@@ -87,29 +88,29 @@ class Look:
 
 
 class RunFollower:
-    """Looks at a run again and again, and reads of it what is new. Its memory does not grow.
+    """Reads the state of a run repeatedly, in bounded memory. Each call reads only new rows.
 
-    Scalars are read of all rows. Gradients and weights are read within a budget for each look, the
+    `look` reads scalars of all rows. It reads gradients and weights within a budget per call, the
     newest rows first, each row once.
 
     Parameters
     ----------
     path : path-like
-        A run, local or in an object store, which need not be there yet.
+        A run, local or in an object store, which may not exist yet.
     budget : int
-        Bytes of gradients and weights to read at each look; a row is read in any case.
+        Bytes of gradients and weights to read per call, at least one row.
     clock : callable
-        Seconds, as the file system stamps them.
+        Clock in seconds that matches the timestamps of the file system.
 
     Raises
     ------
     InvalidArgument, MissingExtra
-        If it is an address that cannot be read.
+        If the address cannot be read.
 
     Examples
     --------
     >>> look = RunFollower("gatsby.zarr").look()
-    >>> look.standing, look.rows, look.step, list(look.curves)[:3]
+    >>> look.status, look.rows, look.step, list(look.curves)[:3]
     ('complete', 21, 20, ['loss', 'gradient dead', 'gradient live'])
     """
 
@@ -127,12 +128,12 @@ class RunFollower:
         self._forget()
 
     def look(self) -> Look:
-        """Look at the run, at its last commit.
+        """Read the state of the run at its last commit.
 
         Raises
         ------
         FormatError
-            If what is there is not a run, or damaged, also when it is opened again.
+            If the path is not a run, or the run is damaged, also after retries.
         """
         for attempt in range(_TRIES):
             try:
@@ -140,16 +141,16 @@ class RunFollower:
             except RunNotFound:
                 break
             except FormatError:
-                # Cut or replaced while it was read: a writer needs an instant for its documents.
+                # The run may have been cut or replaced during the read. The writer needs a moment.
                 self._forget()
                 if attempt == _TRIES - 1:
                     raise
-                time.sleep(0.1)  # which nothing tells the end of
+                time.sleep(0.1)  # no event marks the end of a replacement
         self._forget()
-        return Look(standing="absent", curves={}, attributes={})
+        return Look(status="absent", curves={}, attributes={})
 
     def _look(self) -> Look:
-        # In this order: whoever ends a recording says so in the root, and then lets go of the lock.
+        # Read the lock first: a writer marks the end in the root before it releases the lock.
         written_to = is_written_to(self._path)
         seen = _state(self._path / DOCUMENT)
         if seen is None:
@@ -176,9 +177,9 @@ class RunFollower:
         rows = ds.sizes["step"]
         pace = self._pace
         if rows < self._rows or ds.attrs.get("runs") != self._runs or self._is_another(ds):
-            self._forget()  # rows that were seen may be others now
+            self._forget()  # the rows read before may have been replaced
             self._runs = ds.attrs.get("runs")
-            self._pace = pace  # which knows that it was cut
+            self._pace = pace  # it accounts for the cut
             created = _seconds(ds.attrs.get("created"))
             if created is not None and len(self._runs or ()) == 1:
                 pace.start(created)
@@ -192,7 +193,7 @@ class RunFollower:
         self._on_disk = stored_bytes(self._path)
 
     def _is_another(self, ds: xr.Dataset) -> bool:
-        """Whether the last row that was seen is another now: it was cut, and recorded again."""
+        """True if the last row read before was cut and recorded again."""
         return self._rows > 0 and _scalars(ds, self._rows - 1) != self._last_row
 
     def _take_new(self, rows: range) -> None:
@@ -204,7 +205,7 @@ class RunFollower:
         self._unread.append(rows)
 
     def _measure(self) -> None:
-        """Read the newest rows that were not read, as many as the budget allows."""
+        """Read the newest unread rows within the budget."""
         if self._measures is None:
             return
         left = max(self._budget // max(self._measures.row_bytes, 1), 1)
@@ -217,7 +218,7 @@ class RunFollower:
             left -= len(taken)
 
     def _take(self, found: Measured) -> None:
-        for kind, of in (("gradient", found.gradient), ("still", found.still)):
+        for kind, of in (("gradient", found.gradient), ("unchanged", found.unchanged)):
             for population, values in of.items():
                 curve = self._curves.setdefault(f"{kind} {population}", BoundedCurve())
                 curve.add(found.rows.start, values)
@@ -229,15 +230,15 @@ class RunFollower:
 
     def _made_look(self, committed_at: float, *, abandoned: bool) -> Look:
         attributes = dict(self._ds.attrs)
-        standing = attributes.get("status", "complete")
-        if standing == "recording" and abandoned:
-            standing = "abandoned"
+        status = attributes.get("status", "complete")
+        if status == "recording" and abandoned:
+            status = "abandoned"
         now = self._clock()
-        steps = (attributes.get("config") or {}).get("training", {}).get("steps")
-        remaining = self._pace.remaining(steps, now) if standing == "recording" else None
+        steps = attribute(attributes, "config", "training", "steps")
+        remaining = self._pace.remaining(steps, now) if status == "recording" else None
         measures = self._measures
         return Look(
-            standing=standing,
+            status=status,
             rows=self._rows,
             step=self._step,
             steps=steps if isinstance(steps, int) else None,
@@ -249,7 +250,7 @@ class RunFollower:
             bytes_on_disk=self._on_disk,
             curves=self._curves,
             gradient_of=None if measures is None else measures.gradient_of,
-            still_of=None if measures is None else measures.still_of,
+            unchanged_of=None if measures is None else measures.unchanged_of,
             measured=self._measured,
             largest=None if self._largest is None else self._largest[1],
             lr=self._lr,
@@ -258,7 +259,7 @@ class RunFollower:
 
 
 def _state(document: Location) -> tuple[Any, ...] | None:
-    """What changes with every commit, its time at the end; None if there is no such object."""
+    """Values that change with every commit, time last; None if the object does not exist."""
     if isinstance(document, RemotePath):
         facts = document.stat()
         return None if facts is None else (facts["e_tag"], facts["last_modified"].timestamp() * 1e9)
@@ -270,7 +271,7 @@ def _state(document: Location) -> tuple[Any, ...] | None:
 
 
 def _scalars(ds: xr.Dataset, row: int) -> bytes:
-    """Step and loss of a row, by which it is known again."""
+    """Bytes of step and loss of a row, which identify it."""
     names = [name for name in ("step", "loss") if name in ds and row >= 0]
     return b"".join(ds[name][row].values.tobytes() for name in names)
 
@@ -288,7 +289,7 @@ def _native_bytes(da: xr.DataArray) -> int:
 
 
 def _token(ds: xr.Dataset, at: int) -> str:
-    """How a token reads, and its id."""
+    """Text of a token and its id."""
     number = int(ds["token"][at])
     if "token_text" not in ds:
         return str(number)

@@ -1,4 +1,4 @@
-"""Histories to ask questions about: random ones, and those that nature would rather not make."""
+"""Histories for tests: random ones, and special cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_of(
     chunks: tuple[int, int, int] | None = None,
     **others: np.ndarray,
 ) -> xr.Dataset:
-    """A Dataset as a run has it; uint16 are bfloat16 bits."""
+    """A Dataset like that of a run; uint16 values are bfloat16 bits."""
 
     def stored(values: np.ndarray) -> np.ndarray:
         return widened(values) if values.dtype == np.uint16 else values
@@ -54,7 +54,7 @@ def run_of(
 
 
 def wandering(rows: int, tokens: int, hidden: int, seed: int = 0) -> np.ndarray:
-    """bfloat16 bits of a walk in which every token comes to rest at some time, or never."""
+    """bfloat16 bits of a walk in which every token freezes at some time, or never."""
     rng = np.random.default_rng(seed)
     W = widened(bfloat16(rng.normal(0, 0.02, (tokens, hidden))))
     rest = rng.integers(0, 2 * rows, tokens)
@@ -69,7 +69,7 @@ def wandering(rows: int, tokens: int, hidden: int, seed: int = 0) -> np.ndarray:
 
 
 def adversarial() -> np.ndarray:
-    """bfloat16 bits, (12, 14, 4): one token per oddity."""
+    """bfloat16 bits, (12, 14, 4): one token per special case."""
     rows, hidden = 12, 4
     one = 0x3F80
     W = np.full((rows, 14, hidden), one, np.uint16)
@@ -80,18 +80,18 @@ def adversarial() -> np.ndarray:
     W[:, 5, 0] = 1 + np.arange(rows)  # through the subnormals
     W[:, 6, 0] = one - 6 + np.arange(rows)  # up across an exponent
     W[:, 7, 0] = one + 6 - np.arange(rows)  # down across it
-    W[4:, 8] = 0x7FC0  # becomes NaN, and stays
+    W[4:, 8] = 0x7FC0  # becomes and remains NaN
     W[4:8, 9, 2] = 0x7F80  # to infinity and back
     W[6:, 10, 3] = 0x7FC1  # NaN
     W[9:, 10, 3] = 0x7FC2  # with another payload: bits changed
-    W[2:4, 11] = 0x4000  # thaws: moves, still, moves
+    W[2:4, 11] = 0x4000  # thaws: moves, is unchanged, moves
     W[8:, 11] = 0x4040
     W[:, 12, 0] = np.where(np.arange(rows) % 2, 1, 0x8001)  # across zero, one step each side
     W[3:, 13, 0] = 0x7F7F  # from 1 to the largest finite value
     return W
 
 
-# Each with one chunking: that results do not depend on it, test_registry shows of all quantities.
+# One chunking each: test_registry checks all quantities for independence of the chunks.
 Chunks = tuple[int, int, int] | None
 HISTORIES: dict[str, tuple[Callable[[], np.ndarray], Chunks]] = {
     "wandering": (lambda: wandering(17, 9, 8), (4, 3, -1)),

@@ -13,7 +13,7 @@ import xarray as xr
 
 import trajstore.analysis.figures
 from trajstore import open_run
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
 
@@ -28,7 +28,7 @@ def test_it_says_what_is_in_a_run(small_run: tuple[Path, Any]) -> None:
 def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path) -> None:
     pytest.importorskip("h5netcdf")
     ds = open_run(small_run[0])
-    with pytest.raises(InvalidArgument, match=r"NAME\.nc, got a\.h5"):
+    with pytest.raises(InvalidArgument, match=r"got a\.h5, expected NAME\.nc"):
         ds.traj.to_netcdf("a.h5")
     ds.isel(step=slice(3)).traj.to_netcdf(tmp_path / "a.nc")
     with pytest.raises(RunExists):
@@ -43,13 +43,16 @@ def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
     pytest.importorskip("matplotlib")
     ds = open_run(small_run[0])
     shown = pydoc.plain(pydoc.render_doc(ds.traj.freeze))
-    assert "freeze(min_still: 'int' = 50, lattice: 'str' = 'native')" in shown
-    assert "When each token moved last, and how many have stopped for good." in shown
+    assert "freeze(min_unchanged: 'int' = 50, lattice: 'str' = 'native')" in shown
+    assert (
+        "Last motion of each token, and the fraction of tokens that are frozen at each step."
+        in shown
+    )
     shown = pydoc.plain(pydoc.render_doc(ds.traj.plot.last_motion))
     assert "last_motion(ax: 'Axes | None' = None, *, other:" in shown
     assert "lattice: 'str' = 'native'" in shown
-    assert f"min_still: 'int' = {MIN_STILL}" in shown
-    assert "When the tokens moved for the last time." in shown
+    assert f"min_unchanged: 'int' = {MIN_UNCHANGED}" in shown
+    assert "Step at which each token moved last." in shown
     assert "lattice" not in str(inspect.signature(ds.traj.plot.loss))
 
 
@@ -60,7 +63,9 @@ def test_every_kind_is_a_method() -> None:
     ax = ds.traj.plot.loss(log="y")
     assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
     assert ax.get_yscale() == "log"
-    with pytest.raises(AttributeError, match=r"no ds\.traj\.plot\.los; there are autocorrelation"):
+    with pytest.raises(
+        AttributeError, match=r"ds\.traj\.plot has no 'los'; it has autocorrelation"
+    ):
         ds.traj.plot.los  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="W"):
         ds.traj.plot.last_motion()

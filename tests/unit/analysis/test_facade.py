@@ -1,4 +1,4 @@
-"""What importing the package costs."""
+"""Imports of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several quantities together, and what holds for each of them."""
+"""Several quantities together, and properties of all quantities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(make_run, walk):
     rng = np.random.default_rng(0)
     rows, tokens, hidden = 23, 11, 6
     grad = rng.normal(size=(rows, tokens, hidden)).astype(np.float32)
-    past = grad * (np.arange(rows) > 0)[:, None, None]  # before row 0 there was none
+    past = grad * (np.arange(rows) > 0)[:, None, None]  # no gradients before row 0
     ds = make_run(
         walk(rows, tokens, hidden),
         grad=grad,
@@ -51,7 +51,7 @@ def function_result(name: str, ds: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
-    """The same; where the first row has no value, whole numbers have one that says so."""
+    """Equal results; in a first row without a value, integers have a flag."""
     if "step" in alone.dims:
         padded = alone.dtype.kind == "i" and alone.sizes["step"] < together.sizes["step"]
         alone = with_flag(alone, -1, NO_ROW_BEFORE) if padded else alone
@@ -114,9 +114,9 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
         )
 
 
-def test_a_lattice_that_nobody_knows_of_is_refused(run):
+def test_a_lattice_without_a_quantity_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
-        with pytest.raises(InvalidArgument, match=r"lattice='float16' with speed.*freeze_cause"):
+        with pytest.raises(InvalidArgument, match=r"lattice='float16' for speed.*freeze_cause"):
             analysis.answer(run, names, lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
         analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
@@ -125,14 +125,18 @@ def test_a_lattice_that_nobody_knows_of_is_refused(run):
 
 
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
-    first = analysis.compute(run, ["regimes", "freeze", "seams", "speed"]).isel(step=0).compute()
+    first = (
+        analysis.compute(run, ["regimes", "freeze", "discontinuities", "speed"])
+        .isel(step=0)
+        .compute()
+    )
     assert (first.regime == -1).all()
-    assert (first.census == -1).all()
-    assert flags_of(first.census) == {-1: "no_row_before"}
+    assert (first.counts == -1).all()
+    assert flags_of(first.counts) == {-1: "no_row_before"}
     assert flags_of(first.regime) == {-1: "no_row_before"} | dict(enumerate(analysis.REGIMES))
-    assert first.still_fraction.isnull().all()
+    assert first.unchanged_fraction.isnull().all()
     assert first.speed.isnull().all()
-    assert not first.seam.any()
+    assert not first.discontinuity.any()
 
 
 def test_categories_are_counted_by_population(run):
@@ -144,7 +148,7 @@ def test_categories_are_counted_by_population(run):
 
 
 def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counter]:
-    """The same, lazily, with a count of how often each chunk is read."""
+    """A lazy copy, with a count of reads of each chunk."""
     reads: Counter = Counter()
 
     def source(name: str) -> da.Array:
@@ -176,7 +180,15 @@ def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counte
 
 def test_each_chunk_is_read_once(run):
     ds, reads = counting(run, {"step": 5, "token": 4})
-    names = ["grad_norms", "freeze", "regimes", "lifecycle", "seams", "speed", "freeze_cause"]
+    names = [
+        "grad_norms",
+        "freeze",
+        "regimes",
+        "lifecycle",
+        "discontinuities",
+        "speed",
+        "freeze_cause",
+    ]
     analysis.compute(ds, names).compute()
     assert len(reads) == 4 * 5 * 3
     assert set(reads.values()) == {1}
@@ -188,7 +200,9 @@ def test_each_chunk_is_read_once(run):
 
 def test_each_chunk_is_read_once_on_two_lattices(run):
     ds, reads = counting(run, {"step": 5, "token": 4})
-    analysis.compute(ds, ["freeze", "regimes", "speed", "seams"], lattice="float16").compute()
+    analysis.compute(
+        ds, ["freeze", "regimes", "speed", "discontinuities"], lattice="float16"
+    ).compute()
     assert set(reads.values()) == {1}
 
 
@@ -231,8 +245,8 @@ def test_every_quantity_is_a_function_and_a_method(run):
 
 def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
-    assert list(parameters) == ["ds", "min_still", "lattice"]
-    assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_still=2))
+    assert list(parameters) == ["ds", "min_unchanged", "lattice"]
+    assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
 
 
 @pytest.mark.parametrize("steps", ["9:17", "2:20:3"])

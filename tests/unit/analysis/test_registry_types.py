@@ -1,4 +1,4 @@
-"""Every quantity refuses options of another type in one sentence, wherever it is asked."""
+"""Every quantity raises one sentence for options of a wrong type."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_of_another_type(name, option, run):
     needed = {"step": 1, "token": 0} if name in ALONE else {}
-    with pytest.raises(TrajstoreError) as told:
+    with pytest.raises(TrajstoreError) as reported:
         getattr(analysis, name)(run, **{**needed, option: object()})
-    assert isinstance(told.value, InvalidArgument), told.value
-    assert option in str(told.value)
+    assert isinstance(reported.value, InvalidArgument), reported.value
+    assert option in str(reported.value)
 
 
 def test_from_the_accessor_and_as_text(run):
@@ -39,17 +39,17 @@ def test_from_the_accessor_and_as_text(run):
         run.traj.adjacency(k=1.5)
 
 
-@pytest.mark.parametrize("asked", ["run.zarr", None, "W"])
-def test_of_no_dataset(asked, run):
-    given = run.W if asked == "W" else asked
-    for question in (analysis.freeze, analysis.summary, analysis.with_populations):
+@pytest.mark.parametrize("source", ["run.zarr", None, "W"])
+def test_of_no_dataset(source, run):
+    given = run.W if source == "W" else source
+    for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
         with pytest.raises(InvalidArgument, match="Dataset"):
-            question(given)
+            quantity(given)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)
 def test_of_no_tokens(name, run):
-    with pytest.raises(InvalidArgument, match="there is no token in this Dataset"):
+    with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
         getattr(run.isel(token=slice(0)).traj, name)()
 
 

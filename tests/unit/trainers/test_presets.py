@@ -53,7 +53,7 @@ def test_duckling_has_dead_and_mostly_dead_tokens(
     assert 0 < rare.sum() < 250
     found = analysis.regimes(ds, "bfloat16").compute()
     assert found.population.values.tolist() == ["dead", "live", "all", "mostly_dead"]
-    np.testing.assert_array_equal(found.census.sum("regime_name"), [[50, 250, 300, rare.sum()]] * 3)
+    np.testing.assert_array_equal(found.counts.sum("regime_name"), [[50, 250, 300, rare.sum()]] * 3)
     sizes = analysis.summary(ds).population_tokens.to_series()
     assert sizes.to_dict() == {"dead": 50, "live": 250, "all": 300, "mostly_dead": rare.sum()}
     assert (analysis.freeze(ds).is_mostly_dead.values == rare).all()

@@ -20,7 +20,8 @@ from trajstore.exchange.layouts import POPULATIONS, Column, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Part, Tensor, constant
 from trajstore.schema import TRAJECTORIES, VARIABLES
-from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, attribute, positions
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, positions
 from trajstore.values.native_types import is_nan, native_type
 from trajstore.version import __version__
 

@@ -283,7 +283,8 @@ def _scalar(names: str, paths: str, **codes: int) -> Scalar:
     return Scalar(name=in_use[0], names=in_use, paths=places, codes=codes)
 
 
-_INIT = "config.initialisation"
+_INIT = "config.initialization"
+_OLD_INIT = "config.initialisation"  # of runs that earlier versions recorded
 SCALARS: dict[str, Scalar] = {
     scalar.name: scalar
     for scalar in (
@@ -295,10 +296,16 @@ SCALARS: dict[str, Scalar] = {
         _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", f"{_RULE}.betas.0"),
         _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", f"{_RULE}.betas.1"),
         _scalar("adam_epsilon adam_eps epsilon eps", f"{_RULE}.eps"),
-        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma"),
+        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma {_OLD_INIT}.sigma"),
         # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
         # bfloat16.
-        _scalar("init_method_code", f"{_INIT}.dtype {_INIT}.kind", float32=0, bfloat16=1, point=0),
+        _scalar(
+            "init_method_code",
+            f"{_INIT}.dtype {_INIT}.kind {_OLD_INIT}.dtype {_OLD_INIT}.kind",
+            float32=0,
+            bfloat16=1,
+            point=0,
+        ),
         _scalar("seed random_seed", "config.training.seed"),
         _scalar("vocab_size n_vocab vocabulary_size", f"{_MODEL}.vocab_size"),
         _scalar("hidden_dim hidden_size d_model n_embd", f"{_MODEL}.hidden"),

@@ -6,7 +6,7 @@ coordinates, and each block is added to it. Runs of one content digest hold the 
 run among them. Both are of the rows that are committed: of a run that is cut they are what they
 were when it had so many rows.
 
-Source: docs/format.md, *Fingerprint*.
+Source: docs/reference/format.md, *Fingerprint*.
 """
 
 from __future__ import annotations

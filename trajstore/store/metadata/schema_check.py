@@ -15,7 +15,7 @@ import zarr
 from trajstore.codec.block_codec import BlockCodec, local_folder
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, VARIABLES, Coordinate, coordinate
+from trajstore.schema import STEP, Coordinate, coordinate, entry_of
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
 
 __all__ = ["DECODED", "check_array", "means_time"]
@@ -57,7 +57,7 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs) -> None:
         its values, a codec of another array or run, or shards of zarr's own; or if the values of
         a coordinate are missing.
     """
-    entry = STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
+    entry = entry_of(name)
     if entry is None:
         return
     attributes = array.attrs.asdict()

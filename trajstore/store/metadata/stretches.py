@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trajstore.errors import FormatError
+
 __all__ = [
     "STRETCHES",
     "Stretch",
@@ -115,6 +117,11 @@ def trained_stretches(attributes: Mapping[str, Any], first: int, last: int) -> l
         Of the root of the run.
     first, last : int
         Step before the first of them, and the last.
+
+    Raises
+    ------
+    FormatError
+        If ``provenance.resumed`` is no list of objects with a step.
     """
     listed = listed_stretches(attributes)
     begins = {entry["step"] for entry in (*listed, *_resumed(attributes))}
@@ -135,8 +142,14 @@ def trained_stretches(attributes: Mapping[str, Any], first: int, last: int) -> l
 
 
 def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
-    """Number of torch's threads that a run was trained with after a step; None if not known."""
-    provenance = attributes.get("provenance") or {}
+    """Number of torch's threads that a run was trained with after a step; None if not known.
+
+    Raises
+    ------
+    FormatError
+        As for `trained_stretches`.
+    """
+    provenance = _provenance(attributes)
     threads = provenance.get("threads")
     for entry in _resumed(attributes):
         if entry["step"] <= step:
@@ -173,6 +186,19 @@ def _of_training(config: Mapping[str, Any]) -> Entry:
 def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
     """Entries of ``provenance.resumed`` that still hold: a later one replaces those after it."""
     kept: list[Entry] = []
-    for entry in (attributes.get("provenance") or {}).get("resumed", []):
+    listed = _provenance(attributes).get("resumed", [])
+    if not isinstance(listed, list) or not all(
+        isinstance(entry, dict) and type(entry.get("step")) is int for entry in listed
+    ):
+        raise FormatError(
+            f"zarr.json: attributes.provenance.resumed is {listed!r}, expected a list of objects, "
+            "each with a step"
+        )
+    for entry in listed:
         kept = [one for one in kept if one["step"] < entry["step"]] + [entry]
     return kept
+
+
+def _provenance(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = attributes.get("provenance")
+    return found if isinstance(found, Mapping) else {}

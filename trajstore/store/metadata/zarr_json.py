@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from trajstore.schema import STEP, VARIABLES
+from trajstore.store.metadata.document_form import Status
 from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, Fingerprint
 from trajstore.strict_json import utc_now
 
 __all__ = ["CHANGING", "COPY", "RunMetadata", "Status"]
-
-Status = Literal["recording", "complete", "interrupted"]
 
 
 class RunMetadata:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import operator
 import shlex
 from collections.abc import Mapping
 from functools import partial
@@ -11,86 +12,98 @@ from pathlib import Path
 from typing import Any
 
 import zarr
-from zarr.errors import NodeNotFoundError
 
+from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import FORMAT, STEP, VARIABLES, coordinate
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.schema import FORMAT, STEP, coordinate, entry_of
+from trajstore.store.metadata.document_form import (
+    REQUIRED,
+    Fault,
+    array_faults,
+    attribute_faults,
+    open_document,
+    root_faults,
+)
+from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
 from trajstore.store.metadata.schema_check import check_array
 from trajstore.store.storage.object_file import document_in
-from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
+from trajstore.store.storage.remote_path import (
+    REMOTE_REQUESTS,
+    Location,
+    RemotePath,
+    RunPath,
+    key_within,
+    location,
+)
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "open_checked_group", "open_group", "run_identity", "runs_beside"]
+__all__ = ["check_own_documents", "ends", "open_group", "run_identity", "runs_beside"]
 
 _LARGEST_BLOCK = 1 << 38
 """Values; 1 TiB of float32."""
 
-_LARGEST_ARRAY_DOCUMENT = 16 << 20
+_MOST = 1 << 26
+"""Values of a coordinate, rows of a block, chunks of a block."""
+
+_MANY = 1 << 16
+"""Objects of an array that nobody looks for."""
+
+_COPIES = "consolidated_metadata.metadata"
+_KEYS = {"name": "default", "configuration": {"separator": "."}}
+_NO_GROUP = "is not a Zarr v3 group, so not a run"
 
 
 def open_group(path: RunPath) -> zarr.Group:
-    """Root group of a run, read-only, at its last commit.
+    """Root group of a run, read-only, at its last commit; its documents are checked.
+
+    The root is checked before zarr sees it, with its copies of the arrays' documents; their own are
+    read only if it has none, or by who writes (`check_own_documents`). What it claims to hold is
+    compared with the objects that are there.
 
     Raises
     ------
     RunNotFound
         If there is nothing at `path`.
     FormatError
-        If it is not a run, or one of another format.
+        If it is not a run, or one of another format; if a document has a member that cannot be, or
+        claims rows that are not stored; if an array is not described as the schema has it
+        (`trajstore.store.metadata.schema_check.check_array`).
     InvalidArgument, MissingExtra
         If `path` is an address that cannot be read (`location`).
     """
     place = location(path)
-    text = str(path)
     if isinstance(place, Path) and not place.exists():
-        raise RunNotFound(f"there is no run at {text}{runs_beside(place)}")
+        raise RunNotFound(f"there is no run at {path}{runs_beside(place)}")
     document = _root_document(place)
-    if document is not None:
-        _check_bounds(place, document)
-    try:
-        if isinstance(place, RemotePath):
-            known = {} if document is None else {(place / DOCUMENT).key: document}
-            store = place.zarr_store(known)
-            group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
-        else:
-            group = zarr.open_group(text, mode="r", zarr_format=3)
-    except (NodeNotFoundError, FileNotFoundError, ValueError, KeyError) as error:
-        if isinstance(place, Path) and not place.exists():  # it has just gone
-            raise RunNotFound(f"there is no run at {text}") from error
-        within = _within(place) if isinstance(place, Path) else ""
-        raise FormatError(
-            f"{text} is not a Zarr v3 group, so not a run: {within or error}"
-        ) from error
-    number = group.attrs.get("trajstore_format")
-    if not isinstance(number, int):
-        raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
-    if number != FORMAT:
-        written_by = group.attrs.get("trajstore_version")
-        raise FormatError(
-            f"{text} is of store format {number}, and this version reads format {FORMAT}; "
-            f"install trajstore {written_by}, which wrote it"
-        )
+    root = _parsed(place, DOCUMENT, document)
+    arrays = _checked_arrays(place, root)
+    _check_lengths(place, arrays)
+    for name, array in arrays.items():
+        _check_extent(place, name, array)
+    runs = run_identity(root["attributes"])
+    group, opened = _zarr_group(place, document, arrays)
+    for name, array in opened:
+        check_array(name, array, runs)
     return group
 
 
-def open_checked_group(path: RunPath) -> zarr.Group:
-    """As `open_group`; every array is described as it was recorded.
+def check_own_documents(path: Location) -> None:
+    """Check the document that each array of a run has in its own folder, which writers replace.
 
     Raises
     ------
     FormatError
-        Also if the root does not say which run it is of, or an array is not described as the schema
-        has it (`trajstore.store.metadata.schema_check.check_array`).
+        If one is missing, or has a member that cannot be.
     """
-    group = open_group(path)
-    runs = run_identity(group.attrs)
-    for name, array in group.arrays():
-        check_array(name, array, runs)
-    return group
+    root = _parsed(path, DOCUMENT, _root_document(path))
+    arrays = _checked_arrays(path, root)
+    reads = [partial(_read, path, f"{name}/{DOCUMENT}") for name in arrays]
+    own = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
+    for name, found in zip(arrays, own, strict=True):
+        _check_array_form(path, f"{name}/{DOCUMENT}", "", name, found)
 
 
 def ends(array: Any) -> tuple[int, int]:
@@ -140,113 +153,231 @@ def _within(path: Path) -> str:
     return f"there are runs in it; name {path / runs[0]}{many}"
 
 
-def _root_document(place: Location) -> bytes | None:
-    """The document of the root; None if the system does not let it be read, as zarr will say."""
+def _root_document(place: Location) -> bytes:
+    """Bytes of the document of the root.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is none.
+    """
     try:
         return document_in(place / DOCUMENT)
     except ValueError as error:
         raise _unreadable(place, error) from error
-    except FileNotFoundError as error:
-        if isinstance(place, RemotePath):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(place, RemotePath) or not place.exists():  # it has just gone
             raise RunNotFound(f"there is no run at {place}") from error
-        return None
-    except ObjectStoreError:
-        raise
-    except OSError:
-        return None
+        why = _within(place) or f"it has no {DOCUMENT}"
+        raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
 
 
-def _check_bounds(path: Location, document: bytes) -> None:
-    """Refuse documents that would take memory, or time, out of proportion to what is stored.
-
-    Of a run at an address only the root is looked at: zarr reads no others.
-
-    Raises
-    ------
-    FormatError
-    """
+def _parsed(place: Location, key: str, data: bytes) -> Any:
     try:
-        arrays = parse(document.decode())["consolidated_metadata"]["metadata"]
-        if not isinstance(arrays, dict):
-            raise ValueError("its arrays are no object of JSON")
-        for own in path.glob(f"*/{DOCUMENT}") if isinstance(path, Path) else ():
-            if own.stat().st_size > _LARGEST_ARRAY_DOCUMENT:
-                raise ValueError(f"{own.parent.name}/{DOCUMENT} is too large")
+        return parse(data.decode())
     except ValueError as error:
-        raise _unreadable(path, error) from error
-    except (OSError, KeyError, TypeError):
-        return  # which zarr puts into words
-    _check_lengths(path, arrays)
-    for name, array in arrays.items():
-        if "\0" in name or {"", ".", ".."} & set(name.split("/")):
-            raise FormatError(f"{path} is not a run: {name!r} is no name of an array in it")
-        _check_sizes(path, name, array)
+        raise _unreadable(place, error, key) from error
 
 
-def _unreadable(path: Location, error: ValueError) -> FormatError:
-    return FormatError(
-        f"{path} is not a Zarr v3 group, so not a run: {DOCUMENT} cannot be read: {error}"
+def _read(place: Location, key: str) -> Any:
+    """Value of the document of an array."""
+    try:
+        return _parsed(place, key, document_in(place / key))
+    except FileNotFoundError as error:
+        raise FormatError(f"{place} has lost {key}{_remedy(place)}") from error
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise _unreadable(place, error, key) from error
+
+
+def _unreadable(place: Location, error: ValueError, key: str = DOCUMENT) -> FormatError:
+    what = _NO_GROUP if key == DOCUMENT else "cannot be read"
+    return FormatError(f"{place} {what}: {key} cannot be read: {error}")
+
+
+def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
+    """Documents of the arrays, of a root that is checked with them."""
+    for fault in root_faults(root):
+        raise FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {fault}")
+    attributes = root["attributes"]
+    if "trajstore_format" not in attributes:
+        raise FormatError(f"{place} is a Zarr group, but no run: it has no trajstore_format")
+    number = attributes["trajstore_format"]
+    if type(number) is int and number != FORMAT:
+        raise FormatError(
+            f"{place} is of store format {number}, and this version reads format {FORMAT}; "
+            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
+        )
+    for fault in attribute_faults(attributes, REQUIRED):
+        raise _refused(place, DOCUMENT, fault)
+    if root.get("consolidated_metadata") is None:
+        arrays = _own_documents(place)
+    else:
+        arrays = root["consolidated_metadata"]["metadata"]
+        for name, document in arrays.items():
+            if "\0" in name or {"", ".", ".."} & set(name.split("/")):
+                raise FormatError(f"{place} is not a run: {name!r} is no name of an array in it")
+            _check_array_form(place, DOCUMENT, f"{_COPIES}.{name}", name, document)
+    for name in (STEP.name, "token"):
+        if name not in arrays:
+            raise _refused(place, DOCUMENT, Fault(f"{_COPIES}.{name}", "the document of an array"))
+    if arrays is (root.get("consolidated_metadata") or {}).get("metadata"):
+        _check_rows(place, attributes["committed_rows"], arrays[STEP.name])
+    return {name: array for name, array in arrays.items() if not _is_foreign_group(name, array)}
+
+
+def _own_documents(place: Location) -> dict[str, Any]:
+    """Documents in the folders of the arrays, where the root has no copies of them."""
+    if isinstance(place, RemotePath) and not place.listed:
+        raise _refused(place, DOCUMENT, Fault("consolidated_metadata", "an object"))
+    if isinstance(place, RemotePath):
+        suffix = f"/{DOCUMENT}"
+        keys = [key_within(path, place) for path in place.below()]
+        names = sorted(key.removesuffix(suffix) for key in keys if key.endswith(suffix))
+    else:
+        names = sorted(own.parent.name for own in place.glob(f"*/{DOCUMENT}"))
+    found = {name: _read(place, f"{name}/{DOCUMENT}") for name in names}
+    for name, document in found.items():
+        _check_array_form(place, f"{name}/{DOCUMENT}", "", name, document)
+    return found
+
+
+def _check_array_form(place: Location, key: str, member: str, name: str, document: Any) -> None:
+    if _is_foreign_group(name, document):
+        return
+    for fault in array_faults(document):
+        raise _refused(place, key, fault.within(member) if member else fault)
+
+
+def _is_foreign_group(name: str, document: Any) -> bool:
+    """True for a group that somebody else keeps in a run."""
+    return (
+        entry_of(name) is None
+        and isinstance(document, dict)
+        and document.get("node_type") == "group"
     )
 
 
-def _check_lengths(path: Location, arrays: dict[str, Any]) -> None:
+def _refused(place: Location, key: str, fault: Fault) -> FormatError:
+    return FormatError(f"{place} cannot be read: {key}: {fault}{_remedy(place)}")
+
+
+def _remedy(place: Location) -> str:
+    return f"; see what is wrong with: trajstore verify {shlex.quote(str(place))}"
+
+
+def _zarr_group(
+    place: Location, document: bytes, arrays: Mapping[str, Any]
+) -> tuple[zarr.Group, tuple[tuple[str, Any], ...]]:
+    """The group, and its arrays by name."""
+    try:
+        if isinstance(place, RemotePath):
+            store = place.zarr_store({(place / DOCUMENT).key: document})
+            group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
+        else:
+            group = zarr.open_group(str(place), mode="r", zarr_format=3)
+        return group, tuple(group.arrays())
+    except ObjectStoreError:
+        raise
+    except Exception as error:  # whatever zarr raises for a document that nobody wrote
+        if isinstance(place, Path) and not place.exists():  # it has just gone
+            raise RunNotFound(f"there is no run at {place}") from error
+        for name, array in arrays.items():
+            try:
+                open_document(array)
+            except FormatError as fault:
+                raise FormatError(
+                    f"{place} cannot be read: {DOCUMENT}: {_COPIES}.{name}: {fault}{_remedy(place)}"
+                ) from error
+        raise FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {error}") from error
+
+
+def _check_rows(place: Location, committed: int, step: Mapping[str, Any]) -> None:
+    """Refuse a root that gives its number of rows in two ways; a copy has that of its source."""
+    rows = step["shape"][0]
+    if committed != rows and _is_block(step):
+        expected = f"{rows}, the rows of its arrays"
+        raise _refused(place, DOCUMENT, Fault("attributes.committed_rows", expected, committed))
+
+
+def _check_lengths(path: Location, arrays: Mapping[str, Any]) -> None:
     """Refuse arrays that do not agree on how many tokens, or others, there are."""
     lengths: dict[str, tuple[str, int]] = {}
     for name, array in arrays.items():
-        if name not in VARIABLES and name != STEP.name and coordinate(name) is None:
+        if entry_of(name) is None:
             continue  # somebody else's
-        try:
-            sizes = dict(zip(array["dimension_names"], array["shape"], strict=True))
-        except (KeyError, TypeError, ValueError):
-            continue  # which zarr puts into words
-        for dim, length in sizes.items():
+        for dim, length in zip(array.get("dimension_names") or (), array["shape"], strict=False):
             other, known = lengths.setdefault(dim, (name, length))
             if length != known and dim is not None:
                 raise FormatError(
-                    f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}; "
-                    f"see what is wrong with: trajstore verify {shlex.quote(str(path))}"
+                    f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}"
+                    f"{_remedy(path)}"
                 )
 
 
-def _check_sizes(path: Location, name: str, array: Any) -> None:
-    """Refuse an array of blocks that no machine holds, or of rows that nobody stored."""
-    try:
-        shape = array["shape"]
-        block = array["chunk_grid"]["configuration"]["chunk_shape"]
-        separator = array["chunk_key_encoding"]["configuration"]["separator"]
-        size = math.prod(map(int, block))
-        rows, length = int(shape[0]), int(block[0])
-    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
-        return  # which zarr puts into words
+def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> None:
+    """Refuse an array that no machine holds, or of rows or tokens that nobody stored.
+
+    Opening a run reads its steps and coordinates whole.
+    """
+    shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+    size = math.prod(chunk)
     if size > _LARGEST_BLOCK:
         raise FormatError(
-            f"{path} cannot be read: {name} has blocks of {size:,} values, expected at most "
+            f"{place} cannot be read: {name} has blocks of {size:,} values, expected at most "
             f"{_LARGEST_BLOCK:,}"
         )
-    if name != STEP.name or separator != "." or rows < 1 or length < 1:
+    if coordinate(name) is not None:
+        _check_most(place, name, "values", math.prod(shape))
+    if entry_of(name) is None or not _is_block(document):
         return
-    if isinstance(path, RemotePath):
-        return  # whoever opens it reads the last steps first, and finds that they are missing
-    last = (rows - 1) // length
-    if last and not (path / name / f"c.{last}").exists() and (path / name / "c.0").exists():
+    inner = document["codecs"][0]["configuration"]["chunk_shape"]
+    _check_most(place, name, "chunks in a block", math.prod(map(operator.floordiv, chunk, inner)))
+    if any(map(operator.gt, shape[2:], chunk[2:])):
         raise FormatError(
-            f"{path} says that it has {rows:,} rows, and the last of them are not stored; see what "
-            f"is wrong with: trajstore verify {shlex.quote(str(path))}"
+            f"{place} cannot be read: {name} has the shape {shape}, and blocks of {chunk} that do "
+            f"not hold it{_remedy(place)}"
         )
+    if name == STEP.name:
+        _check_most(place, name, "rows in a block", chunk[0])
+    blocks = -(-shape[0] // chunk[0])
+    parts = -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
+    # At an address, whoever opens it reads the last steps first.
+    sure = name == STEP.name and isinstance(place, Path) and blocks
+    if (sure or blocks * parts > _MANY) and not _has(
+        place / chunk_key(name, blocks - 1, len(shape), parts - 1)
+    ):
+        raise FormatError(
+            f"{place} cannot be read: {name} has the shape {shape}, and its last block is not "
+            f"stored{_remedy(place)}"
+        )
+
+
+def _check_most(place: Location, name: str, what: str, count: int) -> None:
+    if count > _MOST:
+        raise FormatError(
+            f"{place} cannot be read: {name} has {count:,} {what}, expected at most {_MOST:,}"
+            f"{_remedy(place)}"
+        )
+
+
+def _has(path: Location) -> bool:
+    return path.exists() if isinstance(path, Path) else path.stat() is not None
+
+
+def _is_block(document: Mapping[str, Any]) -> bool:
+    """True if a run's own writer made the array: others name the objects in another way."""
+    codecs = document["codecs"]
+    return (
+        document["chunk_key_encoding"] == _KEYS
+        and len(codecs) == 1
+        and isinstance(codecs[0], dict)
+        and codecs[0]["name"] == BLOCK
+        and "chunk_shape" in codecs[0].get("configuration", ())
+    )
 
 
 def run_identity(attributes: Mapping[str, Any]) -> Runs:
-    """Whose blocks a run holds, by the attributes of its root.
-
-    Raises
-    ------
-    FormatError
-        If they do not say it.
-    """
-    try:
-        runs = tuple((int(block), bytes.fromhex(run).hex()) for block, run in attributes["runs"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"the root does not say which run it is of: runs is {error}") from error
-    if not runs or runs[0][0] != 0:
-        raise FormatError(f"the root does not say whose the first block is: runs is {runs}")
-    return runs
+    """Whose blocks a run holds, by the attributes of its root, which are checked."""
+    return tuple((block, run) for block, run in attributes["runs"])

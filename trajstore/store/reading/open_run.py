@@ -20,7 +20,7 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import LARGEST_TASK
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import open_checked_group
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.xarray_engine import run_dataset
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
@@ -75,7 +75,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     """
     if chunks not in ("blocks", None):
         raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
-    group = open_checked_group(path)
+    group = open_group(path)
     # Coordinates stay without dask, which can neither group by them nor look things up in them.
     ds = run_dataset(group, path)
     ds.encoding["source"] = str(path)  # where it is from, as xarray's readers say it

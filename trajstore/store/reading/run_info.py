@@ -13,7 +13,7 @@ import numpy as np
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.reading.array_reader import block_form
-from trajstore.store.reading.open_group import ends, open_checked_group
+from trajstore.store.reading.open_group import ends, open_group
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
@@ -47,7 +47,7 @@ def information(path: RunPath) -> dict[str, Any]:
     """
     # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
     written_to = is_written_to(path)
-    group = open_checked_group(path)
+    group = open_group(path)
     place = location(path)
     sizes = object_sizes(place) if _says_sizes(place) else None
     arrays: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Settings of several runs: those that differ, and the labels that these make."""
+"""Settings of runs: one by its path, those that differ between runs, and labels of these."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 __all__ = [
     "SEED",
     "UNSET",
+    "attribute",
     "differing_settings",
     "run_labels",
     "setting_text",
@@ -21,6 +22,19 @@ UNSET = "unset"
 """Text of a setting that a run does not have, or leaves open."""
 
 _MOST = 4  # settings of a label
+
+
+def attribute(attributes: Mapping[str, Any], *path: str) -> Any:
+    """Nested value of attributes; None where there is none."""
+    value: Any = attributes
+    for key in path:
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
 
 
 def settings(

@@ -6,7 +6,7 @@ MiB. Reading tile by tile keeps memory flat, whatever the sizes of runs and bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
-__all__ = ["Tile", "TiledRun", "TiledVariable", "attribute", "open_tiled", "positions"]
+__all__ = ["Tile", "TiledRun", "TiledVariable", "open_tiled", "positions"]
 
 Array = npt.NDArray[Any]
 Where = tuple[slice, ...]
@@ -299,16 +299,3 @@ def positions(values: Array, wanted: Array) -> Array:
     found = np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
     at = order[found]
     return np.where(values[at] == wanted, at, -1)
-
-
-def attribute(attributes: Mapping[str, Any], *path: str) -> Any:
-    """Nested value of attributes; None where there is none."""
-    value: Any = attributes
-    for key in path:
-        if isinstance(value, Mapping):
-            value = value.get(key)
-        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value

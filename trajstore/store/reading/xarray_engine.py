@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
@@ -18,10 +19,11 @@ import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
 from trajstore.accessor_registration import register_accessors
+from trajstore.errors import FormatError, TrajstoreError
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import ends, open_checked_group
+from trajstore.store.reading.open_group import ends, open_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
@@ -43,9 +45,28 @@ def run_dataset(
     Its steps are read past zarr, which takes longer for each of their blocks than for a matrix. Of
     a run that is at an address, steps that follow upon each other are not read one block after
     the other: the first and the last give them all.
+
+    Raises
+    ------
+    FormatError
+        If steps or coordinates cannot be read, or the arrays do not make a Dataset.
     """
-    store = ZarrStore(group, mode="r", consolidate_on_close=False)
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
+    try:
+        return _dataset(group, place, dropped, reader)
+    except (TrajstoreError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever xarray and codecs raise for what nobody wrote
+        raise FormatError(
+            f"{place} cannot be read: {error}; see what is wrong with: trajstore verify "
+            f"{shlex.quote(str(place))}"
+        ) from error
+
+
+def _dataset(
+    group: zarr.Group, place: RunPath, dropped: set[str], reader: Callable[..., xr.Dataset]
+) -> xr.Dataset:
+    store = ZarrStore(group, mode="r", consolidate_on_close=False)
     steps = None
     if STEP.name not in dropped:
         array = cast(Any, group[STEP.name])
@@ -95,7 +116,7 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.reading.open_group.open_group`.
         """
-        group = open_checked_group(filename_or_obj)
+        group = open_group(filename_or_obj)
         reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
         return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 

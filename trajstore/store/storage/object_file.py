@@ -36,7 +36,7 @@ class _LocalFile:
         self._descriptor = descriptor
 
     def end(self, length: int) -> bytes:
-        return self.read(max(self.size - length, 0), length)
+        return self.read(max(self.size - length, 0), min(length, self.size))
 
     def read(self, offset: int, length: int) -> bytes:
         return os.pread(self._descriptor, length, offset)

@@ -31,6 +31,7 @@ from trajstore.schema import (
     coordinate,
 )
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout
+from trajstore.store.metadata.document_form import attribute_faults
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.strict_json import utc_now
@@ -172,6 +173,8 @@ def new_run(
         "config": dict(config or {}),
         **(attributes or {}),
     }
+    for fault in attribute_faults(fixed):
+        raise InvalidArgument(f"a run cannot have that: {fault}")
     own, chunks = coordinate_objects(coordinates)
     return RunMetadata(series_metadata(layout, coordinates) | own, fixed), chunks
 

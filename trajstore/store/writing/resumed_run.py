@@ -24,7 +24,7 @@ from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coor
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import check_own_documents, open_group, run_identity
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (
@@ -158,6 +158,7 @@ def check_run(path: RunPath) -> Location:
         raise InvalidArgument(f"cannot add to {path}: a web server is only read from")
     open_group(place)
     refuse_links(place)
+    check_own_documents(place)
     return place
 
 
@@ -195,11 +196,9 @@ def resumed_run(
         If `rows` are not there, or `memory` does not hold its blocks.
     """
     layout, arrays = _stored_layout(path, open_group(path), threads)
-    own = layout if share is None else share.of_layout(layout)
-    layout = replace(layout, threads=within(own, parse_bytes(memory), threads=threads).threads)
     root = json.loads((path / DOCUMENT).read_bytes())
-    committed = root["attributes"].get("committed_rows")
-    if committed is None or not root.get("consolidated_metadata"):
+    committed = root["attributes"]["committed_rows"]
+    if not root.get("consolidated_metadata"):
         raise FormatError(
             f"the root of {path} has been changed by another program and says no longer "
             f"which rows are whole; bring that back with: trajstore repair {shlex.quote(str(path))}"
@@ -212,6 +211,8 @@ def resumed_run(
     metadata = RunMetadata.stored(root, attributes)
     found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
     _check_content(path, root, found[-1])
+    own = layout if share is None else share.of_layout(layout)
+    layout = replace(layout, threads=within(own, parse_bytes(memory), threads=threads).threads)
     return ResumedRun(
         path=path,
         rows=keep,
@@ -293,13 +294,14 @@ def stored_fingerprints(
     length = layout.block_rows
     digests = coordinate_digests(path, metadata.names())
     found = [metadata.fingerprint(digests, length)]
-    held = [min(rows - start, length) for start in range(0, rows, length)]
     jobs = (
-        partial(_stored_digest, arrays.values(), number, many) for number, many in enumerate(held)
+        partial(_stored_digest, arrays.values(), number, min(rows - start, length))
+        for number, start in enumerate(range(0, rows, length))
     )
     threads = REMOTE_REQUESTS if isinstance(path, RemotePath) else 1
-    for many, digest in zip(held, in_parallel(jobs, threads), strict=True):
-        found.append(found[-1].added(many, digest))
+    # The first block that nobody stored ends it, however many are claimed.
+    for number, digest in enumerate(in_parallel(jobs, threads)):
+        found.append(found[-1].added(min(rows - number * length, length), digest))
     return found
 
 

@@ -37,7 +37,7 @@ def vectors(ds, name, of=None):
 @pytest.mark.parametrize("with_", ["hidden_mean", "centroid", "grad", "delta", "previous"])
 def test_against_cosines(of, with_, run):
     if of == with_:
-        with pytest.raises(InvalidArgument, match="two different ones"):
+        with pytest.raises(InvalidArgument, match="two different vectors"):
             analysis.alignment(run, with_, of)
         return
     got = analysis.alignment(run, with_, of, quantiles=[0.5, 1]).compute(scheduler="sync")
@@ -49,15 +49,15 @@ def test_against_cosines(of, with_, run):
     dead = run.is_dead.values
     for name, group in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for row, cosines in enumerate(expected[:, group]):
-            told = got.sel(population=name).isel(step=row)
+            reported = got.sel(population=name).isel(step=row)
             known = cosines[~np.isnan(cosines)]
-            assert told.aligned_tokens == known.size
+            assert reported.aligned_tokens == known.size
             if known.size:
-                np.testing.assert_allclose(told.alignment, known.mean(), atol=1e-12)
+                np.testing.assert_allclose(reported.alignment, known.mean(), atol=1e-12)
                 quantiles = [np.median(known), known.max()]
-                np.testing.assert_allclose(told.alignment_quantiles, quantiles, atol=1e-12)
+                np.testing.assert_allclose(reported.alignment_quantiles, quantiles, atol=1e-12)
             else:
-                assert told.alignment.isnull()
+                assert reported.alignment.isnull()
 
 
 def test_the_centroid_of_a_population(run):
@@ -71,7 +71,7 @@ def test_the_centroid_of_a_population(run):
     np.testing.assert_allclose(got.alignment, cosine[:, ::2].mean(1), rtol=1e-9)
 
 
-def test_what_cannot_be_asked(run):
+def test_invalid_options(run):
     with pytest.raises(InvalidArgument, match="with_='sun'"):
         analysis.alignment(run, "sun")
     with pytest.raises(InvalidArgument, match="quantiles"):

@@ -35,7 +35,7 @@ def tied_histories(draw: st.DrawFn) -> xr.Dataset:
 
 
 def groups_of(row: np.ndarray, labels: np.ndarray) -> list[set[int]]:
-    """Groups of identical vectors, singles among them."""
+    """Groups of identical vectors, including single tokens."""
     found: dict[bytes, set[int]] = {}
     for vector, label in zip(row, labels, strict=True):
         found.setdefault(vector.tobytes(), set()).add(int(label))
@@ -57,7 +57,7 @@ def events_of(before: list[set[int]], now: list[set[int]]) -> list[int]:
 
 
 def moved(token: int, mine: list[set[int]], others: list[set[int]]) -> int:
-    """Name of the group of `mine` that the token is not in the lasting part of; −1 if none."""
+    """Name of the group of `mine` whose lasting part excludes the token; −1 if none."""
     group = next(group for group in mine if token in group)
     if len(group) == 1:
         return -1
@@ -81,17 +81,17 @@ def test_against_sets(ds: xr.Dataset) -> None:
             assert cluster.tolist() == [expected.get(token, -1) for token in labels]
             sizes = sorted((len(group) for group in groups), reverse=True)
             several = [size for size in sizes if size > 1]
-            for told in (one.isel(step=row), got.sel(population=name).isel(step=row)):
-                assert told.groups == len(several)
-                assert told.singles == len(sizes) - len(several)
-                assert told.group_sizes.values.tolist() == [*several, 0, 0, 0][:3]
+            for reported in (one.isel(step=row), got.sel(population=name).isel(step=row)):
+                assert reported.groups == len(several)
+                assert reported.singles == len(sizes) - len(several)
+                assert reported.group_sizes.values.tolist() == [*several, 0, 0, 0][:3]
                 if sizes:
                     square = sum((size / sum(sizes)) ** 2 for size in sizes)
-                    np.testing.assert_allclose(told.herfindahl, square)
+                    np.testing.assert_allclose(reported.herfindahl, square)
                 else:
-                    assert np.isnan(told.herfindahl)
+                    assert np.isnan(reported.herfindahl)
                 before = rows[row - 1]
-                assert told.events.values.tolist() == (
+                assert reported.events.values.tolist() == (
                     events_of(before, groups) if row else [-1] * 4
                 )
             for token, left, joined in zip(
@@ -102,7 +102,7 @@ def test_against_sets(ds: xr.Dataset) -> None:
                 assert joined == (moved(token, groups, rows[row - 1]) if inside else -1)
 
 
-def test_vectors_that_only_share_their_hash_are_told_apart(
+def test_vectors_that_only_share_their_hash_are_distinguished(
     make_run, walk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ds = make_run(walk(5, 12, 4))
@@ -128,7 +128,7 @@ def test_on_a_lattice(make_run) -> None:
     assert analysis.clusters(make_run(W, native="float32")).groups.values.item() == 0
 
 
-def test_what_cannot_be_asked(make_run, walk) -> None:
+def test_invalid_options(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="ranks=0"):
         analysis.clusters(ds, ranks=0)

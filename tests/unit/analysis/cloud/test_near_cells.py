@@ -54,12 +54,12 @@ def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[
         "largest_component": max(sizes, default=(0, 0))[0],
         "largest_component_tokens": max(sizes, default=(0, 0))[1],
     }
-    told = {}
+    reported = {}
     for component in components:
         members = [name for one in component for name in tokens[one]]
         for one in component:
-            told |= {name: (len(near[one]), min(members)) for name in tokens[one]}
-    return facts, told
+            reported |= {name: (len(near[one]), min(members)) for name in tokens[one]}
+    return facts, reported
 
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")), deadline=None)
@@ -69,11 +69,11 @@ def test_adjacency(ds: xr.Dataset, k: int) -> None:
     dead = analysis.adjacency(ds, k, population="dead").compute(scheduler="sync")
     names, mask = ds.token.values, ds.is_dead.values
     for row, W in enumerate(ds.W.values):
-        _, told = graph_by_hand(W, names, k)
+        _, reported = graph_by_hand(W, names, k)
         for field, at in (("degree", 0), ("connected_component", 1)):
-            assert whole[field][row].values.tolist() == [told[name][at] for name in names]
+            assert whole[field][row].values.tolist() == [reported[name][at] for name in names]
         for population, members in {"dead": mask, "live": ~mask, "all": mask | True}.items():
-            facts, told = graph_by_hand(W[members], names[members], k)
+            facts, reported = graph_by_hand(W[members], names[members], k)
             one = whole.isel(step=row).sel(population=population)
             for fact, expected in facts.items():
                 assert one[fact] == expected, fact
@@ -84,14 +84,14 @@ def test_adjacency(ds: xr.Dataset, k: int) -> None:
                 assert one.mean_degree.isnull()
             if population == "dead":
                 assert one.edges == dead.edges[row]
-                expected = [told.get(name, (-1, -1)) for name in names]
+                expected = [reported.get(name, (-1, -1)) for name in names]
                 assert dead.degree[row].values.tolist() == [pair[0] for pair in expected]
                 assert dead.connected_component[row].values.tolist() == [
                     pair[1] for pair in expected
                 ]
 
 
-# Whole turns of the lowest bits, and what is only just near or not.
+# Distances around wraps of the lowest bits, and just within or beyond k.
 NUMBERS = st.integers(-4, 4).flatmap(
     lambda small: st.sampled_from([0, 256, -512, 1 << 16, 1 << 32, -(1 << 32)]).map(
         lambda turns: small + turns
@@ -138,7 +138,7 @@ def test_steps_of_choice(make_run, walk) -> None:
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
 
-def test_what_cannot_be_asked(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="k=0"):
         analysis.adjacency(ds, 0)

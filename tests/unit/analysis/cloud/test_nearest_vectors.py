@@ -55,7 +55,7 @@ def test_in_parts_it_is_the_same(make_run, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_nearest_of_many_that_products_cannot_tell_apart(make_run) -> None:
     rng = np.random.default_rng(2)
     W = (1000 + rng.normal(0, 1e-9, (1, 40, 4))).astype(np.float64)
-    W[0, 0] = -1000  # the squares are large, and their mean is nowhere near
+    W[0, 0] = -1000  # the squares are large, and the mean is far away
     got = analysis.nearest_distance(make_run(W, native="float64")).compute()
     np.testing.assert_allclose(got.nearest_distance[0], distances_by_hand(W[0]), rtol=1e-12)
 
@@ -72,6 +72,6 @@ def test_steps_of_choice(make_run, walk) -> None:
         analysis.nearest_distance(ds, steps=[2, 3])
 
 
-def test_what_cannot_be_asked(make_run, walk) -> None:
+def test_invalid_options(make_run, walk) -> None:
     with pytest.raises(InvalidArgument, match="'undead'"):
         analysis.nearest_distance(make_run(walk(3, 4, 2)), "undead")

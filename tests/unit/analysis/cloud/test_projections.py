@@ -22,7 +22,7 @@ def run(request, make_run, walk) -> xr.Dataset:
 
 def test_projection_on_given_axes(run: xr.Dataset) -> None:
     W = run.W.values.astype(np.float64)
-    axes = np.array([[1.0, 2, 0, -1], [1, 2, 0, -1.5], [2, 4, 0, -2]])  # the third is the first
+    axes = np.array([[1.0, 2, 0, -1], [1, 2, 0, -1.5], [2, 4, 0, -2]])  # axes 0 and 2 are parallel
     got = analysis.projection(run, axes).compute()
     with np.errstate(invalid="ignore"):
         along = W @ (axes / np.linalg.norm(axes, axis=1, keepdims=True)).T
@@ -41,11 +41,11 @@ def test_projection_on_an_axis_of_each_step(run: xr.Dataset) -> None:
     np.testing.assert_allclose(got.projection.sel(axis="centroid"), along, rtol=1e-9)
     h = run.assign(hidden_mean=(("step", "hidden"), mean))
     h.hidden_mean[0] = np.nan
-    told = analysis.projection(h, "hidden_mean").compute()
-    assert told.projection[0].isnull().all()
-    np.testing.assert_allclose(told.projection[1:], got.projection[1:], rtol=1e-9)
+    reported = analysis.projection(h, "hidden_mean").compute()
+    assert reported.projection[0].isnull().all()
+    np.testing.assert_allclose(reported.projection[1:], got.projection[1:], rtol=1e-9)
     given = analysis.projection(run, h.hidden_mean.drop_vars("step")).compute()
-    np.testing.assert_array_equal(given.across, told.across)
+    np.testing.assert_array_equal(given.across, reported.across)
 
 
 def test_an_axis_of_no_length_has_no_direction(make_run, walk) -> None:
@@ -54,7 +54,7 @@ def test_an_axis_of_no_length_has_no_direction(make_run, walk) -> None:
     assert got.across.isnull().all()
 
 
-def test_what_cannot_be_asked(make_run, walk) -> None:
+def test_invalid_options(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="axes='centre'"):
         analysis.projection(ds, "centre")

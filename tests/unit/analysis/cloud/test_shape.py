@@ -43,7 +43,7 @@ def test_pca(run: xr.Dataset, basis: str | int) -> None:
     for population, members in (("dead", run.is_dead.values), ("all", run.is_dead.values | True)):
         got = analysis.pca(run, population, 2, basis).compute()
         vectors = rows[:, members].reshape(-1, W.shape[2])
-        vectors = vectors[np.isfinite(vectors).all(1)]  # others have no part in it
+        vectors = vectors[np.isfinite(vectors).all(1)]  # others are excluded
         expected = spectrum_of(vectors)
         scale = np.nan_to_num(expected).max()
         np.testing.assert_allclose(got.spectrum, expected, rtol=1e-9, atol=1e-13 * scale)
@@ -98,13 +98,13 @@ def test_inertia(run: xr.Dataset) -> None:
                 assert one.inertia_rank[row].isnull()
 
 
-def test_what_cannot_be_asked(make_run, walk) -> None:
+def test_invalid_options(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     for options, message in (
         ({"components": 3}, "components=3, expected 1 to 2"),
         ({"components": 1, "basis": "first"}, "basis='first'"),
         ({"components": 1, "first": "grad"}, "first='grad', expected 'hidden_mean' or none"),
-        ({"components": 1, "population": "dead"}, "there is no coordinate is_dead"),
+        ({"components": 1, "population": "dead"}, "the coordinate is_dead is missing"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             analysis.pca(ds, **options)

@@ -1,4 +1,4 @@
-"""What `info`, `summary` and `analyze` print, without a process for each call."""
+"""Output of `info`, `summary` and `analyze`, without a process per call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from watched_runs import HOSTILE, TOKENS, begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.cli import tables
@@ -52,10 +52,10 @@ def test_info_of_a_run_waits_for_no_xarray(tmp_path: Path) -> None:
 def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) -> None:
     run = begin(tmp_path / "run.zarr", attributes={"recording": {"parameter": "lm_head.weight"}})
     extend(run, range(4))
-    said = call("info", tmp_path / "run.zarr").stdout
-    assert "run.zarr: recording, 4 rows" in said
-    assert "Recorded is lm_head.weight." in said
-    run._lock.release()  # as the system does when a process dies
+    printed = call("info", tmp_path / "run.zarr").stdout
+    assert "run.zarr: recording, 4 rows" in printed
+    assert "Recorded parameter: lm_head.weight." in printed
+    run._lock.release()  # as the system does if a process dies
     assert "recording, but its process is gone, 4 rows" in call("info", run.path).stdout
     assert json.loads(call("info", run.path, "--json").stdout)["written_to"] is False
     assert "recording, but its process is gone" in call("info", run.path, run.path).stdout
@@ -103,18 +103,18 @@ def test_texts_of_others_do_no_harm(
 
 def test_a_summary_leaves_out_a_population_without_tokens(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run.zarr", is_dead=np.ones(TOKENS, bool))
-    said = call("summary", path).stdout
-    assert "live (0)" not in said
-    assert "nan" not in said
-    assert f"dead ({TOKENS})" in said
+    printed = call("summary", path).stdout
+    assert "live (0)" not in printed
+    assert "nan" not in printed
+    assert f"dead ({TOKENS})" in printed
     path = recorded(tmp_path / "live.zarr", is_dead=np.zeros(TOKENS, bool))
-    said = call("summary", path).stdout
-    assert "dead (0)" not in said
-    assert "nan" not in said
-    assert "There are no dead tokens" in said
+    printed = call("summary", path).stdout
+    assert "dead (0)" not in printed
+    assert "nan" not in printed
+    assert "There are no dead tokens" in printed
 
 
-def test_analyze_lists_what_it_can_be_asked_for() -> None:
+def test_analyze_lists_its_quantities() -> None:
     lines = call("analyze", "--list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == [*sorted([*QUANTITIES, *ALONE]), *ACROSS_RUNS]
     assert any("Options: since." in line for line in lines)
@@ -125,38 +125,38 @@ def test_analyze_lists_what_it_can_be_asked_for() -> None:
     [(["frezee"], "freeze"), (["grad-norms", "spede"], "speed"),
      (["displacement", "--set", "sinse=1"], "since")],
 )  # fmt: skip
-def test_a_mistyped_quantity_or_option_is_told_the_nearest(
+def test_a_mistyped_quantity_or_option_gets_the_nearest_name(
     tmp_path: Path, arguments: list[str], meant: str
 ) -> None:
     done = call("analyze", recorded(tmp_path / "run.zarr"), *arguments, rc=2)
     assert f"(did you mean {meant!r}?)" in done.stderr
 
 
-def test_populations_have_a_line_each_and_those_without_a_token_are_told(tmp_path: Path) -> None:
+def test_populations_have_a_line_each_and_a_note_if_they_are_empty(tmp_path: Path) -> None:
     masks = {"is_none": np.zeros(TOKENS, bool), "is_first": np.arange(TOKENS) < 1}
     run = recorded(tmp_path / "run.zarr", populations=masks)
     note = "Note: the population none has no token.\n"
-    said = call("info", run).stdout
-    assert "Populations: first 1 token, none 0 tokens.\n" in said
-    assert note in said
+    printed = call("info", run).stdout
+    assert "Populations: first 1 token, none 0 tokens.\n" in printed
+    assert note in printed
     assert note in call("summary", run).stdout
-    said = call("analyze", run, "distinct", "--population", "two=token < 2").stdout
-    rows = [line.split() for line in said.splitlines() if line.startswith("  distinct ")]
+    printed = call("analyze", run, "distinct", "--population", "two=token < 2").stdout
+    rows = [line.split() for line in printed.splitlines() if line.startswith("  distinct ")]
     assert [row[1] for row in rows][-3:] == ["none", "first", "two"]
     assert rows[-3][-5:-2] == ["0", "0", "0"]
-    assert note in said
+    assert note in printed
 
 
-def test_a_population_that_is_only_named_is_told_where_to_be_asked_of(tmp_path: Path) -> None:
+def test_a_population_name_without_a_definition_is_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
     for command in (["summary", run], ["analyze", run, "clusters"]):
-        told = call(*command, "--population", "dead", rc=2).stderr
-        assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE; to ask" in told
-        assert told.endswith("--set population=dead\n")
-    told = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
-    assert "got 'population', expected name=value" in told
-    told = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
-    assert told.endswith("record it with --record all,batch\n")
+        reported = call(*command, "--population", "dead", rc=2).stderr
+        assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE" in reported
+        assert reported.endswith("--set population=dead\n")
+    reported = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
+    assert "got 'population', expected name=value" in reported
+    reported = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
+    assert reported.endswith("record it with --record all,batch\n")
 
 
 def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
@@ -170,28 +170,28 @@ def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
 
 def test_a_window_is_noted(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
-    note = "every value is that of the whole run; --within computes from --steps alone"
+    note = "values are those of the whole run; --within computes from --steps only"
     assert note in call("analyze", run, "freeze", "--steps", "2:5").stdout
     assert note not in call("analyze", run, "freeze", "--steps", "2:5", "--within").stdout
-    for options, number in (((), TOKENS), (("--min-still", 1), 0)):
+    for options, number in (((), TOKENS), (("--min-unchanged", 1), 0)):
         facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
         assert facts["frozen_since"]["flags"] == {"not_frozen": number}
-    done = call("analyze", run, "speed", "--min-still", 1, rc=2)
-    assert "got min_still=1 with speed, and it goes with freeze" in done.stderr
-    assert f"default: {MIN_STILL}." in " ".join(call("analyze", "--help").stdout.split())
+    done = call("analyze", run, "speed", "--min-unchanged", 1, rc=2)
+    assert "got min_unchanged=1 for speed; only these have it: freeze" in done.stderr
+    assert f"default: {MIN_UNCHANGED}." in " ".join(call("analyze", "--help").stdout.split())
 
 
-def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
-    said = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
-    lines = [" ".join(line.split()) for line in said.splitlines()]
+def test_the_meaning_of_minus_one_is_printed(tmp_path: Path) -> None:
+    printed = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
     assert "events all no_row_before 4 of 40 10.0%" in lines
     assert not any(line.startswith("cluster outside") for line in lines)
     for name in ("cluster", "events", "herfindahl"):
-        rows = [row for row in said.splitlines() if row.startswith(f"  {name} ")]
+        rows = [row for row in printed.splitlines() if row.startswith(f"  {name} ")]
         assert all(row.split()[-1] in ("1", "10.0%") for row in rows)
 
 
 def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path) -> None:
     (tmp_path / "mine.nc").write_text("mine")
     done = call("analyze", tmp_path / "no.zarr", "freeze", "-o", tmp_path / "mine.nc", rc=2)
-    assert "is already there" in done.stderr.replace("\n", " ")
+    assert "already exists" in done.stderr.replace("\n", " ")

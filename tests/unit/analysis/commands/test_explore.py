@@ -20,7 +20,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(
 
 
 @pytest.mark.parametrize("options", [["--host", "::1"], ["--host", "no.such.host.invalid"]])
-def test_where_nothing_can_listen_is_said(
+def test_an_address_that_cannot_be_used_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     monkeypatch.setattr("trajstore.analysis.exploring.server.check_panel", lambda: None)
@@ -29,7 +29,7 @@ def test_where_nothing_can_listen_is_said(
     assert f"cannot listen on {options[1]!r}, port 5006" in done.stderr
 
 
-def test_a_port_that_is_taken_and_a_run_that_is_not_there_are_said(
+def test_a_used_port_and_a_missing_run_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trajstore.analysis.exploring.server.check_panel", lambda: None)

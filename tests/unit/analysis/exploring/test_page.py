@@ -9,7 +9,7 @@ from watched_runs import begin, extend
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.page import Page
-from trajstore.analysis.figures.style import REGIME_COLOURS
+from trajstore.analysis.figures.style import REGIME_COLORS
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 
 for needed in ("datashader", "holoviews", "panel"):
@@ -82,13 +82,13 @@ def test_the_axes_of_a_token_follow_it(page: Page) -> None:
     assert len(set(before)) > 2
 
 
-def test_the_picture_of_layers_is_stratigraphy(page: Page) -> None:
+def test_the_picture_of_layers_is_the_heatmap(page: Page) -> None:
     layers = page._seen.history.layers
     picture = plots.layer_plot(layers)
     red, green, blue = (picture.dimension_values(name, flat=False) for name in "RGB")
     assert red.shape == (6, 7)
     for row in range(6):
         for column in range(7):
-            regime = REGIMES[int(layers["stratum"].transpose("layer", "step")[row, column])]
-            wanted = tuple(bytes.fromhex(REGIME_COLOURS[regime][1:]))
+            regime = REGIMES[int(layers["update_size"].transpose("group", "step")[row, column])]
+            wanted = tuple(bytes.fromhex(REGIME_COLORS[regime][1:]))
             assert (red[row, column], green[row, column], blue[row, column]) == wanted

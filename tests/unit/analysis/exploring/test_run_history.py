@@ -24,20 +24,20 @@ def ds(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
 @pytest.fixture(autouse=True)
 def short_stillness(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of runs that are shorter than the default."""
-    monkeypatch.setattr(run_history, "MIN_STILL", 3)
+    monkeypatch.setattr(run_history, "MIN_UNCHANGED", 3)
 
 
 def check_against_analysis(history: run_history.RunHistory, ds: xr.Dataset) -> None:
     """Everything but the positions, whose plane may be of fewer rows."""
-    rest = analysis.freeze(ds, run_history.MIN_STILL).compute()
+    rest = analysis.freeze(ds, run_history.MIN_UNCHANGED).compute()
     assert np.array_equal(history.steps, ds["step"])
     assert np.array_equal(history.regime, analysis.regimes(ds)["regime"])
     assert np.array_equal(history.last_motion, rest["last_motion"])
     assert np.array_equal(history.moves, rest["moves"])
-    layers = analysis.stratigraphy(ds).compute()
+    layers = analysis.heatmap(ds).compute()
     assert history.layers.drop_attrs().identical(layers.drop_attrs())
     curves, shown = history.curves, history.populations
-    for name, source in (("still", "still_fraction"), ("frozen", "frozen_fraction")):
+    for name, source in (("still", "unchanged_fraction"), ("frozen", "frozen_fraction")):
         told = curves[name].isel(step=slice(1, None))
         assert np.array_equal(told, rest[source].sel(population=shown))
     np.testing.assert_array_equal(curves["loss"], ds["loss"])

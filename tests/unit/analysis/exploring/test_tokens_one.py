@@ -56,13 +56,13 @@ def test_what_was_not_recorded_is_left_out(run: Path, history: RunHistory) -> No
     ("hops", "causes", "told"),
     [
         ([3, 2], [0, 0], ["It moved at the last row."]),
-        ([0, 0], [2, 2], ["It never moved, in 2 rows: underflow."]),
+        ([0, 0], [2, 2], ["It never moved, in 2 rows: lost update."]),
         (
             [0, 4, 0, 0, 0],
             [1, 0, 2, 2, 3],
             [
                 "It moved last at step 20, and has stood still for 3 rows since: "
-                "66.7% underflow, 33.3% learning rate.",
+                "66.7% lost update, 33.3% learning rate.",
                 "Before that it stood still in 1 row of 2: no gradient.",
             ],
         ),

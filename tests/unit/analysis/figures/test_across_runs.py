@@ -37,11 +37,11 @@ def dead_norms(run: xr.Dataset) -> np.ndarray:
     return analysis.grad_norms(run).isel(token=run.is_dead.values).mean("token").values[1:]
 
 
-def told(ax) -> list[str]:
+def labels_of(ax) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-def test_a_run_is_labelled_by_what_differs(several):
+def test_a_run_is_labeled_by_what_differs(several):
     runs = several(1, 3, 5, 9)
     labels = [
         "sigma=0.1, seed=0",
@@ -81,14 +81,14 @@ def test_few_runs_have_a_line_each(several):
     norms = dead_norms(runs[0])
     for line, factor in zip(ax.lines, (1, 3, 5), strict=False):
         np.testing.assert_allclose(line.get_ydata(), norms * factor, rtol=1e-5)
-    assert told(ax) == ["a", "b", "c", "dead tokens"]
+    assert labels_of(ax) == ["a", "b", "c", "dead tokens"]
     assert not ax.collections
-    assert "3 runs · 11 × 6 W" in ax.get_title("left")
+    assert "3 runs · W 11 × 6" in ax.get_title("left")
 
 
-def test_lines_that_lie_on_each_other_are_told(several):
+def test_labels_name_identical_lines(several):
     (ax,) = draw_sheet(collect(several(1, 1), [FIGURES["gradients"]], Options())).axes
-    assert told(ax) == ["seed=0", "seed=1 (same as no. 1)", "dead tokens", "live tokens"]
+    assert labels_of(ax) == ["seed=0", "seed=1 (same as no. 1)", "dead tokens", "live tokens"]
 
 
 def test_mean_and_spread_of_many_end_where_values_do(several):
@@ -101,7 +101,7 @@ def test_mean_and_spread_of_many_end_where_values_do(several):
     drawn = ax.collections[0].get_paths()[0].vertices[:, 1]
     np.testing.assert_allclose(drawn.max(), high.max(), rtol=1e-5)
     assert drawn.min() == 0, "no norm is below"
-    assert told(ax)[0] == "x (3 runs): dead tokens (4)"
+    assert labels_of(ax)[0] == "x (3 runs): dead tokens (4)"
 
 
 @pytest.mark.parametrize("name", AVERAGED)
@@ -139,16 +139,25 @@ def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
     assert not any("mean over runs" in text.get_text() for text in alone.texts)
 
 
+def test_panels_of_one_label_have_the_names_of_their_runs(several):
+    runs = several(1, 2)
+    for run, name in zip(runs, ("first", "second"), strict=True):
+        run.encoding["source"] = f"/runs/{name}.zarr"
+    canvas = draw_sheet(collect(runs, [FIGURES["regimes"]], Options(), labels=["x", "x"]))
+    titles = [ax.get_title("left") for part in canvas.subfigs for ax in part.axes]
+    assert [title.splitlines()[1] for title in titles] == ["x (first)", "x (second)"]
+
+
 def test_what_is_refused(run, several):
     runs = xr.concat([run, run], "run").assign_coords(run=["a", "b"])
     with pytest.raises(InvalidArgument, match=r"regimes cannot show these runs in one axes"):
         FIGURES["regimes"](runs, Canvas().subplots())
-    with pytest.raises(InvalidArgument, match="got 1 labels of 2 runs"):
+    with pytest.raises(InvalidArgument, match="got 1 labels for 2 runs"):
         FIGURES["loss"](runs, Canvas().subplots(), labels=["a"])
     other = {"other": run.isel(step=slice(0, 9)), "labels": ["a", "a"]}
     with pytest.raises(InvalidArgument, match="different steps"):
         FIGURES["loss"](run, Canvas().subplots(), **other)
-    with pytest.raises(InvalidArgument, match="the size is that of a new figure"):
+    with pytest.raises(InvalidArgument, match="size needs a new figure"):
         FIGURES["loss"](run, Canvas().subplots(), size=(3, 2))
-    with pytest.raises(InvalidArgument, match="divergence is between runs, and there is one"):
+    with pytest.raises(InvalidArgument, match="divergence compares runs, got one"):
         FIGURES["divergence"](run, Canvas().subplots())

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.figures.axes_marks import central_range
 from trajstore.analysis.figures.densities import log_histogram, pooled_steps
 from trajstore.errors import InvalidArgument
 
@@ -22,7 +23,7 @@ def test_hops(run):
         np.testing.assert_array_equal(counts, np.histogram(moving, edges)[0])
         assert counts.sum() == moving.size
         share = f"{1 - moving.size / length[:, members].size:.1%}"
-        assert f"still in {share} of {length[:, members].size}" in steps.get_label()
+        assert f"unchanged in {share} of {length[:, members].size}" in steps.get_label()
 
 
 def test_speed_density(run):
@@ -31,7 +32,7 @@ def test_speed_density(run):
     (mesh,) = ax.collections
     shown = mesh.get_array().filled(0)
     np.testing.assert_array_equal(shown.sum(0), (pace > 0).sum(1))
-    assert f"still, not shown: {(pace == 0).mean():.1%}" in ax.texts[0].get_text()
+    assert f"unchanged, not shown: {(pace == 0).mean():.1%}" in ax.texts[0].get_text()
 
 
 def test_steps_are_pooled_and_none_left_out(run, monkeypatch):
@@ -44,7 +45,13 @@ def test_steps_are_pooled_and_none_left_out(run, monkeypatch):
     np.testing.assert_array_equal(pooled[0], counts[:5].sum("step"))
     ax = FIGURES["speed-density"](run, Canvas().subplots())
     bar = next(other for other in ax.figure.axes if other is not ax)
-    assert bar.get_ylabel() == "tokens × steps, 5 steps to a column"
+    assert bar.get_ylabel() == "tokens × steps, 5 steps per column"
+
+
+def test_outliers_are_beyond_the_axis_and_counted():
+    edges = np.logspace(0, 6, 7)
+    assert central_range(edges, np.array([0, 1, 5000, 5000, 0, 1])) == (100, 10_000)
+    assert central_range(edges, np.array([0, 20, 5000, 5000, 0, 1])) == (10, 10_000)
 
 
 def values(chunks=None):
@@ -82,7 +89,7 @@ def test_every_token_is_counted_once(chunks):
 
 def test_impossible_classes():
     for options in ({"lowest": 3, "highest": 3}, {"per_decade": 0}):
-        with pytest.raises(InvalidArgument, match="expected the second power to be larger"):
+        with pytest.raises(InvalidArgument, match="expected a larger second power"):
             log_histogram(values(), **options)
     with pytest.raises(InvalidArgument, match="expected token among them"):
         log_histogram(values().mean("token"))

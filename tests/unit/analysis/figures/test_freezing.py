@@ -1,10 +1,11 @@
-"""Figures of rest show what `freeze`, `lifecycle` and `stratigraphy` find."""
+"""Figures of the freeze show what `freeze`, `lifecycle` and `heatmap` find."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import StepPatch
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
@@ -13,16 +14,16 @@ from trajstore.analysis.figures import FIGURES
 def test_freeze(run):
     for lattice in ("native", "float16"):
         expected = analysis.freeze(run, 4, lattice)
-        ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice, min_still=4)
+        ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice, min_unchanged=4)
         lines = iter(ax.lines)
         for population in ("dead", "live"):
             part = expected.sel(population=population)
             np.testing.assert_array_equal(next(lines).get_ydata(), part.frozen_fraction)
-            np.testing.assert_array_equal(next(lines).get_ydata(), part.still_fraction)
+            np.testing.assert_array_equal(next(lines).get_ydata(), part.unchanged_fraction)
 
 
 def shaded(ax):
-    """From where to where the end of the run decides, and what the legend says of it."""
+    """First and last shaded step, and the label of the shade."""
     handles, labels = ax.get_legend_handles_labels()
     return next(
         ((part.get_x(), part.get_x() + part.get_width(), label)
@@ -34,19 +35,19 @@ def shaded(ax):
 @pytest.mark.parametrize("kind", ["freeze", "last-motion", "lifecycle"])
 def test_the_steps_that_the_end_decides_are_shaded(kind, run):
     draw = FIGURES[kind]
-    first, last, label = shaded(draw(run, Canvas().subplots(), min_still=5))
+    first, last, label = shaded(draw(run, Canvas().subplots(), min_unchanged=5))
     assert (first, last) == (17, 22)
     assert label.startswith("last 5 steps: ")
-    assert shaded(draw(run, Canvas().subplots(), min_still=5, steps="4:17")) is None
-    assert shaded(draw(run, Canvas().subplots(), min_still=5, steps="4:20"))[:2] == (17, 19)
-    within = draw(run, Canvas().subplots(), min_still=5, steps="4:20", within=True)
+    assert shaded(draw(run, Canvas().subplots(), min_unchanged=5, steps="4:17")) is None
+    assert shaded(draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20"))[:2] == (17, 19)
+    within = draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20", within=True)
     assert shaded(within)[:2] == (14, 19)
     assert within.get_xlabel().endswith(" (computed from steps 4 to 19 alone)")
 
 
 def test_a_window_shows_what_the_whole_run_gives(run):
     expected = analysis.freeze(run, 3).frozen_fraction.sel(step=slice(8, 14), population="live")
-    ax = FIGURES["freeze"](run, Canvas().subplots(), steps="8:15", min_still=3)
+    ax = FIGURES["freeze"](run, Canvas().subplots(), steps="8:15", min_unchanged=3)
     line = ax.lines[2]
     np.testing.assert_array_equal(line.get_xdata(), expected.step)
     np.testing.assert_array_equal(line.get_ydata(), expected)
@@ -58,21 +59,33 @@ def test_a_window_shows_what_the_whole_run_gives(run):
 
 def test_last_motion(run):
     last = analysis.freeze(run).last_motion.values
-    ax = FIGURES["last-motion"](run, Canvas().subplots(), min_still=4)
+    ax = FIGURES["last-motion"](run, Canvas().subplots(), min_unchanged=4)
     dead = run.is_dead.values
-    shown = {}
-    bars_of_both = ax.containers or ax.patches[:2]
-    for label, bars in zip(("dead", "live"), bars_of_both, strict=True):
-        patch = bars if not hasattr(bars, "patches") else bars.patches[0]
-        shown[label] = patch
-    for label, members in (("dead", dead), ("live", ~dead)):
-        edges = np.linspace(0, 22, 23)
+    edges = np.arange(24)
+    bars = [container.patches for container in ax.containers]
+    for label, members, shown in zip(("dead", "live"), (dead, ~dead), bars, strict=True):
         counts, _ = np.histogram(last[members][last[members] >= 0], edges)
-        outline = shown[label].get_path().vertices[:, 1]
-        assert outline.max() == counts.max()
+        np.testing.assert_array_equal([bar.get_height() for bar in shown], counts)
         never, end = (last[members] < 0).sum(), (last[members] > 18).sum()
         (text,) = (t.get_text() for t in ax.get_legend().get_texts() if label in t.get_text())
         assert f"({members.sum()}): {never} never moved, {end} moved in the last 4 steps" in text
+    spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in (bars[0][5], bars[1][5])]
+    assert spans == [(5, 5.5), (5.5, 6)], "overlapping bars would mix their colors"
+
+
+def test_last_motion_of_several_runs_fits_the_axes(run):
+    still = run.assign(W=run.W.where(run.step < 12, run.W.isel(step=11)).chunk(step=6))
+    ax = FIGURES["last-motion"](run, Canvas().subplots(), other=still)
+    highest = max(p.get_data().values.max() for p in ax.patches if isinstance(p, StepPatch))
+    assert ax.get_ylim()[1] >= highest
+
+
+def test_last_motion_without_any(run):
+    moving = np.ones(run.W.shape, np.float32) * np.arange(23)[:, None, None]
+    run = run.assign(W=(run.W.dims, moving))
+    ax = FIGURES["last-motion"](run, Canvas().subplots(), steps="0:9")
+    assert "no token moved last at these steps" in [text.get_text() for text in ax.texts]
+    assert ax.get_ylim() == (0, 1)
 
 
 def test_lifecycle(run):
@@ -87,37 +100,37 @@ def test_lifecycle(run):
 
 
 def test_regimes_and_hops(run):
-    for colour in ("regime", "hop"):
-        expected = analysis.stratigraphy(run, colour).stratum.values.T
-        ax = FIGURES["stratigraphy"](run, Canvas().subplots(), colour=colour)
+    for color in ("regime", "hop"):
+        expected = analysis.heatmap(run, color).update_size.values.T
+        ax = FIGURES["heatmap"](run, Canvas().subplots(), color=color)
         (mesh,) = ax.collections
         shown = mesh.get_array()
         np.testing.assert_array_equal(np.ma.filled(shown, 0), expected)
-        assert "of 1 token × 1 step to a cell" in ax.texts[0].get_text()
-        assert ("blank: did not move" in ax.texts[0].get_text()) == (colour == "hop")
+        assert "of one token at one step" in ax.texts[0].get_text()
+        assert ("blank: unchanged" in ax.texts[0].get_text()) == (color == "hop")
 
 
-def test_a_strip_tells_the_dead(run):
+def test_a_strip_marks_dead_tokens(run):
     order = np.argsort(analysis.freeze(run).last_motion.values, kind="stable")
-    ax = FIGURES["stratigraphy"](run, Canvas().subplots())
+    ax = FIGURES["heatmap"](run, Canvas().subplots())
     (strip,) = ax.child_axes
     shown = strip.collections[0].get_array()
     np.testing.assert_array_equal(shown[:, 0], run.is_dead.values[order])
-    told = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert told[0].startswith("frozen: no element")
-    assert told[-2:] == ["strip: live tokens", "strip: dead tokens"]
-    ax = FIGURES["stratigraphy"](run.drop_vars("is_dead"), Canvas().subplots())
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[0].startswith("frozen: no element")
+    assert labels[-2:] == ["strip at the right: live tokens", "strip at the right: dead tokens"]
+    ax = FIGURES["heatmap"](run.drop_vars("is_dead"), Canvas().subplots())
     assert not ax.child_axes
 
 
-def test_it_says_how_cells_are_pooled(run, monkeypatch):
-    pooled = analysis.stratigraphy(run, most_steps=4, most_layers=3)
+def test_the_note_gives_the_size_of_pooled_cells(run, monkeypatch):
+    pooled = analysis.heatmap(run, most_steps=4, most_groups=3)
     monkeypatch.setattr(
-        "trajstore.analysis.figures.freezing.rest_layers.stratigraphy", lambda *_: pooled
+        "trajstore.analysis.figures.freezing.update_heatmap.heatmap", lambda *_: pooled
     )
-    ax = FIGURES["stratigraphy"](run, Canvas().subplots())
-    expected = "the most common regime of up to 4 tokens × up to 6 steps to a cell"
+    ax = FIGURES["heatmap"](run, Canvas().subplots())
+    expected = "color: the most common regime of up to 4 tokens × up to 6 steps per cell"
     assert ax.texts[0].get_text().replace("\n", " ") == (
-        expected + "; strip: mixed colours where both kinds are pooled"
+        expected + "; strip: mixed colors where a cell holds both kinds"
     )
     assert ax.get_ylim() == (0, 11)

@@ -8,19 +8,19 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
-from trajstore.analysis.figures.style import POPULATION_COLOURS
+from trajstore.analysis.figures.style import POPULATION_COLORS
 
 
-def test_seams(run):
+def test_discontinuities(run):
     W = run.W.where(run.step < 12, run.W + 5)
     run = run.assign(W=W.drop_attrs().chunk(step=6))
-    expected = analysis.seams(run).compute()
-    ax = FIGURES["seams"](run, Canvas().subplots())
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.seam_score)
+    expected = analysis.discontinuities(run).compute()
+    ax = FIGURES["discontinuities"](run, Canvas().subplots())
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.discontinuity_score)
     marks = ax.lines[-1]
-    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.seam])
+    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.discontinuity])
     assert marks.get_xdata().size
-    assert f"seams at step {marks.get_xdata()[0]}" in ax.texts[0].get_text()
+    assert f"discontinuities at step {marks.get_xdata()[0]}" in ax.texts[0].get_text()
 
 
 QUANTITIES = {
@@ -39,7 +39,7 @@ def test_means_and_quantiles(name, run):
         part = expected.sel(population=population)
         np.testing.assert_array_equal(line.get_xdata(), expected.step)
         np.testing.assert_array_equal(line.get_ydata(), part["mean"])
-        assert line.get_color() == POPULATION_COLOURS[population]
+        assert line.get_color() == POPULATION_COLORS[population]
         assert population in line.get_label()
         heights = band.get_paths()[0].vertices[:, 1]
         assert np.isin(part.quantiles.values[np.isfinite(part.quantiles.values)], heights).all()
@@ -53,19 +53,19 @@ def test_a_single_population_and_a_run_that_knows_of_none(run):
     np.testing.assert_allclose(line.get_ydata(), mean)
 
 
-def test_what_a_logarithmic_axis_does_not_show_is_told(run):
+def test_zeros_on_a_logarithmic_axis_are_counted(run):
     still = run.assign(W=run.W.where(run.step < 12, run.W.isel(step=11)))
     found = analysis.by_population(analysis.speed(still), (0.05,)).sel(population="dead").compute()
     low, mean = (int((found[name] == 0).sum()) for name in ("quantiles", "mean"))
     assert low >= mean >= 11
     for canvas in (Canvas(), Canvas(layout="constrained")):
         ax = FIGURES["speed"](still, canvas.subplots())
-        (said,) = (text.get_text().replace("\n", " ") for text in ax.texts)
-        assert f"5 % quantile of dead tokens at {low} of 22 steps" in said
-        assert f"mean of dead tokens at {mean} of 22 steps" in said
+        (noted,) = (text.get_text().replace("\n", " ") for text in ax.texts)
+        assert f"5 % quantile of dead tokens at {low} of 22 steps" in noted
+        assert f"mean of dead tokens at {mean} of 22 steps" in noted
 
 
-def test_what_is_told_lies_below_the_axes_where_there_is_room(run):
+def test_notes_and_legends_are_below_the_axes_if_a_layout_makes_room(run):
     for layout, below in (("constrained", True), (None, False)):
         canvas = Canvas(layout=layout)
         ax = FIGURES["speed"](run, canvas.subplots(), other=run)
@@ -85,7 +85,7 @@ def test_bands_are_seen_on_black(run):
     assert alpha("dark") > alpha("light")
 
 
-def test_each_run_has_a_colour_and_each_population_a_line(run):
+def test_each_run_has_a_color_and_each_population_a_line(run):
     ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
     drawn = ax.lines[:4]
     assert [line.get_linestyle() for line in drawn] == ["-", "--", "-", "--"]
@@ -107,7 +107,7 @@ def test_speeds(run):
         np.testing.assert_array_equal(points.get_array(), part.step[moving])
 
 
-def test_steps_that_a_logarithmic_axis_cannot_show_are_told(run):
+def test_steps_without_a_point_are_counted(run):
     later = run.W.isel(step=11) + np.float32(2) * (run.step > 15)  # all at once, at step 16
     steps = run.assign(W=run.W.where(run.step < 12, later).drop_attrs())
     found = analysis.bulk_thermal(steps, "live").compute()
@@ -116,9 +116,9 @@ def test_steps_that_a_logarithmic_axis_cannot_show_are_told(run):
     assert rest >= 10
     assert alike == 1
     ax = FIGURES["bulk-thermal"](steps, Canvas().subplots())
-    told = [text.get_text() for text in ax.get_legend().get_texts()]
-    expected = f"{22 - rest - alike} shown, {rest} at rest, 1 all moving exactly alike"
-    assert f"live tokens: of 22 steps {expected}" in told
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    expected = f"{22 - rest - alike} shown, {rest} unchanged, 1 all moving alike"
+    assert f"live tokens: {expected} of 22 steps" in labels
 
 
 @pytest.mark.parametrize("held", [1 << 28, 4 * 8 * 66])

@@ -1,4 +1,4 @@
-"""Stacks show the census of the regimes, and of the causes."""
+"""Stacks show the counts of the regimes, and of the causes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
-from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
+from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS
 
 
 def heights(ax, steps):
@@ -21,18 +21,18 @@ def heights(ax, steps):
 
 
 def test_regimes(run):
-    census = analysis.regimes(run).census.sel(population="all").compute()
-    there = [name for name in analysis.REGIMES if census.sel(regime_name=name).any()]
+    counts = analysis.regimes(run).counts.sel(population="all").compute()
+    there = [name for name in analysis.REGIMES if counts.sel(regime_name=name).any()]
     ax = FIGURES["regimes"](run, Canvas().subplots())
     labels = [layer.get_label() for layer in ax.collections]
     assert [label.partition(":")[0] for label in labels] == there
     assert labels[-1] == "jump: more than √D cells (L2), D elements"
-    assert REGIME_MEANINGS.keys() == REGIME_COLOURS.keys()
-    assert set(REGIME_COLOURS) == set(analysis.REGIMES)
-    expected = census.sel(regime_name=there).values.T.cumsum(0)
+    assert REGIME_MEANINGS.keys() == REGIME_COLORS.keys()
+    assert set(REGIME_COLORS) == set(analysis.REGIMES)
+    expected = counts.sel(regime_name=there).values.T.cumsum(0)
     assert (expected[-1] == 11).all()
-    assert (heights(ax, census.step.values) >= expected).all()
-    np.testing.assert_array_equal(heights(ax, census.step.values)[-1], 11)
+    assert (heights(ax, counts.step.values) >= expected).all()
+    np.testing.assert_array_equal(heights(ax, counts.step.values)[-1], 11)
     assert ax.get_ylim() == (0, 11)
 
 
@@ -43,9 +43,9 @@ def test_causes_of_a_population(run):
     assert [layer.get_label() for layer in ax.collections] == [
         name.replace("_", " ") for name in present
     ]
-    assert set(CAUSE_COLOURS) == set(analysis.CAUSES)
+    assert set(CAUSE_COLORS) == set(analysis.CAUSES)
     assert ax.get_ylim() == (0, cause.shape[1])
-    assert "live tokens, 7 in all" in ax.get_ylabel()
+    assert "live tokens (7)" in ax.get_ylabel()
     (right,) = (other for other in ax.figure.axes if other is not ax)
     np.testing.assert_array_equal(right.lines[0].get_ydata(), run.lr[1:])
     np.testing.assert_array_equal(right.lines[0].get_xdata(), run.step[1:])

@@ -32,7 +32,7 @@ def drawn(name, ds, **options):
 def test_it_draws_titled_and_labelled_into_the_axes_it_is_given(name, run):
     ax = drawn(name, run, style="dark" if name in ("loss", "regimes") else "light")
     assert isinstance(ax, Axes)
-    assert "11 × 6 W, AdamW, bfloat16" in ax.get_title("left")
+    assert "W 11 × 6, AdamW, bfloat16" in ax.get_title("left")
     assert ax.get_xlabel()
     assert ax.get_ylabel()
 
@@ -97,8 +97,10 @@ def test_options_that_it_does_not_have_are_refused(name, run):
 
 
 def test_kinds_by_name():
-    assert [figure.name for figure in figures_named(["seams", "loss", "seams"])] == [
-        "seams",
+    assert [
+        figure.name for figure in figures_named(["discontinuities", "loss", "discontinuities"])
+    ] == [
+        "discontinuities",
         "loss",
     ]
     assert [figure.name for figure in figures_named(["loss", "all"])] == ALONE

@@ -16,7 +16,7 @@ def test_all_at_once_show_what_each_shows_alone(run):
         assert alone.identical(data), name
 
 
-def test_what_cannot_be_drawn_is_left_out_and_told(run):
+def test_figures_without_their_variables_are_left_out_with_a_reason(run):
     run = run.drop_vars(["grad", "exp_avg"])
     found = collect([run], figures_named(["all"]), Options(), leave_out=True)
     assert set(found.left_out) == {"gradients", "causes", "moments"}
@@ -29,13 +29,13 @@ def test_what_cannot_be_drawn_is_left_out_and_told(run):
 
 def test_scales_go_with_one(run):
     found = collect([run], figures_named(["loss", "speed"]), Options())
-    with pytest.raises(InvalidArgument, match="log goes with a single kind"):
+    with pytest.raises(InvalidArgument, match="for several figures; draw a single figure"):
         draw_sheet(found, log="y")
     alone = collect([run], figures_named(["loss"]), Options())
     assert draw_sheet(alone, log="y").axes[0].get_yscale() == "log"
 
 
-def test_a_title_and_a_size_of_ones_own(run):
+def test_a_custom_title_and_size(run):
     alone = collect([run], figures_named(["loss"]), Options(), labels=["mine"])
     assert draw_sheet(alone).axes[0].get_title("left").startswith("Training loss\nmine · ")
     canvas = draw_sheet(alone, title="Mine", size=(3, 2))
@@ -43,7 +43,7 @@ def test_a_title_and_a_size_of_ones_own(run):
     assert canvas.get_size_inches().tolist() == [3, 2]
     sheet = collect([run], figures_named(["loss", "speed"]), Options())
     assert draw_sheet(sheet, title="Mine").get_suptitle() == "Mine"
-    with pytest.raises(InvalidArgument, match="got 2 labels of 1 runs"):
+    with pytest.raises(InvalidArgument, match="got 2 labels for 1 runs"):
         collect([run], figures_named(["loss"]), Options(), labels=["a", "b"])
 
 
@@ -52,11 +52,11 @@ def test_files(ending, run, tmp_path):
     canvas = draw_sheet(collect([run], figures_named(["loss"]), Options()), style="dark")
     path = save(canvas, tmp_path / f"loss.{ending}", dpi=50)
     assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
-    with pytest.raises(RunExists, match="already there"):
+    with pytest.raises(RunExists, match="already exists"):
         save(canvas, path)
     save(canvas, path, overwrite=True, dpi=50)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    with pytest.raises(InvalidArgument, match="by its ending; expected"):
+    with pytest.raises(InvalidArgument, match="expected a name that ends in"):
         save(canvas, tmp_path / "loss.bmp")
-    with pytest.raises(InvalidArgument, match="got 5 dots per inch"):
+    with pytest.raises(InvalidArgument, match="got 5 dpi"):
         save(canvas, tmp_path / "other.png", dpi=5)

@@ -32,14 +32,14 @@ def test_logits(run):
     assert np.isin(expected.logit_max, heights).all()
     assert np.isin(expected.logit_min, heights).all()
     assert right.get_ylim() == (0, 1)
-    told = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert told[-1] == "probability of all dead tokens"
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[-1] == "probability of all dead tokens"
 
 
 def test_logits_of_some_tokens_are_refused(run):
     run = run.assign_attrs(recording={"vocabulary": 11})
     drawn("logits", run)
-    with pytest.raises(InvalidArgument, match="over all 11 tokens of the vocabulary, and 3 are"):
+    with pytest.raises(InvalidArgument, match="all 11 tokens of the vocabulary, got 3"):
         drawn("logits", run.isel(token=slice(0, 3)))
 
 
@@ -52,10 +52,10 @@ def test_moments(run):
     line = expected.threshold.sel(quantile=0.5)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), line)
     np.testing.assert_array_equal(ax.lines[0].get_xdata(), expected.root)
-    assert "step 22, learning rate 0.0001, dead tokens" in told(ax)
+    assert "step 22, learning rate 0.0001, dead tokens" in notes(ax)
 
 
-def told(ax):
+def notes(ax):
     return ax.texts[0].get_text().replace("\n", " ")
 
 
@@ -69,4 +69,4 @@ def test_every_parameter_at_every_step(run, monkeypatch):
     ax = FIGURES["parameters"](run, Canvas().subplots())
     thinned = ax.collections[0].get_array().reshape(3, -1)
     np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
-    assert "every 7th step" in ax.texts[0].get_text()
+    assert "1 of every 7 steps" in ax.texts[0].get_text()

@@ -1,4 +1,4 @@
-"""Gradients of dead tokens, summed up again position by position."""
+"""Gradients of dead tokens, compared with sums over positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEAD = [2, 5, 6]
 
 @pytest.fixture
 def run(make_run) -> xr.Dataset:
-    """float32 rows whose gradients are those of nothing that is known."""
+    """float32 rows with random gradients."""
     rng = np.random.default_rng(0)
     ds = make_run(
         rng.normal(size=(ROWS, TOKENS, HIDDEN)).astype("f4"),
@@ -34,7 +34,7 @@ def run(make_run) -> xr.Dataset:
 
 
 def by_hand(ds: xr.Dataset, step: int, token: int, last: int, count: float) -> np.ndarray:
-    """What each example adds, (example, hidden)."""
+    """Contribution of each example, (example, hidden)."""
     place = ds.token.values.tolist().index(token)
     W = ds.W.sel(step=step - 1).values.astype("f8")
     states = ds.hidden_states.sel(step=step).values.astype("f8")
@@ -84,7 +84,7 @@ def test_what_is_explained_has_no_error_left(run):
 
 def test_room_that_a_step_did_not_need(run):
     states = run.hidden_states.copy()
-    states[2, 3] = np.nan  # one example less
+    states[2, 3] = np.nan  # one example fewer
     states[2, :, 4] = np.nan  # and a shorter text
     ds = run.assign(hidden_states=states)
     found = analysis.explain_gradient(ds, 2, 5, targets="all").compute()[{"step": 0, "token": 0}]
@@ -119,9 +119,9 @@ def test_from_the_command_line(run):
     xr.testing.assert_identical(
         found.compute(), analysis.explain_gradient(run, [1, 3], 6, denominator=12).compute()
     )
-    with pytest.raises(InvalidArgument, match="say which token"):
+    with pytest.raises(InvalidArgument, match="requires the option token"):
         analysis.answer(run, ["explain_gradient"], ["step=1"])
-    with pytest.raises(InvalidArgument, match="ask it alone"):
+    with pytest.raises(InvalidArgument, match="compute it separately"):
         analysis.answer(run, ["explain_gradient", "speed"])
 
 
@@ -130,13 +130,13 @@ def test_what_cannot_be_explained_is_refused(run):
         with pytest.raises(kind, match=match):
             analysis.explain_gradient(ds, step, token, **options)
 
-    refused(InvalidArgument, "token 4 occurs in the text", token=[5, 4])
-    refused(InvalidArgument, "holds no token 9", token=9)
+    refused(InvalidArgument, "got the live token 4, expected dead tokens", token=[5, 4])
+    refused(InvalidArgument, "got token 9, which the run does not hold", token=9)
     refused(InvalidArgument, "token='e', expected a whole number", token="e")
     refused(InvalidArgument, "step=2.5", step=2.5)
     refused(StepNotFound, "step 17 is not in the run", step=17)
     refused(StepNotFound, "before training", step=0)
-    refused(StepNotFound, "with W of step 3", run.isel(step=[0, 2, 4]), step=4)
+    refused(StepNotFound, "used W of step 3", run.isel(step=[0, 2, 4]), step=4)
     refused(InvalidArgument, "targets='none'", targets="none")
     refused(InvalidArgument, "precision='int8'", precision="int8")
     refused(InvalidArgument, "denominator=0", denominator=0)
@@ -144,6 +144,6 @@ def test_what_cannot_be_explained_is_refused(run):
     refused(VariableNotRecorded, "is_dead", run.drop_vars("is_dead"))
     refused(InvalidArgument, "got 3 of the vocabulary's 7 tokens", run.isel(token=[2, 5, 6]))
     other = run.assign_attrs(provenance={"what_if": {"run": "run.zarr"}})
-    refused(InvalidArgument, "this run is a what-if", other)
+    refused(InvalidArgument, "got a what-if run", other)
     fewer = run.sel(token=[0, 1, 2]).assign_attrs(recording={"vocabulary": 7})
     refused(InvalidArgument, "got 3 of the vocabulary's 7 tokens", fewer, token=2)

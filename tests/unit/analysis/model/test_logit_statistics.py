@@ -14,7 +14,7 @@ def test_statistics_of_logits():
     logits[0] = np.nan
     logits[1] = 1.5
     logits[2, 3] = -np.inf
-    logits[3] *= 1000  # no exponential of this fits
+    logits[3] *= 1000  # its exponential overflows
     dead = np.arange(9) % 2 == 0
     ds = xr.Dataset(
         {"logits": (("step", "token"), logits)},
@@ -37,7 +37,7 @@ def test_statistics_of_logits():
     assert "dead_mass" not in analysis.logit_stats(ds.drop_vars("is_dead"))
 
 
-def test_what_is_wrong_is_said(make_run, walk):
+def test_errors(make_run, walk):
     ds = make_run(walk(3, 2, 2))
     with pytest.raises(VariableNotRecorded, match=r"logits.*weights"):
         analysis.logit_stats(ds)

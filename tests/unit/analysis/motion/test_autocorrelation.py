@@ -13,11 +13,11 @@ def chunks(request):
     return request.param
 
 
-LAGS = [1, 3, 20]  # of which short histories know some
+LAGS = [1, 3, 20]  # short histories have some of these
 
 
 def by_hand(x: np.ndarray, lag: int) -> np.ndarray:
-    """Mean scalar product of rows that far apart, (token)."""
+    """Mean scalar product of rows at a lag, (token)."""
     pairs = len(x) - lag
     if pairs <= 0:
         return np.full(x.shape[1], np.nan)
@@ -67,9 +67,9 @@ def test_what_goes_straight_remembers(make_run):
     xr.testing.assert_equal(got.token_autocorrelation, xr.ones_like(got.token_autocorrelation))
 
 
-def test_what_cannot_be_asked(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
-    with pytest.raises(InvalidArgument, match="evenly spaced, and these are 1, 2 steps apart"):
+    with pytest.raises(InvalidArgument, match="evenly spaced rows, got spacings of 1, 2 steps"):
         analysis.autocorrelation(ds)
     ds = ds.isel(step=slice(3))
     usual = analysis.autocorrelation(ds).compute()

@@ -8,34 +8,34 @@ from trajstore.errors import InvalidArgument
 
 
 def motion_of(bits: np.ndarray) -> np.ndarray:
-    """Whether any bit changed, −0 and +0 being one."""
+    """True where any bit changed, with −0 equal to +0."""
     point = np.where(bits & 0x7FFF, bits, 0)
     return (point[1:] != point[:-1]).any(-1)
 
 
-def life_of(moved: np.ndarray, steps: np.ndarray, min_still: int) -> tuple[int, int, int, int]:
-    """Of one token, by walking through its rows."""
+def life_of(moved: np.ndarray, steps: np.ndarray, min_unchanged: int) -> tuple[int, int, int, int]:
+    """Facts about one token, from a loop over its rows."""
     last, thaws, moves = None, 0, 0
     for row in range(1, len(steps)):
         if moved[row - 1]:
-            if last is not None and steps[row - 1] - steps[last] >= min_still:
+            if last is not None and steps[row - 1] - steps[last] >= min_unchanged:
                 thaws += 1
             last, moves = row, moves + 1
     last_motion = steps[last] if last is not None else -1
     still = steps[-1] - steps[last if last is not None else 0]
     following = steps[0] if last is None else steps[min(last + 1, len(steps) - 1)]
-    return last_motion, following if still >= min_still else -1, thaws, moves
+    return last_motion, following if still >= min_unchanged else -1, thaws, moves
 
 
-@pytest.mark.parametrize("min_still", [1, 3])
+@pytest.mark.parametrize("min_unchanged", [1, 3])
 @pytest.mark.parametrize("spread", [1, 2], ids=["every step", "growing gaps"])
-def test_freeze(bits, chunks, min_still, spread, make_run):
+def test_freeze(bits, chunks, min_unchanged, spread, make_run):
     steps = np.arange(len(bits)) ** spread
     dead = np.arange(bits.shape[1]) % 2 == 0
     ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
-    got = analysis.freeze(ds, min_still=min_still).compute()
+    got = analysis.freeze(ds, min_unchanged=min_unchanged).compute()
     moved = motion_of(bits)
-    lives = [life_of(moved[:, token], steps, min_still) for token in range(bits.shape[1])]
+    lives = [life_of(moved[:, token], steps, min_unchanged) for token in range(bits.shape[1])]
     for name, expected in zip(
         ("last_motion", "frozen_since", "thaws", "moves"),
         np.array(lives).T,
@@ -47,15 +47,15 @@ def test_freeze(bits, chunks, min_still, spread, make_run):
     frozen = (since >= 0) & (since <= steps[1:, None])
     for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         if members.any():
-            still = got.still_fraction.sel(population=population)
+            still = got.unchanged_fraction.sel(population=population)
             np.testing.assert_allclose(still, 1 - moved[:, members].mean(1))
             share = got.frozen_fraction.sel(population=population)
             np.testing.assert_allclose(share, frozen[:, members].mean(1))
         else:
-            assert got.still_fraction.sel(population=population).isnull().all()
+            assert got.unchanged_fraction.sel(population=population).isnull().all()
 
 
-def test_all_dead_none_dead_and_nobody_knows(make_run, walk):
+def test_all_dead_none_dead_and_unlabeled(make_run, walk):
     bits = walk(9, 4, 4)
     everyone = analysis.freeze(make_run(bits)).compute()
     assert everyone.population.values.tolist() == ["all"]
@@ -63,9 +63,9 @@ def test_all_dead_none_dead_and_nobody_knows(make_run, walk):
         got = analysis.freeze(make_run(bits, is_dead=dead)).compute()
         full, empty = ("dead", "live") if dead[0] else ("live", "dead")
         np.testing.assert_array_equal(
-            got.still_fraction.sel(population=full), everyone.still_fraction[:, 0]
+            got.unchanged_fraction.sel(population=full), everyone.unchanged_fraction[:, 0]
         )
-        assert got.still_fraction.sel(population=empty).isnull().all()
+        assert got.unchanged_fraction.sel(population=empty).isnull().all()
         assert got.frozen_fraction.sel(population=empty).isnull().all()
 
 
@@ -78,6 +78,6 @@ def test_a_stored_summary_answers_without_the_weights(bits, make_run):
         np.testing.assert_array_equal(got[name], expected[name])
 
 
-def test_stillness_of_no_steps_is_refused(make_run, walk):
-    with pytest.raises(InvalidArgument, match="min_still=0"):
-        analysis.freeze(make_run(walk(3, 2, 2)), min_still=0)
+def test_zero_unchanged_steps_are_refused(make_run, walk):
+    with pytest.raises(InvalidArgument, match="min_unchanged=0"):
+        analysis.freeze(make_run(walk(3, 2, 2)), min_unchanged=0)

@@ -20,7 +20,7 @@ VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
 @given(
     arrays(np.float32, st.tuples(st.integers(1, 7), st.integers(1, 3)), elements=VALUES),
     st.integers(1, 4),
-    st.sampled_from(["way", "value"]),
+    st.sampled_from(["change", "value"]),
 )
 def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str) -> None:
     steps = np.arange(len(values)) * 3 + 1
@@ -28,7 +28,7 @@ def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str)
     chunked = curve.chunk(step=chunk, token=2)
     got = analysis.crossings(curve.to_dataset(), chunked, [0.5, 1], of).compute(scheduler="sync")
     wide = values.astype(np.float64)
-    if of == "way":
+    if of == "change":
         start = np.where(np.isnan(wide[0]), wide[min(1, len(wide) - 1)], wide[0])
         with np.errstate(all="ignore"):
             wide = (wide - start) / (wide[-1] - start)
@@ -58,18 +58,18 @@ def test_curves_of_a_run(make_run, walk) -> None:
     assert analysis.crossings(ds, "loss").first_crossing.values.tolist() == [6, 10, 11]
     falling = analysis.crossings(ds, "loss", [5, 3.5, 2, 0], "value")
     assert falling.first_crossing.values.tolist() == [-1, 2, 8, -1]
-    census = analysis.crossings(ds, analysis.regimes(ds).census, 1, "value")
-    assert census.first_crossing.dims == ("level", "population", "regime_name")
+    counts = analysis.crossings(ds, analysis.regimes(ds).counts, 1, "value")
+    assert counts.first_crossing.dims == ("level", "population", "regime_name")
     again = analysis.answer(ds, ["crossings"], ["quantity=loss", "levels=0.5,0.9"])
     assert again.first_crossing.values.tolist() == [6, 10]
 
 
-def test_what_cannot_be_asked(make_run, walk) -> None:
+def test_invalid_options(make_run, walk) -> None:
     ds = make_run(walk(4, 3, 2))
     for quantity, message in (
         ("sun", "got quantity='sun'"),
         ("freeze", r"freeze\.frozen_fraction"),
-        ("freeze.sun", r"freeze\.still_fraction"),
+        ("freeze.sun", r"freeze\.unchanged_fraction"),
         ("displacement.sun", "expected displacement$"),
         ("lifecycle.last_jump", "expected lifecycle$"),
         (ds.W.isel(step=0), "along step"),

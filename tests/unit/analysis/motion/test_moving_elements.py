@@ -9,7 +9,7 @@ from trajstore.errors import VariableNotRecorded
 
 
 def last_moves_of(W: np.ndarray, steps: np.ndarray) -> list[tuple[int, int, int, float]]:
-    """Of each token, by walking through its rows and elements."""
+    """Facts about each token, from loops over its rows and elements."""
     found = []
     for token in range(W.shape[1]):
         last = (-1, -1, 0, np.nan)

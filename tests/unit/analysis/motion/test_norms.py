@@ -10,7 +10,7 @@ from trajstore.errors import FormatError, InvalidArgument, StepNotFound, Variabl
 
 
 def norm(vectors: np.ndarray, order: float = 2) -> np.ndarray:
-    """The obvious way, in float64."""
+    """The direct computation in float64."""
     with np.errstate(all="ignore"):
         wide = np.abs(vectors.astype(np.float64))
         if order == 2:
@@ -97,7 +97,7 @@ def test_a_stored_summary_is_used_and_agrees_to_the_last_bit(make_run, walk):
     computed = analysis.grad_norms(ds).compute()
     with_stored = ds.assign(grad_token_norm=computed.rename("grad_token_norm"))
     xr.testing.assert_identical(analysis.grad_norms(with_stored).compute(), computed)
-    # Only what is stored can answer once the gradients are gone.
+    # Without gradients, only the stored norms remain.
     xr.testing.assert_identical(
         analysis.grad_norms(with_stored.drop_vars("grad")).compute(), computed
     )
@@ -119,10 +119,10 @@ def test_a_stored_way_is_not_used_where_rows_are_left_out(make_run, walk):
     )
 
 
-def test_what_is_wrong_with_a_question_is_said(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(6, 3, 4), steps=np.arange(6) * 10)
     imported = ds.assign_attrs(imported={"file": "f"})
-    with pytest.raises(VariableNotRecorded, match="as the file that it was imported from"):
+    with pytest.raises(VariableNotRecorded, match="because the imported file does not"):
         analysis.grad_norms(imported)
     with pytest.raises(VariableNotRecorded, match=r"grad.*weights\+grads"):
         analysis.grad_norms(ds)

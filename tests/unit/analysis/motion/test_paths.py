@@ -67,7 +67,7 @@ def test_outward_and_round(make_run):
     assert got.tangential_speed.values.tolist() == [[0, 1]]
 
 
-def test_what_cannot_be_asked(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(4, 3, 2))
     with pytest.raises(InvalidArgument, match="window=0"):
         analysis.path_efficiency(ds, 0)

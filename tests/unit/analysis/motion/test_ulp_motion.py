@@ -24,20 +24,20 @@ def hops_of(bits: np.ndarray) -> np.ndarray:
 
 
 def places_of(bits: np.ndarray) -> np.ndarray:
-    """Signed place of each pattern, counting from zero."""
+    """Signed index of each pattern, counted from zero."""
     magnitude = (bits & 0x7FFF).astype(np.int64)
     return np.where(bits >> 15, -magnitude, magnitude)
 
 
 def regime_of(hops: np.ndarray) -> str:
-    """Regime of one vector, in the words of the definition."""
+    """Regime of one vector, from the definition."""
     size = np.abs(hops)
     if size.sum() == 0:
         return "frozen"
     if size.sum() <= 1:
         return "single"
     if size.max() <= 1:
-        return "neighbour"
+        return "neighbor"
     if size.max() > 1 and np.sqrt((size**2).sum()) <= np.sqrt(hops.size):
         return "local"
     return "jump"
@@ -73,20 +73,20 @@ def test_hops_in_values(bits, chunks, make_run):
     np.testing.assert_array_equal(l2, np.sqrt((hops.astype(float) ** 2).sum(-1)).astype("f4"))
 
 
-def test_ordinal_hops_of_neighbours_are_one_across_every_boundary(make_run):
+def test_ordinal_hops_of_neighbors_are_one_across_every_boundary(make_run):
     # All 65,536 patterns but the NaNs, in the order of their values, as one history.
     negative = np.arange(0xFF80, 0x7FFF, -1).astype(np.uint16)
     positive = np.arange(0x0001, 0x7F81).astype(np.uint16)
     climb = np.concatenate([negative, positive])[:, None, None]
     ds = make_run(climb, chunks=(5000, 1, 1))
     assert (analysis.lattice_displacement(ds, metric="ordinal") == 1).all()
-    # Away from zero a step is a spacing; towards zero, half of one across a power of two.
+    # Away from zero a step is one spacing; toward zero, half a spacing across a power of two.
     hops = analysis.lattice_displacement(ds).values.ravel()
     finite = hops[np.isfinite(hops)]
     assert set(np.unique(finite)) == {0.5, 1.0}
 
 
-def test_regimes_and_census(bits, chunks, make_run):
+def test_regimes_and_counts(bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 == 0
     ds = make_run(bits, is_dead=dead, chunks=chunks)
     hops = hops_of(bits)
@@ -102,10 +102,10 @@ def test_regimes_and_census(bits, chunks, make_run):
     for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for name in names:
             np.testing.assert_array_equal(
-                got.census.sel(population=population, regime_name=name),
+                got.counts.sel(population=population, regime_name=name),
                 (expected[:, members] == name).sum(1),
             )
-    assert (got.census.sel(population="all").sum("regime_name") == bits.shape[1]).all()
+    assert (got.counts.sel(population="all").sum("regime_name") == bits.shape[1]).all()
 
 
 def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
@@ -120,10 +120,10 @@ def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
             assert got[name].values[token] == expected
 
 
-def test_frozen_is_what_freeze_calls_still(bits, make_run):
+def test_frozen_agrees_with_freeze(bits, make_run):
     ds = make_run(bits)
     frozen = (analysis.regimes(ds).regime == 0).mean("token")
-    still = analysis.freeze(ds).still_fraction.sel(population="all")
+    still = analysis.freeze(ds).unchanged_fraction.sel(population="all")
     np.testing.assert_allclose(frozen, still)
 
 
@@ -145,7 +145,7 @@ def test_a_stored_summary_of_hops_is_used_and_agrees(make_run, walk):
     np.testing.assert_array_equal(analysis.lattice_displacement(stored, ord=1), hops)
 
 
-def test_what_is_wrong_with_a_question_is_said(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(3, 2, 2))
     with pytest.raises(InvalidArgument, match="'miles'"):
         analysis.lattice_displacement(ds, metric="miles")

@@ -30,9 +30,9 @@ def story(make_run):
     for array in (exp_avg, exp_avg_sq):
         array[5] = array[4]  # step 5 changes no state, although there are gradients
     W[5] = W[4]
-    exp_avg[:, 3] = 1  # token 3 should have moved, and was put back
+    exp_avg[:, 3] = 1  # token 3 should have moved, and was reset
     exp_avg_sq[:, 3] = 0
-    grad[:, 4, 1] = np.nan  # a gradient of NaN is one
+    grad[:, 4, 1] = np.nan  # a NaN gradient is a gradient
     grad[0] = np.nan
     ds = make_run(W, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, lr=lr)
     return ds.assign_attrs(optimizer=ADAM)
@@ -46,7 +46,7 @@ def test_causes(story):
     expected = np.empty(found.shape, "<U13")
     expected[:, 0] = "moved"
     expected[:, 1] = "no_gradient"
-    expected[:, 2] = expected[:, 4] = "underflow"
+    expected[:, 2] = expected[:, 4] = "lost_update"
     expected[:, 3] = "unexplained"
     expected[2, [2, 3, 4]] = "learning_rate"
     expected[4, [0, 2, 3, 4]] = "skipped"
@@ -56,7 +56,7 @@ def test_causes(story):
 def test_what_moves_within_its_cell_is_below_cell(story):
     W = story.W.values.copy()
     W[1:, 0] = 1 + np.arange(1, 8)[:, None] * np.float32(2.0**-10)  # two cells of 2^-7 in the end
-    W[1:, 2, 1] += np.arange(1, 8) * np.float32(2.0**-20)  # never another cell
+    W[1:, 2, 1] += np.arange(1, 8) * np.float32(2.0**-20)  # always the same cell
     W[1:, 1, 0] = -0.0  # a token at zero: its sign is no motion
     W[:, 1, 1:] = W[0, 1, 1:]
     W[0, 1, 0] = 0
@@ -83,7 +83,7 @@ def test_a_row_after_a_gap_cannot_be_explained(story):
     assert found.tolist() == ["unexplained", "learning_rate"]
 
 
-def test_underflow_has_a_gradient(make_run, walk):
+def test_lost_update_has_a_gradient(make_run, walk):
     rng = np.random.default_rng(0)
     shape = (10, 6, 4)
     W = walk(1, 6, 4).repeat(10, 0)
@@ -92,6 +92,6 @@ def test_underflow_has_a_gradient(make_run, walk):
         W, grad=tiny, exp_avg=tiny, exp_avg_sq=tiny**2 + 1, lr=np.full(10, 1e-3)
     ).assign_attrs(optimizer=ADAM)
     cause = analysis.freeze_cause(ds)
-    assert (cause == analysis.CAUSES.index("underflow")).all()
+    assert (cause == analysis.CAUSES.index("lost_update")).all()
     assert (analysis.grad_norms(ds) > 0).all()
     assert (abs(analysis.adam_update(ds).adam_update_ulp) <= 0.5).all()

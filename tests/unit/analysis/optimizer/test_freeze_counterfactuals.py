@@ -1,4 +1,4 @@
-"""What would have moved a frozen token, against trying each in NumPy."""
+"""Counterfactuals of frozen tokens, compared with a computation in NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from adam_runs import blamed_by_hand, trained
+from adam_runs import attributed_by_hand, trained
 from dask.callbacks import Callback
 
 from trajstore import analysis, open_run
@@ -35,7 +35,7 @@ CASES = {
 
 
 def resting(case: str, rows: int = 24) -> xr.Dataset:
-    """A run whose tokens come to rest one after the other, held by hand where they do not."""
+    """A run whose tokens freeze one after the other, some by assignment."""
     ds = trained(*CASES[case], rows=rows)
     W = ds.W.values.copy()
     for token, row in ((0, 9), (1, 17), (2, 17)):
@@ -46,49 +46,49 @@ def resting(case: str, rows: int = 24) -> xr.Dataset:
 
 
 def assert_as_by_hand(ds: xr.Dataset, got: xr.Dataset, window: int) -> None:
-    for name, expected in blamed_by_hand(ds, window).items():
+    for name, expected in attributed_by_hand(ds, window).items():
         np.testing.assert_array_equal(got[name], expected, err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_that_by_hand(case):
     ds = resting(case)
-    got = analysis.freeze_blame(ds.chunk(step=5, token=4)).compute()
+    got = analysis.freeze_attribution(ds.chunk(step=5, token=4)).compute()
     assert_as_by_hand(ds, got, 100)
-    assert got.blame.dims == ("counterfactual", "token")
-    assert got.blame_steps.values[:5].tolist() == [14, 6, 6, 23, 0]
+    assert got.attribution.dims == ("counterfactual", "token")
+    assert got.attribution_steps.values[:5].tolist() == [14, 6, 6, 23, 0]
 
 
 @pytest.mark.parametrize("window", [1, 7])
 def test_a_window_ends_where_it_ends_whatever_the_chunks(window):
     ds = resting("AdamW, bfloat16")
-    whole = analysis.freeze_blame(ds, window=window).compute()
+    whole = analysis.freeze_attribution(ds, window=window).compute()
     assert_as_by_hand(ds, whole, window)
-    got = analysis.freeze_blame(ds.chunk(step=2, token=2), window=window).compute()
+    got = analysis.freeze_attribution(ds.chunk(step=2, token=2), window=window).compute()
     xr.testing.assert_identical(got, whole)
 
 
 def test_what_is_frozen_is_what_freeze_says():
     ds = resting("AdamW, bfloat16")
-    frozen = (analysis.freeze(ds, min_still=1).frozen_since >= 0).values
-    blame = analysis.freeze_blame(ds).blame
-    assert ((blame != OUTCOMES.index("moving")) == frozen).all()
+    frozen = (analysis.freeze(ds, min_unchanged=1).frozen_since >= 0).values
+    attribution = analysis.freeze_attribution(ds).attribution
+    assert ((attribution != OUTCOMES.index("moving")) == frozen).all()
     assert not frozen.all()
 
 
-def test_the_census_counts_each_population():
-    got = analysis.freeze_blame(resting("AdamW, bfloat16")).compute()
-    assert got.blame_census.dims == ("counterfactual", "population", "outcome_name")
+def test_the_counts_are_of_each_population():
+    got = analysis.freeze_attribution(resting("AdamW, bfloat16")).compute()
+    assert got.attribution_counts.dims == ("counterfactual", "population", "outcome_name")
     dead = got.is_dead.values
     for population, members in (("dead", dead), ("live", ~dead), ("all", np.ones_like(dead))):
         for at, outcome in enumerate(OUTCOMES):
-            count = (got.blame.values[:, members] == at).sum(1)
+            count = (got.attribution.values[:, members] == at).sum(1)
             of = {"population": population, "outcome_name": outcome}
-            np.testing.assert_array_equal(got.blame_census.sel(of), count)
+            np.testing.assert_array_equal(got.attribution_counts.sel(of), count)
 
 
-def test_a_moment_that_cannot_decay_is_to_blame_where_it_is():
-    """Large gradients, long ago, that only the exact second moment forgets."""
+def test_a_moment_that_cannot_decay_is_the_cause_where_it_is():
+    """Large early gradients, which only the exact second moment forgets."""
     rows, shape = 600, (2, 1)
     rule = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
     small = np.full((rows, *shape), 2.0**-4, np.float32)
@@ -104,12 +104,12 @@ def test_a_moment_that_cannot_decay_is_to_blame_where_it_is():
         coords={"step": np.arange(rows) + 500, "is_dead": ("token", [True, False])},
         attrs={"optimizer": {"class": "AdamW", "hyperparameters": rule}},
     ).assign(clip_coef=("step", np.ones(rows)), lr=("step", np.full(rows, 6e-3)))
-    got = analysis.freeze_blame(ds.chunk(step=100), window=rows).compute()
-    blame = {
+    got = analysis.freeze_attribution(ds.chunk(step=100), window=rows).compute()
+    attribution = {
         str(of): OUTCOMES[at]
-        for of, at in zip(COUNTERFACTUALS, got.blame.values[:, 0], strict=True)
+        for of, at in zip(COUNTERFACTUALS, got.attribution.values[:, 0], strict=True)
     }
-    assert blame == {
+    assert attribution == {
         "recorded": "rounded_away",
         "exact_moments": "moves",
         "peak_lr": "rounded_away",
@@ -117,13 +117,15 @@ def test_a_moment_that_cannot_decay_is_to_blame_where_it_is():
         "float32_weights": "moves",
     }
     # W is 1, whose spacing is 2^-7. The recorded update is lr / 16, the exact one tends to lr.
-    margin = got.blame_margin[:, 0].values
+    margin = got.attribution_margin[:, 0].values
     left = 0.99 ** (rows - 1)
     largest = 6e-3 * 2.0**-4 / np.sqrt(left + 2.0**-8 * (1 - left)) * 2**7
     assert margin[COUNTERFACTUALS.index("exact_moments")] == pytest.approx(largest, rel=0.02)
     assert margin[COUNTERFACTUALS.index("recorded")] == pytest.approx(6e-3 / 16 * 2**7, rel=0.02)
-    # Before the exact one has decayed, it is not to blame either.
-    early = analysis.freeze_blame(ds, window=20).blame.sel(counterfactual="exact_moments")
+    # Before the exact one has decayed, it is not the cause either.
+    early = analysis.freeze_attribution(ds, window=20).attribution.sel(
+        counterfactual="exact_moments"
+    )
     assert OUTCOMES[int(early[0])] == "rounded_away"
 
 
@@ -132,62 +134,64 @@ def test_skipped_steps_are_not_tried():
     skipped = np.isin(ds.step, [11, 12, 22]).astype(np.float32)
     ds = ds.assign(skipped=("step", skipped))
     for window in (3, 100):
-        got = analysis.freeze_blame(ds.chunk(step=7), window=window).compute()
+        got = analysis.freeze_attribution(ds.chunk(step=7), window=window).compute()
         assert_as_by_hand(ds, got, window)
     alone = ds.assign(skipped=("step", np.ones(ds.sizes["step"], np.float32)))
-    assert (analysis.freeze_blame(alone).blame[:, 3] == OUTCOMES.index("unknown")).all()
-    with pytest.raises(InvalidArgument, match=r"skipped before step 3.*from step 0"):
-        analysis.freeze_blame(ds.isel(step=slice(3, None)))
+    assert (analysis.freeze_attribution(alone).attribution[:, 3] == OUTCOMES.index("unknown")).all()
+    with pytest.raises(InvalidArgument, match=r"steps before step 3.*all steps from 0"):
+        analysis.freeze_attribution(ds.isel(step=slice(3, None)))
 
 
 def test_rows_from_a_later_step():
     ds = resting("AdamW, bfloat16").isel(step=slice(7, None))
-    assert_as_by_hand(ds, analysis.freeze_blame(ds.chunk(step=4)).compute(), 100)
-    one = analysis.freeze_blame(ds.isel(step=[0])).compute()
-    assert (one.blame == OUTCOMES.index("moving")).all()
+    assert_as_by_hand(ds, analysis.freeze_attribution(ds.chunk(step=4)).compute(), 100)
+    one = analysis.freeze_attribution(ds.isel(step=[0])).compute()
+    assert (one.attribution == OUTCOMES.index("moving")).all()
 
 
 def test_without_live_or_without_any_known_tokens():
     ds = resting("AdamW, bfloat16")
     unknown = OUTCOMES.index("unknown")
     for other in (ds.drop_vars("is_dead"), ds.assign_coords(is_dead=("token", np.ones(6, bool)))):
-        got = analysis.freeze_blame(other).compute()
+        got = analysis.freeze_attribution(other).compute()
         assert_as_by_hand(other, got, 100)
-        rest = got.blame.isel(token=[0, 1, 2, 3])
+        rest = got.attribution.isel(token=[0, 1, 2, 3])
         assert (rest.sel(counterfactual="live_moments") == unknown).all()
         assert (rest.sel(counterfactual="peak_lr") != unknown).all()
-    assert got.blame_census.sel(population="live").sum() == 0
+    assert got.attribution_counts.sel(population="live").sum() == 0
     none = ds.assign_coords(is_dead=("token", np.zeros(6, bool)))
-    assert_as_by_hand(none, analysis.freeze_blame(none).compute(), 100)
-    assert analysis.freeze_blame(none).blame_census.sel(population="dead").sum() == 0
+    assert_as_by_hand(none, analysis.freeze_attribution(none).compute(), 100)
+    assert analysis.freeze_attribution(none).attribution_counts.sel(population="dead").sum() == 0
 
 
-def test_what_is_not_known_is_said():
+def test_missing_inputs_are_reported():
     ds = trained("AdamW", {}, "bfloat16")
     for name in ("W", "grad", "clip_coef", "exp_avg", "exp_avg_sq", "lr"):
         with pytest.raises(VariableNotRecorded, match=name):
-            analysis.freeze_blame(ds.drop_vars(name))
-    with pytest.raises(InvalidArgument, match=r"freeze_blame.*after step 6 comes step 8.*every=1"):
-        analysis.freeze_blame(ds.drop_isel(step=7))
+            analysis.freeze_attribution(ds.drop_vars(name))
+    with pytest.raises(
+        InvalidArgument, match=r"freeze_attribution.*step 6 is followed by step 8.*every=1"
+    ):
+        analysis.freeze_attribution(ds.drop_isel(step=7))
     with pytest.raises(InvalidArgument, match="window=0, expected at least 1"):
-        analysis.freeze_blame(ds, window=0)
+        analysis.freeze_attribution(ds, window=0)
     with pytest.raises(InvalidArgument, match="SGD"):
-        analysis.freeze_blame(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
-    with pytest.raises(InvalidArgument, match="needs at least 1 row"):
-        analysis.freeze_blame(ds.isel(step=[]))
+        analysis.freeze_attribution(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
+    with pytest.raises(InvalidArgument, match="requires at least 1 row"):
+        analysis.freeze_attribution(ds.isel(step=[]))
 
 
 def test_other_lattices_are_refused():
     ds = resting("AdamW, bfloat16")
-    got = analysis.freeze_blame(ds, lattice="bfloat16")
-    xr.testing.assert_identical(got, analysis.freeze_blame(ds))
-    for ask in (
-        lambda: analysis.freeze_blame(ds, lattice="float16"),
-        lambda: analysis.compute(ds, ["freeze_cause", "freeze_blame"], "float16"),
-        lambda: analysis.answer(ds, ["freeze_blame"], lattice="float16"),
+    got = analysis.freeze_attribution(ds, lattice="bfloat16")
+    xr.testing.assert_identical(got, analysis.freeze_attribution(ds))
+    for compute in (
+        lambda: analysis.freeze_attribution(ds, lattice="float16"),
+        lambda: analysis.compute(ds, ["freeze_cause", "freeze_attribution"], "float16"),
+        lambda: analysis.answer(ds, ["freeze_attribution"], lattice="float16"),
     ):
-        with pytest.raises(InvalidArgument, match=r"lattice='float16'; freeze_cause answers on"):
-            ask()
+        with pytest.raises(InvalidArgument, match=r"lattice='float16'; use freeze_cause"):
+            compute()
 
 
 def test_each_chunk_is_read_once():
@@ -211,13 +215,13 @@ def test_each_chunk_is_read_once():
         for name in ("W", "grad", "exp_avg", "exp_avg_sq")
     }
     with dask.config.set(scheduler="sync"):
-        analysis.compute(lazy.assign(counted), ["freeze_blame", "freeze"]).compute()
+        analysis.compute(lazy.assign(counted), ["freeze_attribution", "freeze"]).compute()
     assert len(reads) == 3 * 2 * 4
     assert set(reads.values()) == {1}
 
 
-def held_at_most(question: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int:
-    """Bytes of the arrays that dask holds at once, of a run in blocks of two rows."""
+def held_at_most(quantity: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int:
+    """Largest bytes of arrays in memory, for a run in blocks of two rows."""
     shape = (rows, 8, 16)
     block = da.ones(shape, chunks=(2, -1, -1), dtype=np.float32)
     dims, attrs = ("step", "token", "hidden"), {"native_dtype": "bfloat16"}
@@ -243,15 +247,15 @@ def held_at_most(question: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int
         largest = max(largest, sum(held.values()))
 
     with Callback(posttask=look), dask.config.set(scheduler="sync"):
-        question(ds).compute()
+        quantity(ds).compute()
     return largest
 
 
-@pytest.mark.parametrize("question", [analysis.freeze_blame, analysis.moment_error])
-def test_memory_does_not_grow_with_the_number_of_steps(question, monkeypatch):
-    # Two tokens a task, so that the tokens of a block are not all dealt with together.
+@pytest.mark.parametrize("quantity", [analysis.freeze_attribution, analysis.moment_error])
+def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
+    # Two tokens per task, so that a block has several tasks.
     monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * 2 * 2 * 16)
-    assert held_at_most(question, 40) < 1.3 * held_at_most(question, 10)
+    assert held_at_most(quantity, 40) < 1.3 * held_at_most(quantity, 10)
 
 
 @pytest.mark.nightly
@@ -265,10 +269,10 @@ def test_a_recorded_run_of_gatsby(tmp_path: Path):
         ]
     )  # fmt: skip
     ds = open_run(record(config, tmp_path / "run.zarr", on_note=lambda note: None))
-    got = analysis.freeze_blame(ds, window=5).compute()
+    got = analysis.freeze_attribution(ds, window=5).compute()
     assert_as_by_hand(ds.compute(), got, 5)
-    frozen = got.blame.sel(counterfactual="recorded") != OUTCOMES.index("moving")
-    # What is computed anew as it was does as it did: it rounds away.
-    rounded = got.blame.sel(counterfactual="recorded") == OUTCOMES.index("rounded_away")
+    frozen = got.attribution.sel(counterfactual="recorded") != OUTCOMES.index("moving")
+    # The unchanged computation rounds away, as recorded.
+    rounded = got.attribution.sel(counterfactual="recorded") == OUTCOMES.index("rounded_away")
     assert frozen.any()
     assert (rounded == frozen).all()

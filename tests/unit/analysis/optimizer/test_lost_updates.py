@@ -1,4 +1,4 @@
-"""What rounding left as it was, against counting element by element."""
+"""Elements that rounding left unchanged, compared with loops over elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 def counted(ds: xr.Dataset, population: np.ndarray, after: dict) -> list[tuple[dict, dict, float]]:
-    """Of each row after the first: shares meant and left by variable, and of the norm of W."""
+    """Per row after the first: fractions meant and stuck by variable, and of the norm of W."""
     given = ds.attrs["optimizer"]["hyperparameters"]
     decoupled = given["weight_decay"] * ds.attrs["optimizer"]["class"].endswith("AdamW")
     taken, result = int(ds.step[0]), []
@@ -143,7 +143,7 @@ def test_in_skipped_steps_nothing_was_meant():
     assert (rest.meant_fraction == 0).all()
     assert rest.stuck_fraction.isnull().all()
     assert rest.update_lost.isnull().all()
-    with pytest.raises(InvalidArgument, match=r"skipped before step 3.*from step 0"):
+    with pytest.raises(InvalidArgument, match=r"steps before step 3.*all steps from 0"):
         analysis.moment_stuck(ds.isel(step=slice(3, None)))
 
 

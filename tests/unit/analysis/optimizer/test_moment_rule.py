@@ -1,4 +1,4 @@
-"""What enters the moments and how they go on, against torch itself."""
+"""Input and recurrence of the moments, compared with torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_second_moment_of_bfloat16_cannot_decay():
     stored = every.float().numpy()
     kept = round_to(stored * np.float32(0.999), "bfloat16")
     np.testing.assert_array_equal(kept, stored)
-    # And with no gradient at all, the optimizer itself leaves them.
+    # With a gradient of zero, the optimizer does not change them.
     W = torch.nn.Parameter(torch.zeros_like(every))
     for foreach in (False, True):
         optimizer = torch.optim.AdamW([W], lr=1e-3, betas=(0.9, 0.999), foreach=foreach)
@@ -52,7 +52,7 @@ def test_the_second_moment_of_bfloat16_cannot_decay():
         optimizer.state[W]["exp_avg_sq"].copy_(every)
         optimizer.step()
         assert torch.equal(optimizer.state[W]["exp_avg_sq"], every)
-    # It could at 0.996; float32 could at 0.999.
+    # It decays at 0.996; float32 decays at 0.999.
     assert not (every.clone().mul_(0.996) == every).any()
     assert not (every.float().mul_(0.999) == every.float()).any()
 
@@ -74,7 +74,7 @@ def test_decay_is_part_of_the_gradient_only_where_it_is_coupled():
 def test_what_cannot_be_followed_is_refused():
     with pytest.raises(InvalidArgument, match=r"amsgrad.*is not recorded"):
         rule_of("AdamW", amsgrad=True)
-    with pytest.raises(InvalidArgument, match=r"'torch.optim.sgd.SGD'.*RoundedAdamW only"):
+    with pytest.raises(InvalidArgument, match=r"'torch.optim.sgd.SGD'.*RoundedAdamW"):
         rule_of("torch.optim.sgd.SGD")
     with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
         MomentRule.of(None)

@@ -1,4 +1,4 @@
-"""The compiled loop follows the moments as NumPy does, in all but the sign of a NaN."""
+"""The compiled loop gives the bits of NumPy, except for the sign of NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact moments against NumPy by hand and torch in float64, and the recorded ones against them."""
+"""Exact moments, compared with NumPy loops, with torch in float64, and with recorded moments."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_they_are_those_by_hand(variant, dtype):
 
 
 def most_held(*arrays: xr.DataArray) -> int:
-    """Blocks of moments that there are at once, of several rows, while dask computes these."""
+    """Largest number of blocks of moments in memory during a computation."""
     most = 0
 
     def count(key, result, graph, state, worker):
@@ -97,7 +97,7 @@ def test_of_a_sum_few_blocks_of_them_are_held(skipna):
     ds = ds.assign(clip_coef=ds.clip_coef.fillna(1))
     exact = analysis.exact_moments(chunked(ds, (4, 2, -1)))
     blocks = exact.exact_exp_avg.data.npartitions
-    # The measure sees them: asked for whole, there are more of both than of one.
+    # Check of the measure: computing both completely needs more blocks than one.
     assert most_held(*exact.data_vars.values()) > blocks
     assert most_held(*exact.sum(skipna=skipna).data_vars.values()) < blocks / 8
 
@@ -109,7 +109,9 @@ def test_rows_from_a_later_step_begin_with_their_own_moments():
         np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
         np.testing.assert_array_equal(got[f"exact_{moment}"][0], ds[moment][0])
     without = ds.drop_vars("exp_avg")
-    with pytest.raises(VariableNotRecorded, match=r"begin at step 5.*no exp_avg.*from step 0"):
+    with pytest.raises(
+        VariableNotRecorded, match=r"start at step 5.*exp_avg is not recorded.*from 0"
+    ):
         analysis.exact_moments(without)
 
 
@@ -118,7 +120,7 @@ def test_from_row_0_neither_weights_nor_moments_are_needed():
     alone = ds.drop_vars(["W", "exp_avg", "exp_avg_sq", "lr"])
     assert analysis.exact_moments(alone).equals(analysis.exact_moments(ds))
     coupled = trained("Adam", {"weight_decay": 0.1}, "bfloat16").drop_vars("W")
-    with pytest.raises(VariableNotRecorded, match="needs W"):
+    with pytest.raises(VariableNotRecorded, match="requires W"):
         analysis.exact_moments(coupled)
 
 
@@ -142,25 +144,25 @@ def test_some_tokens_are_a_part_of_all():
     xr.testing.assert_identical(analysis.exact_moments(ds.isel(token=[1, 4])), whole)
 
 
-def test_what_is_not_known_is_said():
+def test_missing_inputs_are_reported():
     ds = trained("AdamW", {}, "bfloat16")
-    for question in (analysis.exact_moments, analysis.moment_error, analysis.moment_stuck):
-        with pytest.raises(InvalidArgument, match=r"after step 6 comes step 8.*every=1"):
-            question(ds.drop_isel(step=7))
+    for quantity in (analysis.exact_moments, analysis.moment_error, analysis.moment_stuck):
+        with pytest.raises(InvalidArgument, match=r"step 6 is followed by step 8.*every=1"):
+            quantity(ds.drop_isel(step=7))
         with pytest.raises(VariableNotRecorded, match="clip_coef"):
-            question(ds.drop_vars("clip_coef"))
+            quantity(ds.drop_vars("clip_coef"))
         with pytest.raises(VariableNotRecorded, match="grad"):
-            question(ds.drop_vars("grad"))
+            quantity(ds.drop_vars("grad"))
         unknown = ds.clip_coef.where(ds.step != 4)
         with pytest.raises(InvalidArgument, match=r"NaN at step 4 \(1 such.*max_grad_norm"):
-            question(ds.assign(clip_coef=unknown))
-        with pytest.raises(InvalidArgument, match="needs at least 1 row"):
-            question(ds.isel(step=[]))
+            quantity(ds.assign(clip_coef=unknown))
+        with pytest.raises(InvalidArgument, match="requires at least 1 row"):
+            quantity(ds.isel(step=[]))
         amsgrad = {**ds.attrs["optimizer"]["hyperparameters"], "amsgrad": True}
         with pytest.raises(InvalidArgument, match="amsgrad"):
-            question(ds, {"class": "AdamW", "hyperparameters": amsgrad})
+            quantity(ds, {"class": "AdamW", "hyperparameters": amsgrad})
         with pytest.raises(InvalidArgument, match="SGD"):
-            question(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
+            quantity(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
     with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*all"):
         analysis.moment_error(ds.drop_vars("exp_avg_sq"))
     with pytest.raises(InvalidArgument, match="from 0 to 1"):
@@ -225,7 +227,7 @@ def test_together_each_chunk_is_read_once():
             reads[name, tuple(block_info[0]["chunk-location"])] += 1
         return block
 
-    lazy = ds.chunk({"step": 6, "token": 4})  # its parameter token is something else
+    lazy = ds.chunk({"step": 6, "token": 4})  # the parameter token of chunk() has another meaning
     names = ("W", "grad", *MOMENTS)
     counted = {
         name: lazy[name].copy(
@@ -238,9 +240,9 @@ def test_together_each_chunk_is_read_once():
         )
         for name in names
     }
-    questions = ["exact_moments", "moment_error", "moment_stuck", "freeze_cause"]
+    quantities = ["exact_moments", "moment_error", "moment_stuck", "freeze_cause"]
     with dask.config.set(scheduler="sync"):
-        analysis.compute(lazy.assign(counted), questions).compute()
+        analysis.compute(lazy.assign(counted), quantities).compute()
     assert len(reads) == 4 * 2 * 4
     assert set(reads.values()) == {1}
 

@@ -1,4 +1,4 @@
-"""The rule against torch itself."""
+"""The update rule, compared with torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def trained(kind: str, options: dict, dtype: torch.dtype, rows: int = 25, fused: bool = False):
-    """History of a parameter under gradients that come and go: values of W, m, v, grad, lr."""
+    """History of a parameter with intermittent gradients: values of W, m, v, grad, lr."""
     torch.manual_seed(0)
     W = torch.nn.Parameter((0.02 * torch.randn(6, 8)).to(dtype))
     options = {"lr": 3e-3, **options, **({"fused": True} if fused else {})}
@@ -70,7 +70,7 @@ def test_float32_updates_are_those_of_torch(variant, make_run):
     ds = as_run(make_run, trained(*VARIANTS[variant], torch.float32), "float32")
     got = analysis.adam_update(ds)
     W = ds.W.values.astype(np.float64)
-    # One rounding of W is all that lies between.
+    # The only difference is one rounding of W.
     slack = np.spacing(np.abs(ds.W.values)).max(axis=0)
     difference = np.abs(W[:-1] + got.adam_update.values - W[1:])
     assert (difference <= slack).all()
@@ -90,7 +90,7 @@ def test_updates_of_16_bit_types_round_to_the_next_weights(variant, dtype, make_
 
 def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself(make_run):
     ds = as_run(make_run, trained("AdamW", {}, torch.bfloat16, fused=True), "bfloat16")
-    # It divides by moments in float32, and only the rounded ones are in a store.
+    # It divides by float32 moments, but only rounded ones are recorded.
     assert wrongly_rounded(ds, "bfloat16") < 0.05
     as_if_stepwise = {
         "class": "AdamW",
@@ -126,20 +126,20 @@ def test_an_update_with_a_wider_state_rounds_to_the_next_weights(variant, tmp_pa
     ds = recorded(tmp_path / "run.zarr", kind, dtype, **options)
     assert ds.exp_avg.attrs["native_dtype"] == options["state_dtype"]
     assert not AdamRule.of(ds.attrs["optimizer"]).stepwise
-    if dtype == "float32":  # a rounding of the update to float32 lies between as well
+    if dtype == "float32":  # the update is also rounded to float32
         W, update = ds.W.values, analysis.adam_update(ds).adam_update.values
         slack = np.spacing(np.maximum(np.abs(W[1:]), np.abs(update)))
         assert (np.abs(W[:-1].astype(np.float64) + update - W[1:]) <= slack).all()
     else:
         assert wrongly_rounded(ds, dtype) == 0
-    # As torch rounds on its way, it would be another update.
+    # With the intermediate rounding of torch, the update would differ.
     given = ds.attrs["optimizer"]["hyperparameters"]
     stepwise = {"class": kind.removeprefix("Rounded"), "hyperparameters": given}
     if dtype == "bfloat16":
         assert wrongly_rounded(ds.assign_attrs(optimizer=stepwise), dtype) > 0
 
 
-def test_at_random_the_next_weights_are_a_neighbour_of_the_sum(tmp_path):
+def test_at_random_the_next_weights_are_a_neighbor_of_the_sum(tmp_path):
     options = {"state_dtype": "float32", "rounding": "stochastic"}
     ds = recorded(tmp_path / "run.zarr", "RoundedAdamW", "bfloat16", **options)
     update = analysis.adam_update(ds).adam_update.values
@@ -156,7 +156,7 @@ def test_moments_that_were_rounded_after_the_step_are_near(tmp_path):
 
 
 def wrongly_rounded(ds, dtype) -> float:
-    """Share of elements whose W + update does not round to the next W."""
+    """Fraction of elements whose W + update does not round to the next W."""
     update = analysis.adam_update(ds).adam_update.values
     W = ds.W.values
     rounded = round_to((W[:-1].astype(np.float64) + update).astype(np.float32), dtype)
@@ -184,19 +184,21 @@ def test_rows_whose_previous_step_is_missing_are_nan(make_run):
     assert np.isnan(got.adam_update_ulp).all()
 
 
-def test_what_is_not_known_is_said(make_run):
+def test_missing_inputs_are_reported(make_run):
     ds = as_run(make_run, trained("AdamW", {}, torch.float32, rows=3), "float32")
     with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*all"):
         analysis.adam_update(ds.drop_vars("exp_avg_sq"))
     imported = ds.drop_vars("lr").assign_attrs(imported={"file": "f"})
-    with pytest.raises(VariableNotRecorded, match=r"lr, .*; --schedule constant or linear:N"):
+    with pytest.raises(
+        VariableNotRecorded, match=r"lr, .*; import with --schedule constant or linear:N"
+    ):
         analysis.adam_update(imported)
     with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
         analysis.adam_update(ds.drop_attrs())
     ds.attrs["optimizer"]["class"] = "torch.optim.sgd.SGD"
     with pytest.raises(InvalidArgument, match=r"sgd\.SGD"):
         analysis.adam_update(ds)
-    with pytest.raises(InvalidArgument, match="lack betas, eps"):
+    with pytest.raises(InvalidArgument, match="missing: betas, eps"):
         analysis.adam_update(ds, {"class": "Adam", "hyperparameters": {"weight_decay": 0}})
     amsgrad = as_run(make_run, trained("Adam", {"amsgrad": True}, torch.float32), "float32")
     with pytest.raises(InvalidArgument, match=r"amsgrad.*steps 3 to 24"):

@@ -77,10 +77,10 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> None:
-    html = write_report(letters, tmp_path / "page.html", min_still=3).read_text()
+    html = write_report(letters, tmp_path / "page.html", min_unchanged=3).read_text()
     page = Page(html)
     ds = open_run(letters)
-    rest = analysis.freeze(ds, min_still=3).compute()
+    rest = analysis.freeze(ds, min_unchanged=3).compute()
     dead = ds.is_dead.values
     assert "118 dead tokens" in page.told
     when = rest.frozen_since.values[dead].max()
@@ -89,8 +89,8 @@ def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> No
     )
     cause = analysis.freeze_cause(ds).values[:, dead]
     still = cause[cause > 0]
-    share = f"{(still == analysis.CAUSES.index('underflow')).mean():.1%}"
-    assert f"Of {still.size:,} steps without motion (tokens × steps): {share} underf" in page.told
+    share = f"{(still == analysis.CAUSES.index('lost_update')).mean():.1%}"
+    assert f"Of {still.size:,} steps without motion (tokens × steps): {share} lost" in page.told
     norms = analysis.grad_norms(ds).values[1:, dead]
     assert (norms > 0).all()
     assert f"None of them ever had a gradient of zero, in {norms.size:,} gradients" in page.told
@@ -116,7 +116,7 @@ def test_a_window_is_of_the_figures_or_of_the_whole_page(
     assert "The figures show some of the steps; every number is that of the whole run." in shown
     assert "None of them was frozen: still for 50 steps or more at the end." in shown
     assert "Displacement from step 0 to 20" in shown
-    within = told("within.html", steps="12:19", within=True, min_still=1)
+    within = told("within.html", steps="12:19", within=True, min_unchanged=1)
     assert "are computed from steps 12 to 18 alone." in within
     assert "still for 1 step or more" in within
     assert "Displacement from step 12 to 18" in within

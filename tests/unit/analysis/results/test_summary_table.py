@@ -12,7 +12,7 @@ def test_a_line_for_each_run(make_run, walk):
     _, columns, rows = summary_table(found)
     assert columns == [
         "run", "last step", "first loss", "last loss",
-        "|grad| dead", "|grad| live", "moved dead", "moved live",
+        "|grad| dead", "|grad| live", "displacement dead", "displacement live",
     ]  # fmt: skip
     moved = [
         f"{found['a'].displacement.sel(population=name, statistic='mean').item():.4e}"

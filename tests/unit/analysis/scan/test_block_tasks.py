@@ -1,4 +1,4 @@
-"""`over_hidden` against map_blocks, which copies; blocks measured in turn, or read again."""
+"""`over_hidden`, compared with map_blocks; blocks measured in sequence, or read again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
 
     def kernel(block, boundary):  # type: ignore[no-untyped-def]
         assert boundary[0, 0, 0] == max(block[0, 0, 0] - 1, 0)
-        # The last blocks are asked for alone, and would be the first to be read.
+        # Without the dependency, the last blocks would be read first.
         assert sorted(set(read)) == list(range(len(measured) + 1))
         measured.append(int(block[0, 0, 0]))
         return block.sum(-1)
@@ -78,23 +78,23 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
 
 @pytest.mark.parametrize("part", [slice(None), slice(1, 6)])
 def test_what_is_read_again_waits(part: slice) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def make(block_id):  # type: ignore[no-untyped-def]
-        told.append("read")
+        reported.append("read")
         return np.full((2, 3), block_id[0], np.float64)
 
     def mean(values):  # type: ignore[no-untyped-def]
-        told.append("known")
+        reported.append("known")
         return values.mean(keepdims=True)
 
     source = da.map_blocks(make, chunks=((2, 2, 2, 2), (3,)), meta=np.empty((0, 0)))
     blocks = source[part]
     known = blocks.rechunk(-1).map_blocks(mean, chunks=((1,), (1,)), meta=np.empty((0, 0)))
-    told.clear()  # what dask tried
+    reported.clear()  # calls by dask for type inference
     again = read_again(blocks, known) - known
     values = again.compute(scheduler="sync")
     reads = blocks.numblocks[0]
-    assert told == ["read"] * reads + ["known"] + ["read"] * reads
+    assert reported == ["read"] * reads + ["known"] + ["read"] * reads
     expected = np.repeat(np.arange(4.0), 2)[part]
     np.testing.assert_array_equal(values[:, 0], expected - expected.mean())

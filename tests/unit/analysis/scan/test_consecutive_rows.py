@@ -1,4 +1,4 @@
-"""The short way to the regimes of a 16-bit type against the long one."""
+"""The fast path to the regimes of a 16-bit type, compared with the general one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trajstore.values.native_types import native_type, widen
 def walk(
     rng: np.random.Generator, hidden: int, native: str, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of stored values that hop between neighbours, also across binades and zero."""
+    """Rows of stored values that hop between neighbors, also across binades and zero."""
     tokens = 300 if hidden < 1000 else 30
     start = rng.integers(0, 1 << 16, (tokens, hidden))
     powers = (rng.integers(0, 16 if native == "bfloat16" else 6, (tokens, hidden)) << 7) + 1
     start[: tokens // 3] = powers[: tokens // 3]  # a hop away from a power of two, or subnormal
     start[tokens // 3 : tokens // 2] &= 0x8003  # around zero
     hops = rng.integers(-longest, longest + 1, (6, tokens, hidden))
-    hops *= rng.random((6, tokens, 1)) < rng.random((1, tokens, 1))  # some vectors rest
+    hops *= rng.random((6, tokens, 1)) < rng.random((1, tokens, 1))  # some vectors are unchanged
     hops *= rng.random((6, tokens, hidden)) < rng.random((1, tokens, 1)) ** 3  # or most of one
     bits = ((start + np.cumsum(hops, 0)) & 0xFFFF).astype(np.uint16)
     stored = np.empty(bits.shape, np.float32)

@@ -1,4 +1,4 @@
-"""What a recorder stores and what the analysis computes are one thing, to the last bit."""
+"""Stored summaries and computed ones agree in every bit."""
 
 from __future__ import annotations
 

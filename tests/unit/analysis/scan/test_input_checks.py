@@ -1,4 +1,4 @@
-"""What every question checks first, said in sentences that name the remedy."""
+"""Checks of the input, and their messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trajstore.errors import StepNotFound, VariableNotRecorded
 
 
 @pytest.mark.parametrize(
-    ("missing", "asked"),
+    ("missing", "recorded"),
     [
         (["grad"], "weights\\+grads"),
         (["exp_avg", "lr"], "all"),
@@ -20,8 +20,8 @@ from trajstore.errors import StepNotFound, VariableNotRecorded
     ],
     ids=str,
 )
-def test_what_to_record(missing, asked, make_run, walk):
-    with pytest.raises(VariableNotRecorded, match=f"; record it with --record {asked}$"):
+def test_what_to_record(missing, recorded, make_run, walk):
+    with pytest.raises(VariableNotRecorded, match=f"; record it with --record {recorded}$"):
         input_checks.variables(make_run(walk(2, 2, 2)), *missing)
 
 
@@ -29,21 +29,21 @@ def test_what_no_recording_gives(make_run, walk):
     run = make_run(walk(2, 2, 2))
     with pytest.raises(VariableNotRecorded, match=r"which the run does not hold$"):
         input_checks.variables(run, "parameter")
-    with pytest.raises(VariableNotRecorded, match="as the file that it was imported from"):
+    with pytest.raises(VariableNotRecorded, match="because the imported file does not"):
         input_checks.variables(run.assign_attrs(imported={}), "hidden_mean")
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("step", "suffix"),
     [
         (5, "; the nearest recorded ones are 4 and 6$"),
         (9, "; the nearest recorded one is 8$"),
         (-1, "; the nearest recorded one is 0$"),
     ],
 )
-def test_the_nearest_steps(step, told, make_run, walk):
+def test_the_nearest_steps(step, suffix, make_run, walk):
     run = make_run(walk(5, 2, 2), steps=range(0, 10, 2))
-    with pytest.raises(StepNotFound, match=f"step {step} is not in the run{told}"):
+    with pytest.raises(StepNotFound, match=f"step {step} is not in the run{suffix}"):
         input_checks.row_of_step(run, step)
     with pytest.raises(StepNotFound, match="which has no rows"):
         input_checks.row_of_step(run.isel(step=slice(0)), step)

@@ -1,4 +1,4 @@
-"""Questions on a lattice of choice, against the definition, one element at a time."""
+"""Quantities on a chosen lattice, compared with the definition per element."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.fl
 
 @functools.cache
 def points_of(native: str) -> np.ndarray:
-    """All magnitudes of a 16-bit type in order, float64, and where infinity stands among them."""
+    """All magnitudes of a 16-bit type in order, float64, and the index of infinity."""
     patterns = np.arange(0x7F80 if native == "bfloat16" else 0x7C00, dtype=np.uint16)
     finite = patterns.view(TYPES[native]).astype(np.float64)
     return np.append(finite, 2 * finite[-1] - finite[-2])
@@ -82,7 +82,7 @@ def regime_of(hops: np.ndarray) -> str:
         if size.sum() <= 1:
             return "single"
         if size.max() <= 1:
-            return "neighbour"
+            return "neighbor"
         return "local" if np.sqrt((size**2).sum()) <= np.sqrt(hops.size) else "jump"
 
 
@@ -113,7 +113,7 @@ def oddities() -> np.ndarray:
 
 def any_bits() -> np.ndarray:
     bits = np.random.default_rng(5).integers(0, 1 << 32, (6, 5, 3), dtype=np.uint32)
-    # Half of them a few units from the row before.
+    # Half of them are a few units from the previous row.
     near = np.random.default_rng(6).integers(0, 1 << 15, (6, 5, 3), dtype=np.uint32)
     return np.where(np.arange(5)[:, None] % 2, bits, bits[0] + near.cumsum(0)).view(np.float32)
 
@@ -124,7 +124,7 @@ HISTORIES = {"crawling": crawling, "oddities": oddities, "any bits": any_bits}
 @pytest.fixture(params=HISTORIES)
 def W(request):
     values = HISTORIES[request.param]()
-    # One NaN is as good as another here; what becomes of payloads has a test of its own.
+    # All NaN are equal here; payloads have a separate test.
     return np.where(np.isnan(values), np.float32(np.nan), values)
 
 
@@ -153,14 +153,14 @@ def test_against_the_definition(W, lattice, make_run):
     np.testing.assert_array_equal(names[found.regime.values], expected)
     for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for name in names:
-            census = found.census.sel(population=population, regime_name=name)
-            np.testing.assert_array_equal(census, (expected[:, members] == name).sum(-1))
+            counts = found.counts.sel(population=population, regime_name=name)
+            np.testing.assert_array_equal(counts, (expected[:, members] == name).sum(-1))
 
     rest = analysis.freeze(ds, lattice=lattice)
     rows = np.arange(1, len(W))[:, None]
     np.testing.assert_array_equal(rest.last_motion, np.where(moved, rows, -1).max(0))
     np.testing.assert_array_equal(rest.moves, moved.sum(0))
-    np.testing.assert_allclose(rest.still_fraction.sel(population="all"), 1 - moved.mean(1))
+    np.testing.assert_allclose(rest.unchanged_fraction.sel(population="all"), 1 - moved.mean(1))
 
     last_jump = np.where(expected == "jump", rows, -1).max(0)
     np.testing.assert_array_equal(analysis.lifecycle(ds, lattice).last_jump, last_jump)
@@ -202,7 +202,7 @@ def test_a_finer_lattice_counts_in_its_own_spacings(make_run, walk):
 def test_payloads_of_nan_count_as_far_as_the_lattice_holds_them(make_run):
     bits = np.full((3, 2, 1), 0x7FC00000, np.uint32)
     bits[1:, 0] |= 1 << 20  # a bit that bfloat16 has
-    bits[1:, 1] |= 1  # one that it has not
+    bits[1:, 1] |= 1  # a bit that it does not have
     ds = make_run(bits.view(np.float32), native="float32")
     np.testing.assert_array_equal(analysis.freeze(ds).moves, [1, 1])
     np.testing.assert_array_equal(analysis.freeze(ds, lattice="bfloat16").moves, [1, 0])
@@ -215,7 +215,7 @@ def test_payloads_of_nan_count_as_far_as_the_lattice_holds_them(make_run):
 def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, make_run):
     W = crawling()
     for ds in (make_run(W, native=native), make_run(W, native=native, chunks=(3, 2, -1))):
-        for question in (
+        for quantity in (
             lambda ds: analysis.regimes(ds, lattice),
             lambda ds: analysis.freeze(ds, lattice=lattice),
             lambda ds: analysis.lifecycle(ds, lattice),
@@ -224,9 +224,9 @@ def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, ma
             lambda ds: analysis.lattice_displacement(ds, lattice=lattice),
             lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, lattice),
         ):
-            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}.*are not"):
-                question(ds).compute()
-        analysis.speed(ds).compute()  # does not ask for the type
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W is {native}.*are not"):
+                quantity(ds).compute()
+        analysis.speed(ds).compute()  # does not depend on the type
 
 
 @pytest.mark.parametrize(("stored", "native"), [("float16", "bfloat16"), ("bfloat16", "float16")])
@@ -237,7 +237,7 @@ def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
         ds = make_run(W.astype(np.float32), native=native)
         ds["W"] = ds.W.copy(data=values)
         for held in (ds, ds.chunk(step=3)):
-            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}"):
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W is {native}"):
                 analysis.freeze(held).compute()
         with pytest.raises(InvalidArgument, match=f"stored as {values.dtype}"):
             on_lattice(values, "W", native, native)
@@ -247,7 +247,9 @@ def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
 def test_a_single_wrong_value_is_found_and_shown(make_run, walk):
     ds = make_run(walk(6, 4, 3))
     ds["W"][4, 2, 1] = 0.1
-    with pytest.raises(InvalidArgument, match=r"1 of 72 values.*first is 0\.1.*stored as float32"):
+    with pytest.raises(
+        InvalidArgument, match=r"1 of 72 checked values.*first is 0\.1.*stored as float32"
+    ):
         analysis.freeze(ds).compute()
 
 
@@ -282,9 +284,9 @@ def test_the_stored_summary_is_of_the_own_lattice_only(make_run, walk):
 
 def test_another_lattice_is_no_lattice(make_run, walk):
     ds = make_run(walk(6, 4, 3))
-    for question in (analysis.ulp, analysis.regimes, analysis.lifecycle):
+    for quantity in (analysis.ulp, analysis.regimes, analysis.lifecycle):
         with pytest.raises(InvalidArgument, match=r"lattice='fp8', expected one of 'native'"):
-            question(ds, "fp8")
+            quantity(ds, "fp8")
     with pytest.raises(InvalidArgument, match="fp8"):
         analysis.freeze(ds, lattice="fp8")
 
@@ -296,7 +298,7 @@ def test_cells_take_the_place_of_weights_that_are_not_there(make_run):
     alone = ds.drop_vars("W").assign(
         cells=(ds.W.dims, cells, {"native_dtype": "bfloat16", "units": "1"})
     )
-    for question in (
+    for quantity in (
         lambda ds: analysis.regimes(ds, "bfloat16"),
         lambda ds: analysis.freeze(ds, lattice="bfloat16"),
         lambda ds: analysis.lifecycle(ds, "bfloat16"),
@@ -305,11 +307,11 @@ def test_cells_take_the_place_of_weights_that_are_not_there(make_run):
         lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, "bfloat16"),
         lambda ds: analysis.lattice_displacement(ds, lattice="bfloat16"),
     ):
-        assert question(alone).equals(question(ds))
-        assert question(alone.chunk(step=4, token=2)).compute().equals(question(ds).compute())
-    with pytest.raises(VariableNotRecorded, match="ask with lattice='bfloat16'"):
+        assert quantity(alone).equals(quantity(ds))
+        assert quantity(alone.chunk(step=4, token=2)).compute().equals(quantity(ds).compute())
+    with pytest.raises(VariableNotRecorded, match="use lattice='bfloat16'"):
         analysis.freeze(alone)
-    with pytest.raises(VariableNotRecorded, match="'float16' needs W"):
+    with pytest.raises(VariableNotRecorded, match="'float16' requires W"):
         analysis.regimes(alone, "float16")
-    with pytest.raises(VariableNotRecorded, match="needs W"):
+    with pytest.raises(VariableNotRecorded, match="requires W"):
         analysis.freeze(alone.drop_vars("cells"), lattice="bfloat16")

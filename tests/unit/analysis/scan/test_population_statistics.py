@@ -38,30 +38,30 @@ def test_a_nan_spoils_its_population_and_an_empty_one_is_nan(make_run, walk):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_mostly_dead_tokens_are_a_population_of_their_own(make_run, walk, lazy):
-    count = np.array([0, 1, 3, 4, 900, -1])  # -1 is not known
+    count = np.array([0, 1, 3, 4, 900, -1])  # -1 means unknown
     rare = np.array([False, True, True, False, False, False])
     ds = make_run(walk(5, 6, 3), is_dead=count == 0).assign_coords(token_count=("token", count))
     ds = ds.chunk(step=2, token=4) if lazy else ds
-    told = ds.assign_attrs(config={"data": {"mostly_dead": 3}})
-    census = analysis.regimes(told).census.sum("regime_name").compute()
-    assert census.population.values.tolist() == ["dead", "live", "all", "mostly_dead"]
-    np.testing.assert_array_equal(census, [[1, 5, 6, 2]] * 4)
+    reported = ds.assign_attrs(config={"data": {"mostly_dead": 3}})
+    counts = analysis.regimes(reported).counts.sum("regime_name").compute()
+    assert counts.population.values.tolist() == ["dead", "live", "all", "mostly_dead"]
+    np.testing.assert_array_equal(counts, [[1, 5, 6, 2]] * 4)
     moved = analysis.regimes(ds).regime.values != 0
-    still = analysis.freeze(told).still_fraction.sel(population="mostly_dead")
+    still = analysis.freeze(reported).unchanged_fraction.sel(population="mostly_dead")
     np.testing.assert_allclose(still, 1 - moved[:, rare].mean(1))
-    way = analysis.displacement(told)
+    way = analysis.displacement(reported)
     mean = analysis.by_population(way)["mean"].sel(population="mostly_dead")
     np.testing.assert_allclose(mean, way.values[:, rare].astype(float).mean(1))
-    centre = analysis.centroid(told, "mostly_dead").centroid.values
+    centre = analysis.centroid(reported, "mostly_dead").centroid.values
     np.testing.assert_allclose(centre, ds.W.values[:, rare].astype(float).mean(1))
     for config in (None, {}, {"data": {}}, {"data": {"mostly_dead": None}}, "text"):
         plain = ds.assign_attrs(config=config)
         assert "mostly_dead" not in analysis.regimes(plain).population
     with pytest.raises(InvalidArgument, match="expected dead, live, all, mostly_dead"):
-        analysis.centroid(told, "undead")
+        analysis.centroid(reported, "undead")
 
 
-def test_what_is_missing_is_said(make_run, walk):
+def test_missing_inputs_are_reported(make_run, walk):
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(VariableNotRecorded, match="is_dead"):
         analysis.by_population(analysis.displacement(ds))

@@ -1,4 +1,4 @@
-"""What is held at once does not grow with the number of steps, on one core or on several."""
+"""Memory does not grow with the number of steps, on one core or several."""
 
 from __future__ import annotations
 

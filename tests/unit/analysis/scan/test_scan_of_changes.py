@@ -1,4 +1,4 @@
-"""What a run answers that holds the changes of W and no W, against one that holds W."""
+"""Results of a run with changes of W but no W, compared with a run with W."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trajstore import analysis
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 ROWS, TOKENS, HIDDEN = 14, 6, 5
-QUESTIONS: dict[str, Any] = {
+QUANTITIES: dict[str, Any] = {
     "velocity": analysis.velocity,
     "speed": analysis.speed,
     "acceleration": analysis.acceleration,
     "previous": lambda ds: analysis.displacement(ds, since="previous"),
     "from the start": analysis.displacement,
     "from step 9": lambda ds: analysis.displacement(ds, since=9),
-    "freeze": lambda ds: analysis.freeze(ds, min_still=2),
+    "freeze": lambda ds: analysis.freeze(ds, min_unchanged=2),
     "bulk_thermal": analysis.bulk_thermal,
     "coherence": analysis.coherence,
     "grad_norms": analysis.grad_norms,
@@ -32,7 +32,7 @@ def both(start: int = 0) -> tuple[xr.Dataset, xr.Dataset]:
     """A run with W, on a grid on which differences and their sums are exact, and one of delta."""
     rng = np.random.default_rng(0)
     steps = rng.integers(-9, 9, (ROWS, TOKENS, HIDDEN)) / 256
-    steps[5:, 0] = 0  # token 0 rests from row 5 on, token 1 for a while
+    steps[5:, 0] = 0  # token 0 is unchanged from row 5 on, token 1 for some rows
     steps[3:8, 1] = 0
     W = (1 + np.cumsum(steps, axis=0)).astype("f4")
     dims = ("step", "token", "hidden")
@@ -42,20 +42,20 @@ def both(start: int = 0) -> tuple[xr.Dataset, xr.Dataset]:
     }  # fmt: skip
     grad = xr.DataArray(rng.normal(size=W.shape).astype("f4"), dims=dims)
     delta = np.diff(W, axis=0, prepend=W[:1])
-    delta[0] = np.nan  # the way to the first row is not asked about
+    delta[0] = np.nan  # the change to the first row is not used
     held = {"native_dtype": "float32", "units": "1"}
     one = xr.Dataset({"W": (dims, W, held), "grad": grad}, coords)
     return one, xr.Dataset({"delta": (dims, delta, held), "grad": grad}, coords)
 
 
 @pytest.mark.parametrize("chunks", [None, {"step": 4, "token": 4}, {"step": 1}])
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_the_same_as_of_W(question: str, chunks: dict[str, int] | None) -> None:
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_the_same_as_of_W(quantity: str, chunks: dict[str, int] | None) -> None:
     with_W, changes = both()
     if chunks is not None:
         changes = changes.chunk(chunks)
-    ask = QUESTIONS[question]
-    xr.testing.assert_identical(ask(changes).compute(), ask(with_W).compute())
+    compute = QUANTITIES[quantity]
+    xr.testing.assert_identical(compute(changes).compute(), compute(with_W).compute())
 
 
 def test_it_stays_lazy() -> None:
@@ -66,20 +66,22 @@ def test_it_stays_lazy() -> None:
 
 def test_where_tokens_are_is_not_known() -> None:
     _, changes = both()
-    questions = (
+    quantities = (
         analysis.centroid, analysis.regimes, analysis.lifecycle, analysis.distinct, analysis.ulp,
         analysis.lattice_displacement, lambda ds: analysis.freeze(ds, lattice="bfloat16"),
     )  # fmt: skip
-    for ask in questions:
-        with pytest.raises(VariableNotRecorded, match=r"it holds delta, .* not where they are"):
-            ask(changes)
+    for compute in quantities:
+        with pytest.raises(
+            VariableNotRecorded, match=r"it holds delta, .* only give quantities of motion"
+        ):
+            compute(changes)
 
 
 def test_steps_without_a_row_are_refused() -> None:
     _, changes = both()
-    for ask in (analysis.speed, analysis.velocity, analysis.freeze, analysis.displacement):
-        with pytest.raises(InvalidArgument, match=r"after step 0 comes step 2; .* consecutive"):
-            ask(changes.isel(step=slice(0, None, 2)))
+    for compute in (analysis.speed, analysis.velocity, analysis.freeze, analysis.displacement):
+        with pytest.raises(InvalidArgument, match=r"step 0 is followed by step 2; .* consecutive"):
+            compute(changes.isel(step=slice(0, None, 2)))
     later = changes.isel(step=slice(3, None))
     assert analysis.speed(later).identical(analysis.speed(changes).isel(step=slice(3, None)))
 

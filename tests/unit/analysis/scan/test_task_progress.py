@@ -1,4 +1,4 @@
-"""Two worker processes, of which one is killed."""
+"""Two worker processes; one is killed."""
 
 from __future__ import annotations
 
@@ -63,21 +63,23 @@ def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
     with dask.config.set(scheduler="threads"):
         expected = lazy.compute()
     victim, *_ = client.run(os.getpid).values()
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
 
     def report(done: int, total: int) -> None:
-        if done and not any(before for before, _ in told):
+        if done and not any(before for before, _ in reported):
             os.kill(victim, signal.SIGKILL)
-        told.append((done, total))
+        reported.append((done, total))
 
     (got,) = compute_all([lazy], report)
     assert got.identical(expected)
-    assert told[-1][0] == told[-1][1] > 0
-    assert min(done for done, _ in told if done) < told[-1][1], "it was killed in the middle"
+    assert reported[-1][0] == reported[-1][1] > 0
+    assert min(done for done, _ in reported if done) < reported[-1][1], (
+        "it was killed in the middle"
+    )
     assert not any(client.run(_loaded).values()), "workers need no torch"
 
 
-def test_a_failing_task_is_told_as_ever(run: Path) -> None:
+def test_a_failing_task_raises_its_error(run: Path) -> None:
     broken = open_run(run).W.map_blocks(lambda block: 1 / 0, template=open_run(run).W)
     with (
         distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
@@ -87,8 +89,8 @@ def test_a_failing_task_is_told_as_ever(run: Path) -> None:
         compute_all([broken], lambda done, total: None)
 
 
-def test_here_it_is_told_too(run: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_without_a_cluster(run: Path) -> None:
+    reported: list[tuple[int, int]] = []
     with dask.config.set(scheduler="threads"):
-        compute_all([analysis.speed(open_run(run))], lambda *tasks: told.append(tasks))
-    assert told[-1][0] == told[-1][1] > 0
+        compute_all([analysis.speed(open_run(run))], lambda *tasks: reported.append(tasks))
+    assert reported[-1][0] == reported[-1][1] > 0

@@ -50,11 +50,11 @@ def test_against_its_definition_and_compare(paths: list[Path]) -> None:
 
 
 def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
-    """Against brute force: loops over steps, populations and elements."""
+    """Compared with loops over steps, populations and elements."""
     one = open_run(paths[0])
     W = one.W.values.copy()
     W[4:, 0, 1] += 1
-    W[6:, 3:, :] = -W[6:, 3:, :]  # −0 of 0 is another bit, and no distance
+    W[6:, 3:, :] = -W[6:, 3:, :]  # −0 and 0 differ in a bit, but have distance 0
     W[7, 5, 0] = np.nan
     one = one.assign(W=one.W.where(one.token != 3, 0))
     W[6:, 3] = -0.0
@@ -82,13 +82,13 @@ def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
 
 def test_what_two_runs_must_share(paths: list[Path]) -> None:
     one, two = open_run(paths[0]), open_run(paths[1])
-    with pytest.raises(InvalidArgument, match="open all of them together"):
+    with pytest.raises(InvalidArgument, match="open all runs together"):
         analysis.divergence(open_runs(paths), one)
     with pytest.raises(InvalidArgument, match="token has length 6 and 4"):
         analysis.divergence(one, two.isel(token=slice(0, 4)))
-    with pytest.raises(InvalidArgument, match="which tokens are dead"):
+    with pytest.raises(InvalidArgument, match="different dead tokens"):
         analysis.divergence(one, two.assign_coords(is_dead=~two.is_dead))
-    with pytest.raises(InvalidArgument, match="no step in common"):
+    with pytest.raises(InvalidArgument, match="no common step"):
         analysis.divergence(one.isel(step=[0]), two.isel(step=[1]))
     same = analysis.divergence(one, one).compute()
     assert same.first_difference == -1

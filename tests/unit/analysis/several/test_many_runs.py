@@ -39,21 +39,21 @@ def test_several_together(paths: list[Path]) -> None:
     assert bands["mean"].dims == ("run", "step", "population")
 
 
-def test_what_is_wrong_is_told(paths: list[Path]) -> None:
+def test_errors(paths: list[Path]) -> None:
     one, several = open_run(paths[0]), open_runs(paths)
-    with pytest.raises(InvalidArgument, match="about one run, and there are several"):
+    with pytest.raises(InvalidArgument, match="got several runs, expected one"):
         analysis.speed(several)
     with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
         analysis.divergence(one)
-    with pytest.raises(InvalidArgument, match="about several runs"):
+    with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
         analysis.answer(one, ["divergence"])
-    with pytest.raises(InvalidArgument, match="asked by itself"):
+    with pytest.raises(InvalidArgument, match="cannot be combined"):
         analysis.answer(several, ["divergence", "speed"])
     sizes = iter((3, 4))
-    with pytest.raises(InvalidArgument, match="do not fit together"):
+    with pytest.raises(InvalidArgument, match="cannot be joined"):
         several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
 
 
-def test_names_are_told_apart() -> None:
+def test_equal_labels_are_distinguished() -> None:
     assert not ACROSS_RUNS.keys() & QUANTITIES.keys()
     assert set(ACROSS_RUNS) <= set(analysis.__all__)

@@ -72,5 +72,5 @@ def test_mixed_runs_are_refused_with_what_differs(pair, make_run, walk):
         analysis.compare(a, wider)
     with pytest.raises(InvalidArgument, match="4 of 5 ids along token differ"):
         analysis.compare(a, b.isel(token=slice(None, None, -1)))
-    with pytest.raises(InvalidArgument, match="no step in common"):
+    with pytest.raises(InvalidArgument, match="no common step"):
         analysis.compare(a.isel(step=[0, 1]), b.isel(step=[5, 6]))

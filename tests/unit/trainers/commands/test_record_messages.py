@@ -15,7 +15,7 @@ FACTS = {
 @pytest.mark.parametrize(
     ("seconds", "rate", "took"),
     [
-        (61.7, 4.9512, " in 1 min 2 s (4.95 steps a second)"),
+        (61.7, 4.9512, " in 1 min 2 s (4.95 steps per second)"),
         (2, None, " in 2.0 s"),
         (None, None, ""),
     ],
@@ -35,6 +35,6 @@ def test_the_end_of_a_recording_says_how_long_it_took_and_what_to_type(
 def test_an_interrupted_one_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     print_interrupted(Path("my run.zarr"), FACTS, fsync=False)
     assert capsys.readouterr().err == (
-        "Interrupted after step 3; 4 rows are whole. Go on with: "
+        "Interrupted after step 3; 4 rows are committed. Resume with: "
         "trajstore record --resume -o 'my run.zarr' --no-fsync\n"
     )

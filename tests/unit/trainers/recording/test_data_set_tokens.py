@@ -126,25 +126,25 @@ def transformed() -> Any:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda: None, "the Trainer shows no data set"),
+        (lambda: None, "the Trainer has no data set"),
         (lambda: iter(EXAMPLES), "the Trainer's data set is streamed"),
         (lambda: [{"text": "a"}], "have no input_ids"),
-        (lambda: [[1, 2, 3]], "are no dicts, but list"),
-        (lambda: [{"input_ids": [0.5]}], "no whole numbers"),
-        (lambda: [{"input_ids": [VOCAB]}], f"its input_ids go beyond the {VOCAB} tokens"),
-        (lambda: [{"input_ids": [-1]}], "its input_ids go beyond"),
-        (lambda: [{"input_ids": [[1, 2], [3]]}], "finding out failed: ValueError"),
-        (lambda: [{"input_ids": [1, None]}], "finding out failed: "),
-        (lambda: [{"input_ids": "the cat"}], "finding out failed: "),
-        (lambda: Subset(EXAMPLES, [7]), "finding out failed: IndexError"),
-        (lambda: hugging_face([{"input_ids": [1, None]}]), "input_ids of its data set are null"),
-        (lambda: hugging_face([{"input_ids": [1]}, {"input_ids": None}]), "are null in places"),
-        (lambda: hugging_face([{"input_ids": ["a"]}]), "no whole numbers"),
+        (lambda: [[1, 2, 3]], "are list, not dicts"),
+        (lambda: [{"input_ids": [0.5]}], "are not integers"),
+        (lambda: [{"input_ids": [VOCAB]}], f"its input_ids exceed the {VOCAB} tokens"),
+        (lambda: [{"input_ids": [-1]}], "its input_ids exceed"),
+        (lambda: [{"input_ids": [[1, 2], [3]]}], "because of an error: ValueError"),
+        (lambda: [{"input_ids": [1, None]}], "because of an error: "),
+        (lambda: [{"input_ids": "the cat"}], "because of an error: "),
+        (lambda: Subset(EXAMPLES, [7]), "because of an error: IndexError"),
+        (lambda: hugging_face([{"input_ids": [1, None]}]), "input_ids of its data set have nulls"),
+        (lambda: hugging_face([{"input_ids": [1]}, {"input_ids": None}]), "have nulls"),
+        (lambda: hugging_face([{"input_ids": ["a"]}]), "are not integers"),
         (lambda: hugging_face([{"input_ids": 1}]), "have no input_ids"),
         (transformed, "its data set has a transform"),
-        (lambda: Failing([0]), "a class of its own, Failing"),
-        (Unsized, "a class of its own, Unsized"),
-        (lambda: Subset(Examples(), [0]), "a class of its own, Examples"),
+        (lambda: Failing([0]), "has the class Failing"),
+        (Unsized, "has the class Unsized"),
+        (lambda: Subset(Examples(), [0]), "has the class Examples"),
     ],
 )
 def test_what_cannot_be_counted_is_said(made: Any, reason: str) -> None:
@@ -167,7 +167,7 @@ def test_a_module_of_the_users_may_be_called_as_the_library(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Examples))
     assert facts_of(EXAMPLES).options["token_count"].tolist() == COUNTS
-    assert "a class of its own, Examples" in facts_of(Examples()).notes[0]
+    assert "has the class Examples" in facts_of(Examples()).notes[0]
 
 
 def test_a_data_set_that_takes_too_long_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_texts_are_of_the_tokenizer() -> None:
 def test_a_tokenizer_that_fails_is_said() -> None:
     facts = facts_of(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
     assert set(facts.options) == {"is_dead", "token_count"}
-    assert "does not say how its tokens read" in facts.notes[1]
+    assert "does not record the texts of its tokens" in facts.notes[1]
 
 
 def test_a_model_that_cannot_tell_its_embeddings_is_said() -> None:
@@ -261,5 +261,5 @@ def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(tmp_p
     assert set(np.flatnonzero(~ds.is_dead.values)) >= set(seen.tolist())
     assert ds.is_dead.values[13:].all()
     assert ds.attrs["provenance"]["tokens_counted"]["examples"] == 4
-    assert any("are counted in the 4 examples" in note for note in notes)
+    assert any("come from the 4 examples" in note for note in notes)
     assert not verify(tmp_path / "run.zarr").problems

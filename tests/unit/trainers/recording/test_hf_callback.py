@@ -193,7 +193,7 @@ def test_early_stop_records_the_last_step(tmp_path: Path, tiny: Any) -> None:
 def test_a_callback_records_once_and_never_over_a_run(tmp_path: Path, tiny: Any) -> None:
     path = tmp_path / "run.zarr"
     trainer = trained(tiny, path, steps=1)
-    with pytest.raises(RecordingError, match="make a new one"):
+    with pytest.raises(RecordingError, match="create a new callback"):
         trainer.train()
     with pytest.raises(RunExists):
         TrajectoryCallback(path)
@@ -267,7 +267,7 @@ def test_after_a_training_that_failed_the_next_one_begins_anew(tmp_path: Path, t
     failing = trainer_of(tiny, path, TrajectoryCallback(path), FailAt(2))
     with pytest.raises(KeyboardInterrupt):
         failing.train()
-    with pytest.raises(RecordingError, match="make a new one"):
+    with pytest.raises(RecordingError, match="create a new callback"):
         failing.train()
     assert xr.open_zarr(path).attrs["status"] == "interrupted"
     assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2]

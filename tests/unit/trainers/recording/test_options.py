@@ -78,7 +78,7 @@ def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -
         ({"memory": "much"}, "cannot read 'much' as a size"),
         ({"record": "grad"}, "a run always holds W, and 'grad' leaves it out; .*or cells in its"),
         ({"record": ["W", "wait"]}, "cannot record 'wait'"),
-        ({"resume": True, "overwrite": True}, "resume and overwrite: got both"),
+        ({"resume": True, "overwrite": True}, "got both resume and overwrite"),
     ],
 )
 def test_what_is_impossible_is_refused_where_it_is_written(wrong: Any, message: str) -> None:

@@ -101,7 +101,7 @@ def test_cells_without_the_weights(every: int, tmp_path: Path) -> None:
     loop.run(path, 5, STEPS, resume=True, first_step=5, **options)
     same(tmp_path / "straight.zarr", path)
     if every == 1:
-        with pytest.raises(NothingToResume, match=r"weights .* are not those of"):
+        with pytest.raises(NothingToResume, match=r"weights of the training differ from"):
             Loop().run(path, STEPS, STEPS, resume=True, first_step=STEPS, **options)
 
 
@@ -111,7 +111,7 @@ def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(tmp_path:
     path, loop = tmp_path / "run.zarr", Loop()
     loop.run(path, 0, 6, **options)
     loop.run(path, 6, 8, resume=True, first_step=6, **options)
-    with pytest.raises(NothingToResume, match=r"W_step_norm: .* way from W at step 6"):
+    with pytest.raises(NothingToResume, match=r"W_step_norm: the next row needs W at step 6"):
         loop.run(path, 8, STEPS, resume=True, first_step=8, **options)
     again = Loop()
     again.run(tmp_path / "other.zarr", 0, 6)
@@ -144,15 +144,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
             loop.run(path, 5, 6, **{"resume": True, "first_step": 5, **options})
         assert (path / "zarr.json").read_bytes() == before
 
-    refused(NothingToResume, "has come to step 5, and the training goes on after step 6",
+    refused(NothingToResume, "ends at step 5, but the training continues after step 6",
             first_step=6)  # fmt: skip
-    refused(NothingToResume, "the weights .* are not those of .* at step 4", first_step=4)
+    refused(NothingToResume, "the weights of the training differ from .* at step 4", first_step=4)
     refused(InvalidArgument, "every: .* recorded with 1, got 2", every=2)
     refused(InvalidArgument, "logits_mode: .* recorded with last, got mean", logits_mode="mean")
     refused(InvalidArgument, "parameter: .* got mix.weight", parameter="mix.weight")
-    refused(InvalidArgument, "tokens: those of", tokens=[1, 2])
-    refused(InvalidArgument, "see to W_step_norm", record="all,W_ulp_l1")
-    refused(InvalidArgument, "see to hidden_mean", record=f"{RECORD},hidden_mean")
+    refused(InvalidArgument, "tokens: the given tokens differ from those of", tokens=[1, 2])
+    refused(InvalidArgument, "correct W_step_norm", record="all,W_ulp_l1")
+    refused(InvalidArgument, "correct hidden_mean", record=f"{RECORD},hidden_mean")
     refused(InvalidArgument, "both", overwrite=True)
     with pytest.raises(RunNotFound):
         loop.run(tmp_path / "nowhere.zarr", 5, 6, resume=True, first_step=5)
@@ -183,11 +183,11 @@ def test_what_does_not_fit_one_parameter_changes_no_run(
     fits = loop.checkpoint()
     with torch.no_grad():
         loop.model.mix.weight += 1
-    with pytest.raises(NothingToResume, match=r"not those of .*mix\.weight\.zarr at step 5"):
+    with pytest.raises(NothingToResume, match=r"differ from .*mix\.weight\.zarr at step 5"):
         loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
     loop.restore(fits)
     loop.optimizer = torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
-    with pytest.raises(RecordingError, match=r"mix\.weight is not among the parameters"):
+    with pytest.raises(RecordingError, match=r"mix\.weight is not in the optimizer"):
         loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
     assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
     assert is_unlocked(first)

@@ -134,8 +134,8 @@ def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("batch", r"observe\(batch=…\), or give .* example_index"),
-     ("example_loss", r"no causal language model .* observe\(example_loss=…\)")],
+    [("batch", r"observe\(batch=…\), or add a tensor example_index"),
+     ("example_loss", r"not a causal language model .* observe\(example_loss=…\)")],
 )  # fmt: skip
 def test_what_nobody_tells_is_an_error(name: str, remedy: str, tiny: Any, tmp_path: Path) -> None:
     optimizer = optimizer_of(tiny)
@@ -146,7 +146,7 @@ def test_what_nobody_tells_is_an_error(name: str, remedy: str, tiny: Any, tmp_pa
             tiny(**batches(1)[0])["loss"].backward()
             optimizer.step()
 
-    with pytest.raises(RecordingError, match=f"step 1 did not show {name}.*{remedy}"):
+    with pytest.raises(RecordingError, match=f"step 1 has no {name}.*{remedy}"):
         train()
     assert not path.exists()
 
@@ -161,13 +161,13 @@ def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
             run.observe(example_loss=[[0.5]])
         tiny(**batches(1)[0])["loss"].backward()
         run.observe(batch=[1, 2, 3], example_loss=[0.1, 0.2])
-        with pytest.raises(RecordingError, match="there are of batch 3, example_loss 2"):
+        with pytest.raises(RecordingError, match="same examples, got batch 3, example_loss 2"):
             optimizer.step()
         run.observe(example_loss=[0.3])
         optimizer.step()
         run.observe(batch=[1, 2, 3, 4], example_loss=[0.0] * 4)
         tiny(**batches(1)[0])["loss"].backward()
-        with pytest.raises(RecordingError, match=r"has 4 examples, and .* room for 3"):
+        with pytest.raises(RecordingError, match=r"has 4 examples, but .* room for 3"):
             optimizer.step()
     assert open_run(path).example_loss.values[1].tolist() == np.float32([0.1, 0.2, 0.3]).tolist()
 
@@ -206,7 +206,7 @@ def test_the_gradient_of_dead_tokens_is_that_of_the_recorded_states(
     text.write_bytes(TEXT)
     config = small_config(
         ["gatsby"], f"training.loop={loop}", "model.dtype=float32", "training.autocast=none",
-        "training.accumulation=2", "initialisation.kind=normal", "initialisation.sigma=0.3",
+        "training.accumulation=2", "initialization.kind=normal", "initialization.sigma=0.3",
         f"recording.record={[*ALL, 'grad']}", steps=5,
     )  # fmt: skip
     ds = open_run(record(config, tmp_path / "run.zarr", corpus=text))

@@ -95,7 +95,7 @@ def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
     assert (finding.kind, finding.variable, finding.step) == ("invalid", "lr", 5)
     (gap,) = result.unreplayed
     assert (gap.first, gap.last) == (5, 5)
-    assert "no optimizer can calculate with its learning rate" in gap.reason
+    assert "its learning rate is too large" in gap.reason
 
 
 @pytest.mark.parametrize("tier", ["all", "weights+grads"])
@@ -123,8 +123,8 @@ def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: P
         ("mismatch", "W", 9, 8, 2),
     ]
     assert result.notes == (
-        "2 values were not compared after they first differed, because the state rebuilt for them "
-        "is wrong from there on",
+        "2 values were not compared after their first difference, because the state rebuilt for "
+        "them is wrong after it",
     )
 
 

@@ -192,17 +192,17 @@ HYPER = ("optimizer", "hyperparameters")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lose("recording", "vocabulary"), "does not say how many tokens that had"),
-        (lose(*HYPER, "state_dtype"), "does not say the optimizer's state_dtype"),
-        (lose(*HYPER, "rounding_seed"), "does not say the optimizer's rounding_seed"),
+        (lose("recording", "vocabulary"), "number of tokens of the parameter is not recorded"),
+        (lose(*HYPER, "state_dtype"), "does not record the optimizer's state_dtype"),
+        (lose(*HYPER, "rounding_seed"), "does not record the optimizer's rounding_seed"),
         (said(*HYPER, "state_dtype", value="int8"), "state_dtype is 'int8', expected one of"),
         (
             said(*HYPER, "state_dtype", value="bfloat16"),
-            "exp_avg is float32 and the optimizer keeps it in bfloat16",
+            "exp_avg is float32, but the recorded optimizer keeps it in bfloat16",
         ),
         (
             said("optimizer", "class", value="trajstore.trainers.rounded_optimizer.RoundedRMSprop"),
-            "and of trajstore.trainers.rounded_optimizer: RoundedAdam, RoundedAdamW, RoundedSGD",
+            "of trajstore.trainers.rounded_optimizer: RoundedAdam, RoundedAdamW, RoundedSGD",
         ),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, size: int) -> None
     checkpoint().save(tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
     (tmp_path / "file").write_bytes(data[:size])
-    with pytest.raises(FormatError, match="not a sound checkpoint"):
+    with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
         Checkpoint.load(tmp_path / "file")
 
 
@@ -112,7 +112,7 @@ def test_what_is_pickled_is_not_executed(tmp_path: Path) -> None:
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(FormatError, match="not a sound checkpoint"):
+        with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
             Checkpoint.load(tmp_path / name)
     assert not sprung.exists()
     pickle.loads(junk)
@@ -123,7 +123,7 @@ def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"weights": torch.zeros(3)}, tmp_path / "file")
-    with pytest.raises(FormatError, match="not a sound checkpoint"):
+    with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
         Checkpoint.load(tmp_path / "file")
 
 
@@ -155,16 +155,16 @@ def test_the_newest_that_is_not_past_the_rows_is_found(tmp_path: Path) -> None:
 
 def test_a_run_that_begins_removes_what_is_of_no_use_to_it(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run.zarr")
-    folder.begin(None)  # there is no folder yet
+    folder.clean(None)  # there is no folder yet
     for step in (3, 7, 11):
         folder.add(checkpoint(step, step + 1), 0)
     dead = folder.path / f".step-00000015.safetensors.{_dead_process()}.partial"
     dead.touch()
     (folder.path / "notes.txt").touch()
     taken = folder.newest(checkpoint().run, 8)
-    CheckpointFolder(tmp_path / "run.zarr").begin(taken)
+    CheckpointFolder(tmp_path / "run.zarr").clean(taken)
     assert sorted(os.listdir(folder.path)) == ["notes.txt", "step-00000007.safetensors"]
-    CheckpointFolder(tmp_path / "run.zarr").begin(None)
+    CheckpointFolder(tmp_path / "run.zarr").clean(None)
     assert os.listdir(folder.path) == ["notes.txt"]
 
 
@@ -176,21 +176,21 @@ def test_two_runs_that_are_named_alike_leave_each_others_alone(
     (tmp_path / other).mkdir()
     first, second = (CheckpointFolder(tmp_path / name) for name in (one, other))
     assert first.path == second.path, "both names make the same folder"
-    first.begin(None)
+    first.clean(None)
     first.add(checkpoint(3, 4, name=one), 4)
-    with pytest.raises(RunExists, match=f"run.ckpt holds checkpoints of {one}, and those of"):
+    with pytest.raises(RunExists, match=f"run.ckpt has checkpoints of {one}, and"):
         second.check()
     first.check()
-    second.begin(None)
+    second.clean(None)
     second.add(checkpoint(7, 8, name=other), 8)
-    with pytest.raises(RunExists, match=f"holds checkpoints of {one}"):
+    with pytest.raises(RunExists, match=f"has checkpoints of {one}"):
         second.add(checkpoint(3, 4, name=other), 8)
     for folder, name, step in ((first, one, 3), (second, other, 7)):
         found = folder.newest(checkpoint().run, 99)
         assert found is not None
         assert (found.name, found.step) == (name, step)
     (tmp_path / one).rmdir()  # those of a run that has gone are nobody's
-    CheckpointFolder(tmp_path / other).begin(second.newest(checkpoint().run, 99))
+    CheckpointFolder(tmp_path / other).clean(second.newest(checkpoint().run, 99))
     assert second.steps() == [7]
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_was_renamed_has_its_checkpoints(tmp_path: Path) -> None:
     assert found is not None
     assert found.step == 3
     renamed.check()
-    renamed.begin(None)
+    renamed.clean(None)
     assert renamed.steps() == []
 
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_gone_on_from_goes_when_a_newer_one_is_usable(tmp_path: Pat
     folder = CheckpointFolder(tmp_path / "run.zarr")
     folder.add(checkpoint(3, 4), 4)
     again = CheckpointFolder(tmp_path / "run.zarr")
-    again.begin(again.newest(checkpoint().run, 4))
+    again.clean(again.newest(checkpoint().run, 4))
     again.add(checkpoint(7, 8), 4)
     assert again.steps() == [3, 7]
     again.add(checkpoint(9, 10), 10)
@@ -260,9 +260,9 @@ def test_one_that_a_recording_removes_meanwhile_is_passed_over(
 
 def test_one_waits_until_its_rows_are_committed(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run.zarr")
-    assert not folder.waits(0)
+    assert not folder.has_uncommitted(0)
     folder.add(checkpoint(3, 4), 4)
-    assert not folder.waits(4)
+    assert not folder.has_uncommitted(4)
     folder.add(checkpoint(7, 8), 4)
-    assert folder.waits(7)
-    assert not folder.waits(8)
+    assert folder.has_uncommitted(7)
+    assert not folder.has_uncommitted(8)

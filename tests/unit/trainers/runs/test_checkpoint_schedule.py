@@ -170,8 +170,8 @@ def test_a_training_goes_on_from_one_that_time_had_taken(
     record(config, whole, corpus=text)
     assert checkpoints(whole) == [16]
     StillTimer.install(monkeypatch)
-    monkeypatch.setattr(checkpoint_schedule, "_APART", 0.0)
-    monkeypatch.setattr(checkpoint_schedule, "_PAUSE", 0)
+    monkeypatch.setattr(checkpoint_schedule, "_MIN_INTERVAL", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "_PAUSE_FACTOR", 0)
     seen: list[list[int]] = []
 
     def fail(recorder: Any) -> None:

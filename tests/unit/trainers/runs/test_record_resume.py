@@ -68,7 +68,7 @@ VARIANTS = {
     ],
     "plain, float16": [
         "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
-        "initialisation.kind=normal", "initialisation.sigma=30", "optimizer.lr=1",
+        "initialization.kind=normal", "initialization.sigma=30", "optimizer.lr=1",
         "training.max_grad_norm=1", "schedule.name=cosine",
     ],
 }  # fmt: skip
@@ -282,7 +282,7 @@ def test_a_run_that_is_named_alike_is_refused_before_it_is_trained(
 ) -> None:
     alike = interrupted.with_suffix("")
     assert checkpoint_folder(alike) == checkpoint_folder(interrupted)
-    with pytest.raises(RunExists, match=r"run\.ckpt holds checkpoints of run\.zarr"):
+    with pytest.raises(RunExists, match=r"run\.ckpt has checkpoints of run\.zarr"):
         record(config_of("trainer"), alike, corpus=text)
     assert not alike.exists()
     assert checkpoints(interrupted) == [5]
@@ -421,7 +421,7 @@ def test_other_versions_are_told(interrupted: Path) -> None:
     RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
     notes: list[str] = []
     record(recorded_config(interrupted), interrupted, resume=True, on_note=notes.append)
-    assert f"torch is {torch.__version__} now and was 1.0" in notes[0]
+    assert f"torch was 1.0 and is now {torch.__version__}" in notes[0]
     resumed = xr.open_zarr(interrupted).attrs["provenance"]["resumed"]
     assert resumed[0]["torch"] == torch.__version__
 
@@ -429,7 +429,9 @@ def test_other_versions_are_told(interrupted: Path) -> None:
 def test_another_text_is_refused(interrupted: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT + b"!")
-    with pytest.raises(CorpusError, match=r"other\.txt .* is not that of .* april\.txt of 70"):
+    with pytest.raises(
+        CorpusError, match=r"other\.txt .* differs from that of .* april\.txt of 70"
+    ):
         record(recorded_config(interrupted), interrupted, resume=True, corpus=other)
     assert xr.open_zarr(interrupted).attrs["status"] == "interrupted"
 
@@ -438,7 +440,7 @@ def test_another_tokenizer_is_refused(interrupted: Path, text: Path) -> None:
     provenance = xr.open_zarr(interrupted).attrs["provenance"]
     provenance["tokenizer"] = {"name": "ascii", "sha256": "0" * 64}
     RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
-    with pytest.raises(CorpusError, match="give that one with --tokenizer"):
+    with pytest.raises(CorpusError, match="give the recorded one with --tokenizer"):
         record(recorded_config(interrupted), interrupted, resume=True)
 
 
@@ -446,7 +448,7 @@ def test_there_is_nothing_to_go_on_with(interrupted: Path, text: Path, tmp_path:
     with pytest.raises(RunNotFound, match="there is no run at"):
         recorded_config(tmp_path / "nowhere.zarr")
     config = recorded_config(interrupted)
-    with pytest.raises(NothingToResume, match="has come to step 5, and 4 are wanted"):
+    with pytest.raises(NothingToResume, match="has 5 steps already, got --steps 4"):
         record(config.with_values(["training.steps=4"]), interrupted, resume=True)
     with pytest.raises(InvalidArgument, match="both"):
         record(config, interrupted, resume=True, overwrite=True)
@@ -474,7 +476,7 @@ def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: 
     taken = Checkpoint.load(file)
     taken.tensors["model.transformer.wte.weight"][3, 2] += 1
     taken.save(file)
-    with pytest.raises(NothingToResume, match=r"not those of .* at step 5"):
+    with pytest.raises(NothingToResume, match=r"differ from .* at step 5"):
         record(recorded_config(interrupted), interrupted, resume=True)
     assert xr.open_zarr(interrupted).sizes["step"] == 6
 
@@ -484,7 +486,7 @@ def test_a_damaged_checkpoint_is_refused(interrupted: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(FormatError, match=r"step-00000005\.safetensors is not a sound checkpoint"):
+    with pytest.raises(FormatError, match=r"step-00000005\.safetensors is damaged"):
         record(recorded_config(interrupted), interrupted, resume=True)
     assert xr.open_zarr(interrupted).attrs["status"] == "interrupted"
 

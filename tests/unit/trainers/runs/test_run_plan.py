@@ -46,7 +46,7 @@ CASES: dict[str, list[str]] = {
     ],
     "cells alone": ['recording.record=["cells", "grad"]'],
     "other starts": [
-        "initialisation.kind=normal", "initialisation.dtype=bfloat16", "schedule.name=cosine",
+        "initialization.kind=normal", "initialization.dtype=bfloat16", "schedule.name=cosine",
         "training.accumulation=2",
     ],
     "ids without a tokenizer": [

@@ -39,7 +39,7 @@ def test_the_product_and_its_names() -> None:
 
 def test_one_value_written_in_two_ways_is_one_run() -> None:
     with pytest.raises(
-        InvalidArgument, match=r"two runs would be g_initialisation.sigma=1e-5.zarr"
+        InvalidArgument, match=r"two runs have the name g_initialization.sigma=1e-5.zarr"
     ):
         swept_runs(preset("gatsby"), "g", ["initialisation.sigma=1e-5,0.00001"])
 
@@ -47,13 +47,13 @@ def test_one_value_written_in_two_ways_is_one_run() -> None:
 @pytest.mark.parametrize(
     ("assignments", "error", "message"),
     [
-        (["init.sigma=1,2"], ConfigError, "did you mean 'initialisation.sigma'"),
+        (["init.sigma=1,2"], ConfigError, "did you mean 'initialization.sigma'"),
         (["optimizer.lrr=1,2"], ConfigError, "did you mean 'lr'"),
         (["optimizer.lr=1e-3,-1"], ConfigError, "optimizer.lr = -1"),
         (["optimizer.lr"], ConfigError, r"expected section.field=value"),
-        (["optimizer.lr=1", "optimizer.lr=2"], InvalidArgument, "optimizer.lr is named twice"),
-        (["training.seed=1,2"], InvalidArgument, "training.seed is named twice"),
-        ([f"recording.tokens={'x' * 300}"], InvalidArgument, "too long a name"),
+        (["optimizer.lr=1", "optimizer.lr=2"], InvalidArgument, "optimizer.lr is given twice"),
+        (["training.seed=1,2"], InvalidArgument, "training.seed is given twice"),
+        ([f"recording.tokens={'x' * 300}"], InvalidArgument, "too long for a file system"),
     ],
 )
 def test_what_is_wrong_is_told(assignments: list[str], error: type, message: str) -> None:

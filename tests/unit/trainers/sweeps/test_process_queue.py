@@ -41,7 +41,7 @@ def test_one_that_fails_does_not_keep_the_others_from_running(tmp_path: Path) ->
     ]
     run(jobs)
     assert [one.state for one in jobs] == ["failed", "failed", "skipped", "failed", "complete"]
-    assert [one.said for one in jobs[:4]] == [
+    assert [one.message for one in jobs[:4]] == [
         "no such text", "ended by SIGKILL", "", "exit code 3",
     ]  # fmt: skip
     assert jobs[0].log.read_text() == "x\ntrajstore: no such text\n"

@@ -9,7 +9,7 @@ pytest.importorskip("pydantic")
 from trajstore import RunWriter
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.trainers import preset
-from trajstore.trainers.sweeps.sweep_folder import is_done, keep_names, planned_rows, settle_threads
+from trajstore.trainers.sweeps.sweep_folder import choose_threads, is_done, planned_rows, save_names
 from trajstore.watching.followed_runs import SWEEP, swept_names
 
 CONFIG = preset("gatsby").with_values(["training.steps=3"])
@@ -38,7 +38,7 @@ def test_when_a_run_is_done(tmp_path: Path) -> None:
     assert is_done(path, CONFIG.with_values(["recording.memory=2GiB"]), steps_given=True)
     longer = CONFIG.with_values(["training.steps=4"])
     assert not is_done(path, longer, steps_given=True)
-    assert is_done(path, longer, steps_given=False), "a run goes on to its own number"
+    assert is_done(path, longer, steps_given=False), "a resumed run keeps its own number"
     assert not is_done(path, CONFIG.with_values(["optimizer.lr=1"]), steps_given=True)
     assert not is_done(write(path, status="interrupted"), CONFIG, steps_given=True)
     assert not is_done(write(path, rows=3), CONFIG, steps_given=True)
@@ -54,23 +54,23 @@ def test_the_threads_are_settled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(6), raising=False)
     folder = tmp_path / "runs"
-    assert settle_threads(folder, 4, None, keep=False) == 1
+    assert choose_threads(folder, 4, None, keep=False) == 1
     assert not folder.exists()
-    assert settle_threads(folder, 2, None, keep=True) == 3
-    assert settle_threads(folder, 1, None, keep=True) == 3, "also with other jobs"
+    assert choose_threads(folder, 2, None, keep=True) == 3
+    assert choose_threads(folder, 1, None, keep=True) == 3, "also with other jobs"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert settle_threads(folder, 1, 3, keep=True) == 3
-    assert settle_threads(tmp_path / "others", 2, None, keep=True) == 5
-    with pytest.raises(InvalidArgument, match="trained with 3 threads each"):
-        settle_threads(folder, 1, 2, keep=True)
+    assert choose_threads(folder, 1, 3, keep=True) == 3
+    assert choose_threads(tmp_path / "others", 2, None, keep=True) == 5
+    with pytest.raises(InvalidArgument, match="have 3 threads each"):
+        choose_threads(folder, 1, 2, keep=True)
     (folder / SWEEP).write_text("{}")
-    with pytest.raises(FormatError, match="does not say how many threads"):
-        settle_threads(folder, 1, None, keep=True)
+    with pytest.raises(FormatError, match="has no valid number of threads"):
+        choose_threads(folder, 1, None, keep=True)
 
 
 def test_names_are_kept_beside_the_threads(tmp_path: Path) -> None:
-    settle_threads(tmp_path, 1, 3, keep=True)
-    keep_names(tmp_path, ["b.zarr"])
-    keep_names(tmp_path, ["a.zarr", "b.zarr"])
+    choose_threads(tmp_path, 1, 3, keep=True)
+    save_names(tmp_path, ["b.zarr"])
+    save_names(tmp_path, ["a.zarr", "b.zarr"])
     assert swept_names(tmp_path) == ["b.zarr", "a.zarr"]
-    assert settle_threads(tmp_path, 1, None, keep=True) == 3
+    assert choose_threads(tmp_path, 1, None, keep=True) == 3

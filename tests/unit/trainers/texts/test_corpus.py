@@ -74,7 +74,7 @@ def test_without_text_or_tokenizer_the_stream_stands_in() -> None:
     assert (corpus.counts() == 0).sum() == 19_667
     assert corpus.token_text is None
     assert corpus.provenance()["corpus"]["bytes"] == 4 * 475_160
-    with pytest.raises(ConfigError, match=r"data\.live_tokens = 30590: the model has only 50"):
+    with pytest.raises(ConfigError, match=r"data\.live_tokens = 30590, but the model has only 50"):
         load_corpus(bird(vocab_size=50))
 
 
@@ -87,7 +87,7 @@ def test_a_tokenizer_and_a_text_from_disk(tmp_path: Path) -> None:
     assert corpus.token_text == ("?", "the", "cat", "dog")
     assert corpus.counts().tolist() == [1, 3, 2, 0]
     assert len(corpus.tokenizer["sha256"]) == 64
-    with pytest.raises(ConfigError, match=r"vocab_size = 5: the tokenizer .* has 4 tokens"):
+    with pytest.raises(ConfigError, match=r"vocab_size = 5, but the tokenizer .* has 4 tokens"):
         load_corpus(bird(vocab_size=5), corpus=text, tokenizer=tokenizer)
     without = bird(vocab_size=4).with_values(["data.tokenizer=none"])
     assert (load_corpus(without, corpus=text, tokenizer=tokenizer).ids == corpus.ids).all()
@@ -123,7 +123,7 @@ def test_bad_texts_are_said(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"2 bytes that are not ASCII.*line 2"):
         load_corpus(gatsby, corpus=text)
     text.write_text("short")
-    with pytest.raises(CorpusError, match="has 5 tokens, and one training example needs 129"):
+    with pytest.raises(CorpusError, match="has 5 tokens, but one training example needs 129"):
         load_corpus(gatsby, corpus=text)
     text.write_bytes(b"\xff\xfe")
     tokenizer = words(tmp_path / "tokenizer.json", ["?", "the"])
@@ -156,7 +156,7 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"line 2: got '-2'"):
         read_tokens(file)
     file.write_text("\n")
-    with pytest.raises(InvalidArgument, match="holds no token id"):
+    with pytest.raises(InvalidArgument, match="has no token id"):
         read_tokens(file)
     with pytest.raises(InvalidArgument, match="is not all, dead or live"):
         read_tokens(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""What `trajstore import` prints, without a process for each call."""
+"""Output of `trajstore import`, without a process per call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_without_a_file_it_lists_what_it_understands() -> None:
 
 
 def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
-    said = (
+    options = (
         "--map",
         "W=x",
         "--map",
@@ -48,7 +48,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
         "--bits",
         "W=bfloat16",
     )
-    printed = call(file, "--dry-run", *said).stdout
+    printed = call(file, "--dry-run", *options).stdout
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
@@ -72,9 +72,9 @@ def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("run.parquet", "cannot tell from .parquet what"), ("run.csv", "use --format safetensors")],
+    [("run.parquet", "unknown extension .parquet"), ("run.csv", "or --format safetensors")],
 )
-def test_an_ending_of_no_format_is_refused(
+def test_an_unknown_extension_is_refused(
     tmp_path: Path, name: str, sentence: str, small_run: tuple[Path, dict[str, np.ndarray]]
 ) -> None:
     arguments = ["export", str(small_run[0]), "-o", str(tmp_path / name)]
@@ -90,7 +90,7 @@ def test_an_ending_of_no_format_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say where the run is to be"),
+        ([], "no output given"),
         (["--dry-run", "--map", "W"], "expected KIND=NAME"),
         (["--dry-run", "--bits", "int8"], "16 bits are bfloat16 or float16"),
         (["--dry-run", "--first-row", "2"], "that of step 0 or 1"),

@@ -48,9 +48,9 @@ def test_what_differs_between_the_stretches_of_a_run_is_shown(
         for step, steps in ((0, 1), (1, last), (last, 2 * last))
     ]
     print_information("run.zarr", facts | {"config": {"seed": 42}, "stretches": stretches})
-    said = capsys.readouterr().out.splitlines()
-    begin = said.index("stretches")
-    assert said[begin + 1 :] == [
+    printed = capsys.readouterr().out.splitlines()
+    begin = printed.index("stretches")
+    assert printed[begin + 1 :] == [
         "  steps 1 to 1: training.steps = 1",
         f"  steps 2 to {last}: training.steps = {last}",
     ]

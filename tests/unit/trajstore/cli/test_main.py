@@ -27,10 +27,10 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0
     assert f"trajstore {name}" in result.output
-    assert "\n  Example:\n    trajstore" in result.output  # on lines of its own
+    assert "\n  Example:\n    trajstore" in result.output  # on separate lines
     for parameter in COMMANDS[name].params:
         if isinstance(parameter, click.Option) and parameter.name not in ("help", "format_name"):
-            assert parameter.help, f"{name} {parameter.opts[0]} says nothing"
+            assert parameter.help, f"{name} {parameter.opts[0]} has no help"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -51,7 +51,7 @@ def test_alone_it_says_what_to_type_first() -> None:
     ("typed", "meant"),
     [("sumary", "summary"), ("what_if", "what-if"), ("Record", "record"), ("veryfy", "verify")],
 )
-def test_a_mistyped_command_is_told_the_nearest(typed: str, meant: str) -> None:
+def test_a_mistyped_command_gets_the_nearest_name(typed: str, meant: str) -> None:
     result = CliRunner().invoke(main, [typed, "gatsby.zarr"])
     assert result.exit_code == 2
     assert f"There is no command {typed!r} (did you mean {meant!r}?)." in result.stderr
@@ -116,7 +116,7 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_promised_names_are_there() -> None:
-    """Scripts rely on these; they may gain company, but none may go."""
+    """Scripts rely on these: options may be added, but none removed."""
     promised = {
         "record": "--preset --config --set --steps --corpus --tokenizer --device --seed --record "
         "--every --tokens --memory --block-rows --checkpoint-every --resume --overwrite "

@@ -1,4 +1,4 @@
-"""A package that adds a command and an accessor: the one that docs/howto/extend.md shows."""
+"""A package that adds a command and an accessor, as in docs/howto/extend.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "howto" / "extend.md").read_text()
 
 
 def block(language: str) -> str:
-    """First block of code of that language on the page."""
+    """First code block of the language on the page."""
     found = re.search(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert found
     return found[1]
@@ -23,7 +23,7 @@ def block(language: str) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that holds the package as an installer leaves it."""
+    """A folder with the installed package."""
     project = tomllib.loads(block("toml"))["project"]
     (tmp_path / "loudest.py").write_text(block("python"))
     info = tmp_path / f"{project['name']}-{project['version']}.dist-info"

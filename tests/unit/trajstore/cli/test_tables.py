@@ -34,7 +34,7 @@ def test_a_console_and_its_tables_show_texts_as_they_are(shown: str | Text) -> N
     assert "\x1b" not in written.getvalue()
 
 
-def test_nobody_listening_to_standard_error_does_not_end_the_work() -> None:
+def test_a_closed_standard_error_does_not_end_the_command() -> None:
     code = """
 import sys
 from trajstore.cli.tables import err, out

@@ -29,8 +29,8 @@ def test_a_run_that_has_ended_is_shown_once_and_that_is_all(run: Path) -> None:
         assert done.exit_code == 0, done.output
         assert done.output.count("\n") == 1
         assert "complete, step 9 of 40" in done.output
-    told = json.loads(CliRunner().invoke(main, ["watch", str(run), "--once", "--json"]).stdout)
-    assert (told["standing"], told["rows"], told["lr"]) == ("complete", 10, 0.1)
+    reported = json.loads(CliRunner().invoke(main, ["watch", str(run), "--once", "--json"]).stdout)
+    assert (reported["status"], reported["rows"], reported["lr"]) == ("complete", 10, 0.1)
 
 
 def test_it_looks_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,23 +48,23 @@ def test_it_looks_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(watch_command.time, "sleep", between)
     done = CliRunner().invoke(main, ["watch", str(path), "--interval", "0.5"])
-    said = [line.split(": ")[1] for line in done.output.splitlines()]
-    assert [text.split(",")[0] for text in said] == [
-        "waiting for it; nothing is there yet", "recording", "recording", "recording", "complete",
+    printed = [line.split(": ")[1] for line in done.output.splitlines()]
+    assert [text.split(",")[0] for text in printed] == [
+        "waiting; the run does not exist yet", "recording", "recording", "recording", "complete",
     ]  # fmt: skip
-    assert "step 7 of 40" in said[-1]
+    assert "step 7 of 40" in printed[-1]
 
 
-def test_nothing_there_and_a_dead_recorder_are_said(tmp_path: Path) -> None:
+def test_a_missing_run_and_a_dead_recorder_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     done = CliRunner().invoke(main, ["watch", str(path), "--once"])
     assert (done.exit_code, done.stderr) == (2, f"trajstore: there is no run at {path}\n")
     run = begin(path)
     extend(run, range(4))
-    run._lock.release()  # as the system does when a process dies
+    run._lock.release()  # as the system does if a process dies
     done = CliRunner().invoke(main, ["watch", str(path)])
     assert done.exit_code == 1
-    assert "its process is gone" in done.output
+    assert "recording process died" in done.output
 
 
 def test_ctrl_c_ends_it_without_a_word(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     )
     assert "|grad| dead" in done.stdout
     assert "\x1b[?25l" in done.stdout, "the cursor is hidden"
-    assert done.stdout.rstrip().endswith("\x1b[?25h"), "and there again"
+    assert done.stdout.rstrip().endswith("\x1b[?25h"), "and shown again"
     bar = next(text for text in done.stdout.splitlines() if "step 9 of 40" in text)
     bar = re.sub(r"\x1b\[[0-9;]*m", "", bar)
     assert bar.rstrip().endswith("22%")
@@ -115,5 +115,5 @@ def test_several_runs_have_a_line_each_until_all_have_ended(
     later = begin(run.with_name("later.zarr"))
     monkeypatch.setattr(watch_command.time, "sleep", lambda seconds: later.close())
     done = CliRunner().invoke(main, ["watch", str(run.parent)])
-    said = [line.split(": ")[1].split(",")[0] for line in done.output.splitlines()]
-    assert (done.exit_code, said) == (0, ["recording", "complete", "complete"])
+    printed = [line.split(": ")[1].split(",")[0] for line in done.output.splitlines()]
+    assert (done.exit_code, printed) == (0, ["recording", "complete", "complete"])

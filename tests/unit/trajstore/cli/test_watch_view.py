@@ -36,7 +36,7 @@ def test_the_view_fits_and_says_everything(look: Look, width: int, plain: bool) 
     text = "\n".join(lines)
     for part in (
         "recording", "step 19 of 40", "47%", "loss", "3.1000", "|grad| dead", "|grad| live",
-        "still dead", "100.0%", "still live", "20 rows", "on disk", "last commit", "ago",
+        "unchanged dead", "100.0%", "unchanged live", "20 rows", "on disk", "last commit", "ago",
         "learning rate 0.1", "largest gradient: token", "from grad", "from W",
     ):  # fmt: skip
         assert part in text, part
@@ -52,49 +52,49 @@ def test_token_texts_do_no_harm(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.zarr"
         with begin(path, token_text=[hostile * 3] * 6) as run:
             extend(run, range(4))
-            told = RunFollower(path).look()
-        assert told.largest is not None
-        text = "\n".join(shown(told, 80))
+            reported = RunFollower(path).look()
+        assert reported.largest is not None
+        text = "\n".join(shown(reported, 80))
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert ("<script>" in text) is (number == 0)
-        assert len(text.splitlines()) == len(shown(told, 140))
+        assert len(text.splitlines()) == len(shown(reported, 140))
 
 
 def test_a_line_says_the_same_without_colours(look: Look) -> None:
-    said = line("run\x1b.zarr", look)
-    assert said.startswith(r"run\x1b.zarr: recording, step 19 of 40, loss 3.1000, |grad| dead ")
-    assert "\n" not in said
-    told = facts("run.zarr", look)
-    assert told["last"]["loss"] == pytest.approx(3.1)
-    assert set(told["largest_gradient"]) == {"token", "norm"}
+    printed = line("run\x1b.zarr", look)
+    assert printed.startswith(r"run\x1b.zarr: recording, step 19 of 40, loss 3.1000, |grad| dead ")
+    assert "\n" not in printed
+    reported = facts("run.zarr", look)
+    assert reported["last"]["loss"] == pytest.approx(3.1)
+    assert set(reported["largest_gradient"]) == {"token", "norm"}
 
 
 @pytest.mark.parametrize(
-    ("standing", "sentence"),
+    ("status", "sentence"),
     [
-        ("absent", "waiting for it"),
-        ("abandoned", "The process that recorded it is gone"),
+        ("absent", "waiting"),
+        ("abandoned", "The recording process died"),
         ("interrupted", "interrupted"),
         ("complete", "complete"),
     ],
 )
-def test_every_standing_is_said(standing: Any, sentence: str) -> None:
-    told = Look(standing=standing, commit_at=0.0, commit_age=1.0, curves={}, attributes={})
-    assert sentence in " ".join(shown(told, 80))
-    assert line("r", told)
+def test_every_status_is_shown(status: Any, sentence: str) -> None:
+    reported = Look(status=status, commit_at=0.0, commit_age=1.0, curves={}, attributes={})
+    assert sentence in " ".join(shown(reported, 80))
+    assert line("r", reported)
 
 
-def test_a_late_commit_and_rows_that_were_not_read_are_said(look: Look) -> None:
+def test_a_late_commit_and_unread_rows_are_shown(look: Look) -> None:
     config = {"recording": {"commit_every": 10.0}}
     late = Look(
         **{**vars(look), "commit_age": 41.0, "measured": 3, "attributes": {"config": config}}
     )
     text = "\n".join(shown(late, 80))
-    assert "The last commit is long ago" in text
-    assert "of 3 of 20 rows that were read so far" in text
+    assert "The last commit is overdue" in text
+    assert "read so far: 3 of 20 rows" in text
     soon = Look(**{**vars(late), "commit_age": 39.0})
-    assert "long ago" not in "\n".join(shown(soon, 80))
+    assert "overdue" not in "\n".join(shown(soon, 80))
 
 
 def test_a_sparkline_of_anything() -> None:
@@ -114,12 +114,12 @@ def test_a_sparkline_of_anything() -> None:
 @pytest.mark.parametrize("width", [80, 140])
 def test_several_runs_have_a_line_each(look: Look, width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    absent = Look(standing="absent", curves={}, attributes={})
+    absent = Look(status="absent", curves={}, attributes={})
     console.print(overview({"one.zarr": look, "\x1b[31mother.zarr": absent}, width))
     assert isinstance(console.file, io.StringIO)
     first, second = console.file.getvalue().splitlines()
     assert max(len(first), len(second)) <= width
     for part in ("one.zarr", "recording", "step 19 of 40", "loss 3.1000"):
         assert part in first
-    assert "not there yet" in second
+    assert "not created yet" in second
     assert "\x1b" not in second

@@ -563,7 +563,7 @@ def test_metadata_that_are_none_are_refused(change: dict[str, Any]) -> None:
         place[key] = value
         if value is None:
             del place[key]
-    with pytest.raises(ValueError, match=r"expected the codec trajstore\.block, got"):
+    with pytest.raises(ValueError, match=r"^zarr\.json: codecs\.0"):
         BlockCodec.from_dict(described)
 
 
@@ -623,7 +623,7 @@ def test_what_zarr_writes_it_reads_and_can_change() -> None:
 
 def test_values_that_would_be_rounded_are_not_written() -> None:
     array = made({})
-    with pytest.raises(ValueError, match="not exactly bfloat16"):
+    with pytest.raises(ValueError, match="not exactly representable in bfloat16"):
         array[0] = 0.1
 
 

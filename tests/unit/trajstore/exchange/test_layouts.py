@@ -28,7 +28,7 @@ ALL = {
 CONFIG = {
     "model": {"vocab_size": 7, "hidden": 3, "layers": 2, "heads": 1},
     "training": {"steps": 10, "batch_size": 32},
-    "initialisation": {"kind": "point", "sigma": 1e-5},
+    "initialization": {"kind": "point", "sigma": 1e-5},
 }
 OPTIMIZER = {
     "hyperparameters": {"lr": 0.0, "initial_lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.01}
@@ -369,7 +369,7 @@ def test_every_key_of_a_layout_is_understood(layout: str) -> None:
 def test_sgd_has_moments_of_zero_as_their_files_had(tmp_path: Path) -> None:
     variables = {name: kind for name, kind in ALL.items() if not name.startswith("exp_avg")}
     optimizer = {"class": "torch.optim.sgd.SGD", "hyperparameters": {"lr": 0.1, "momentum": 0.0}}
-    config = CONFIG | {"initialisation": {"kind": "point", "dtype": "bfloat16"}}
+    config = CONFIG | {"initialization": {"kind": "point", "dtype": "bfloat16"}}
     write_run(
         tmp_path / "run.zarr", variables, rows=4, tokens=5, hidden=2,
         config=config, attributes={"optimizer": optimizer},

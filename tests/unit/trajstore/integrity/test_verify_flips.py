@@ -126,7 +126,7 @@ def test_every_flipped_bit_is_found_or_harmless(
 
 
 def test_each_harmless_change_is_what_it_is_said_to_be(run: Path) -> None:
-    """The list in docs/integrity.md, one by one."""
+    """The list in docs/reference/integrity.md, one by one."""
     root = run / "zarr.json"
     text = root.read_bytes()
     cases = {

@@ -35,7 +35,7 @@ def test_every_function_takes_and_gives_them(run):
     np.testing.assert_allclose(got.centroid.sel(population="late"), W[:, -3:].mean(1))
     for result in (
         analysis.freeze(ds).frozen_fraction,
-        analysis.regimes(ds).census,
+        analysis.regimes(ds).counts,
         analysis.by_population(analysis.speed(ds))["mean"],
         ds.traj.by_population(analysis.speed(run))["mean"],
         analysis.clusters(ds).groups,
@@ -67,14 +67,14 @@ def test_any_truth_values_along_token_are_one(run):
 
 def test_what_cannot_be_one(run):
     for name, given, message in (
-        ("dead", "token > 3", "named 'dead'"),
-        ("a b", "token > 3", "named 'a b'"),
+        ("dead", "token > 3", "name 'dead'"),
+        ("a b", "token > 3", "name 'a b'"),
         ("token", "token > 3", "already"),
         ("odd", np.ones(3, bool), "3 values of bool"),
         ("odd", np.ones(8), "8 values of float64"),
         ("odd", np.ones((8, 1), bool), "one dimension"),
-        ("odd", [3, 4], "1 tokens that are not here, the first is 4"),
-        ("odd", "no such file.npy", "got the file no such file.npy"),
+        ("odd", [3, 4], "1 unknown token ids for the population odd, the first is 4"),
+        ("odd", "no such file.npy", "got the file name no such file.npy"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             with_populations(run, {name: given})

@@ -45,9 +45,9 @@ def test_finer_types_and_smaller_betas_decay() -> None:
         assert share_left(average, 0) == share_left(average, 2) == 0
 
 
-def test_float32_comes_to_rest_too_and_the_short_cut_is_right() -> None:
+def test_float32_also_stops_changing_and_the_shortcut_is_right() -> None:
     assert share_left(MovingAverage(native="float32", beta=1 - 1e-8, form="product"), 0) == 1
-    # By trying: some are left only where a step is less than four spacings.
+    # Some values remain unchanged only for a step below four spacings.
     values = np.concatenate([*every_normal_value("float32")][:8])
     for form in ("lerp", "product", "once"):
         average = MovingAverage(native="float32", beta=1 - 2.0**-20, form=form)

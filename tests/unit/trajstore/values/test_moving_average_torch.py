@@ -1,4 +1,4 @@
-"""The averages of torch's optimizers themselves, over every value of a type."""
+"""The averages of torch's optimizers, over every value of a type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BETAS = (0.6, 0.9, 0.99, 0.996, 0.998, 0.999, 0.9999)
 
 
 def stepped(native: str, beta: float, gradient: Any, **flags: bool) -> dict[str, Any]:
-    """State after a step of torch's AdamW, before which it was every value of the type."""
+    """State of torch's AdamW after one step from every value of the type."""
     every = np.concatenate([*every_normal_value(native)])
     values = torch.from_numpy(every).to(getattr(torch, native))
     W = torch.nn.Parameter(torch.ones_like(values))
@@ -52,6 +52,6 @@ def test_with_any_gradient(native: str, beta: float) -> None:
         with np.errstate(over="ignore", under="ignore"):
             target = after["W.grad"] ** power
         expected = average.after(after["before"], target)
-        # torch multiplies (1 − β)·g by g, which is rounded elsewhere than (1 − β)·g².
+        # torch multiplies (1 − β)·g by g, which rounds differently from (1 − β)·g².
         finite = np.isfinite(target) & (target > 1e-30) & np.isfinite(expected)
         assert (after[name] == expected)[finite].mean() > 0.999

@@ -27,20 +27,25 @@ SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 @pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
 def test_facts_of_a_type_are_those_that_others_tell(native: NativeType) -> None:
-    told = ml_dtypes.finfo(SIXTEEN.get(native.name, native.name))
-    assert native.mantissa_bits == told.nmant
-    assert native.exponent_bits == told.nexp
-    assert native.least_normal == float(told.smallest_normal)
-    assert native.epsilon == float(told.eps)
-    patterns = [native.sign_mask, native.infinity_bits, native.nan_bits, native.bias << told.nmant]
+    reported = ml_dtypes.finfo(SIXTEEN.get(native.name, native.name))
+    assert native.mantissa_bits == reported.nmant
+    assert native.exponent_bits == reported.nexp
+    assert native.least_normal == float(reported.smallest_normal)
+    assert native.epsilon == float(reported.eps)
+    patterns = [
+        native.sign_mask,
+        native.infinity_bits,
+        native.nan_bits,
+        native.bias << reported.nmant,
+    ]
     values = widen(np.array(patterns, native.bits), native)
     assert repr(values.tolist()) == "[-0.0, inf, nan, 1.0]"
     special = widen(np.array([native.infinity_bits - 1], native.bits), native)
-    assert special[0] == float(told.max)
+    assert special[0] == float(reported.max)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
-def test_nan_and_zero_are_told_from_their_bits(name: str) -> None:
+def test_nan_and_zero_are_found_from_their_bits(name: str) -> None:
     native = native_type(name)
     bits = EVERY
     if native.itemsize > 2:  # every sign and exponent, and no mantissa, a low one or a high one

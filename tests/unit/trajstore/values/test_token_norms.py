@@ -19,7 +19,7 @@ ORDERS = [1, 2, np.inf]
 
 
 def in_order(values):
-    """The order of summation as the docstring of `hidden_sum` tells it."""
+    """The order of summation in the docstring of `hidden_sum`."""
     length = len(values)
     if length > 128:
         first = length // 2 // 8 * 8
@@ -27,7 +27,7 @@ def in_order(values):
     whole = length // 8 * 8
     total = 0.0
     if whole:
-        # Not by `sum`, which from Python 3.12 on makes up for what additions round away.
+        # Not `sum`, which compensates rounding errors since Python 3.12.
         a, b, c, d, e, f, g, h = (reduce(add, values[lane:whole:8]) for lane in range(8))
         total = ((a + b) + (c + d)) + ((e + f) + (g + h))
     for value in values[whole:]:
@@ -35,8 +35,8 @@ def in_order(values):
     return total
 
 
-def test_sums_run_in_the_order_that_is_told():
-    # A NumPy that adds in another order would part what is computed from what was recorded.
+def test_sums_have_the_documented_order():
+    # A NumPy with another order would give values that differ from recorded ones.
     rng = np.random.default_rng(2)
     for length in [*range(300), 768, 1000, 1024, 4096, 5000, 8193, 10_000, 50_257]:
         values = rng.normal(size=(2, 3, length)) * 2.0 ** rng.integers(-40, 40, (2, 3, length))
@@ -75,8 +75,8 @@ def test_a_summary_that_is_nan_has_neither_sign_nor_payload(name):
 
 
 def test_a_rounded_norm_is_that_of_the_sum_in_order_also_halfway_between_two_numbers():
-    # The root of the large squares lies halfway between two float32, and whether what the small
-    # ones add up to is added to it, or lost one by one, is a matter of the order.
+    # The root of the large squares is halfway between two float32. The order of summation decides
+    # if the small squares are added together, or lost one by one.
     rng = np.random.default_rng(3)
     vector = np.float32([16_777_216, 5_792, 84, 10, 3, 2, *[0.15] * 6, *[0] * 52])
     assert np.sqrt(np.square(vector[:6], dtype=float).sum()) == 2**24 + 1

@@ -10,10 +10,10 @@ PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 BFLOAT16 = (PATTERNS.astype(np.uint32) << 16).view(np.float32)
 
 
-def test_spacing_of_every_bfloat16_is_the_way_to_its_larger_neighbour():
+def test_spacing_of_every_bfloat16_is_the_distance_to_its_larger_neighbor():
     # Positive patterns in order are the values in order.
     finite = np.abs(BFLOAT16[:0x7F80].astype(np.float64))
-    expected = np.append(np.diff(finite), 2.0**120)  # beyond the largest lies what would be 2^128
+    expected = np.append(np.diff(finite), 2.0**120)  # the next value would be 2^128
     for sign in (0, 0x8000):
         got = spacing(BFLOAT16[sign : sign + 0x7F80], "bfloat16")
         np.testing.assert_array_equal(got, expected)
@@ -31,8 +31,8 @@ def test_spacing_is_the_formula():
 
 def test_spacing_of_every_float16_is_that_of_numpy():
     values = PATTERNS.view(np.float16)
-    values = values[np.abs(values) < np.finfo(np.float16).max]  # numpy looks beyond that one
-    # At negative powers of two, numpy means the neighbour nearer to zero.
+    values = values[np.abs(values) < np.finfo(np.float16).max]  # numpy needs a next value
+    # At negative powers of two, numpy means the neighbor nearer to zero.
     expected = np.spacing(np.abs(values)).astype(np.float32)
     np.testing.assert_array_equal(spacing(values.astype(np.float32), "float16"), expected)
 

@@ -14,7 +14,7 @@ def test_runs_of_a_sweep_are_waited_for(tmp_path: Path) -> None:
     followed = FollowedRuns([str(tmp_path)])
     (tmp_path / SWEEP).write_text(json.dumps({"threads": 1, "runs": ["a.zarr", "b.zarr"]}))
     first, second, other = (str(tmp_path / name) for name in ("a.zarr", "b.zarr", "c.zarr"))
-    assert {run: look.standing for run, look in followed.look().items()} == {
+    assert {run: look.status for run, look in followed.look().items()} == {
         first: "absent", second: "absent",
     }  # fmt: skip
     with begin(second) as run:
@@ -22,14 +22,14 @@ def test_runs_of_a_sweep_are_waited_for(tmp_path: Path) -> None:
         assert followed.look()[second].step == 3
     with begin(other):
         looks = followed.look()
-    assert [look.standing for look in looks.values()] == ["absent", "complete", "recording"]
+    assert [look.status for look in looks.values()] == ["absent", "complete", "recording"]
     assert list(looks) == [first, second, other], "also one that is there besides"
 
 
 def test_patterns_and_runs_that_are_not_there_yet(tmp_path: Path) -> None:
     with begin(tmp_path / "a.zarr"):
         followed = FollowedRuns([str(tmp_path / "*.zarr"), str(tmp_path / "later.zarr")])
-        assert [look.standing for look in followed.look().values()] == ["recording", "absent"]
+        assert [look.status for look in followed.look().values()] == ["recording", "absent"]
     with pytest.raises(RunNotFound, match="no run at"):
         FollowedRuns([str(tmp_path / "x*.zarr")]).look()
 

@@ -20,18 +20,18 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
 @pytest.mark.parametrize("rows", [range(10), range(3, 9), range(7, 8), range(1)])
-def test_norms_and_stillness_are_those_of_the_rows(
+def test_norms_and_unchanged_are_those_of_the_rows(
     run: Path, rows: range, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trajstore.watching.measures._AT_ONCE", at_once)
     measures = RowMeasures(open_run(run, chunks=None))
-    assert (measures.gradient_of, measures.still_of) == ("grad", "W")
+    assert (measures.gradient_of, measures.unchanged_of) == ("grad", "W")
     assert measures.row_bytes == 2 * TOKENS * HIDDEN * 4
     found = measures.read(rows)
     for name, wanted in norms(rows).items():
         assert np.allclose(found.gradient[name], wanted)
-    still = np.array([np.nan, *[0.5] * 5, 1, 1, 1, 1])[rows.start : rows.stop]
-    assert np.array_equal(found.still["live"], still, equal_nan=True)
+    unchanged = np.array([np.nan, *[0.5] * 5, 1, 1, 1, 1])[rows.start : rows.stop]
+    assert np.array_equal(found.unchanged["live"], unchanged, equal_nan=True)
     last = np.square(values(rows[-1])["grad"], dtype="f8").sum(-1)
     assert found.largest == (last.argmax(), pytest.approx(last.max() ** 0.5))
 
@@ -60,11 +60,11 @@ def test_recorded_summaries_are_read_in_place_of_the_matrices(tmp_path: Path) ->
         W_step_norm=lambda step: np.ones(2, "f4"),
         W_ulp_l1=hops,
     )
-    assert (measures.gradient_of, measures.still_of) == ("grad_token_norm", "W_ulp_l1")
+    assert (measures.gradient_of, measures.unchanged_of) == ("grad_token_norm", "W_ulp_l1")
     assert measures.row_bytes == 4 * 4
     found = measures.read(range(3))
     assert found.gradient["all"].tolist() == [4, 4, 4]
-    assert np.array_equal(found.still["all"], [np.nan, 0.5, 0.5], equal_nan=True)
+    assert np.array_equal(found.unchanged["all"], [np.nan, 0.5, 0.5], equal_nan=True)
 
 
 def test_a_run_of_weights_alone_has_no_gradients(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_a_run_of_weights_alone_has_no_gradients(tmp_path: Path) -> None:
     assert measures.gradient_of is None
     assert found.gradient == {}
     assert found.largest is None
-    assert np.array_equal(found.still["all"], [np.nan, 1, 1], equal_nan=True)
+    assert np.array_equal(found.unchanged["all"], [np.nan, 1, 1], equal_nan=True)
 
 
 def test_a_zero_that_changes_its_sign_has_moved(tmp_path: Path) -> None:
     measures = recorded(
         tmp_path / "run.zarr", W=lambda step: np.full((2, 2), -0.0 if step == 1 else 0.0, "f4")
     )
-    assert measures.read(range(1, 3)).still["all"].tolist() == [0, 0]
+    assert measures.read(range(1, 3)).unchanged["all"].tolist() == [0, 0]

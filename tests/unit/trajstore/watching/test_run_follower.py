@@ -39,13 +39,13 @@ def test_a_run_is_followed_from_before_it_is_there_to_its_end(
     path: Path, read: list[range]
 ) -> None:
     follower = RunFollower(path)
-    assert follower.look().standing == "absent"
+    assert follower.look().status == "absent"
     run = begin(path)
     look = follower.look()
-    assert (look.standing, look.rows, look.curves) == ("recording", 0, {})
+    assert (look.status, look.rows, look.curves) == ("recording", 0, {})
     extend(run, range(BLOCK + 1))
     look = follower.look()
-    assert (look.standing, look.rows, look.step, look.steps) == ("recording", 4, 3, 40)
+    assert (look.status, look.rows, look.step, look.steps) == ("recording", 4, 3, 40)
     assert look.curves["loss"].last == pytest.approx(4.7)
     assert look.lr == 0.1
     extend(run, range(BLOCK + 1, 3 * BLOCK))
@@ -54,7 +54,7 @@ def test_a_run_is_followed_from_before_it_is_there_to_its_end(
     assert read == [range(4), range(4, 12)]
     run.close()
     look = follower.look()
-    assert (look.standing, look.rows, look.measured) == ("complete", 12, 12)
+    assert (look.status, look.rows, look.measured) == ("complete", 12, 12)
     assert look.remaining is None
     for name, wanted in norms(range(12)).items():
         assert np.allclose(look.curves[f"gradient {name}"].means(12), wanted)
@@ -121,7 +121,7 @@ def test_a_run_that_is_cut_while_it_is_read_is_opened_again(
     assert RunFollower(path).look().measured == 8
 
 
-def test_a_run_that_is_damaged_is_said_to_be(path: Path) -> None:
+def test_a_damaged_run_is_reported(path: Path) -> None:
     with begin(path) as run:
         extend(run, range(4))
     (path / "grad" / "c.0.0.0").unlink()
@@ -140,7 +140,7 @@ def test_one_that_is_replaced_or_removed_is_another(path: Path) -> None:
     assert look.measured == 4
     assert np.allclose(look.curves["gradient dead"].means(4), norms(range(4), seed=1)["dead"])
     shutil.rmtree(path)
-    assert follower.look().standing == "absent"
+    assert follower.look().status == "absent"
 
 
 def test_a_recorder_that_died_is_noticed_and_one_that_ends_is_not_taken_for_it(path: Path) -> None:
@@ -155,34 +155,34 @@ os._exit(0)
     folder = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code, path], cwd=folder, check=True, timeout=120)
     look = RunFollower(path).look()
-    assert (look.standing, look.rows, look.remaining) == ("abandoned", 4, None)
+    assert (look.status, look.rows, look.remaining) == ("abandoned", 4, None)
     with RunWriter.resume(path) as run:
-        assert RunFollower(path).look().standing == "recording"
+        assert RunFollower(path).look().status == "recording"
         run.close("interrupted")
-    assert RunFollower(path).look().standing == "interrupted"
+    assert RunFollower(path).look().status == "interrupted"
 
 
 def test_a_run_at_an_address() -> None:
     pytest.importorskip("obstore")
     address = "memory://watched/run.zarr"
     follower = RunFollower(address)
-    assert follower.look().standing == "absent"
+    assert follower.look().status == "absent"
     with begin(address) as run:
         extend(run, range(4))
         look = follower.look()
-        assert (look.standing, look.rows) == ("recording", 4)
+        assert (look.status, look.rows) == ("recording", 4)
         assert look.bytes_on_disk > 0
         run.append(4, **values(4))
     look = follower.look()
-    assert (look.standing, look.rows) == ("complete", 5)
+    assert (look.status, look.rows) == ("complete", 5)
     assert np.allclose(look.curves["gradient dead"].means(5), norms(range(5))["dead"])
 
 
-def test_what_is_no_run_and_what_is_no_folder_is_said(tmp_path: Path) -> None:
+def test_a_path_that_is_no_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="an address of an unknown kind"):
         RunFollower("file:///b/r")
     (tmp_path / "zarr.json").write_text("{}")
     with pytest.raises(FormatError):
         RunFollower(tmp_path).look()
     (tmp_path / "file").write_text("")
-    assert RunFollower(tmp_path / "file").look().standing == "absent"
+    assert RunFollower(tmp_path / "file").look().status == "absent"

@@ -279,7 +279,7 @@ def test_numbers_go_to_the_configuration(tmp_path: Path) -> None:
         }  # fmt: skip
         assert ds.attrs["config"] == {
             "training": {"seed": 42}, "model": {"layers": 2}, "scalars": {"motion_threshold": 0.1},
-            "initialisation": {"sigma": 0.02, "dtype": "bfloat16"},
+            "initialization": {"sigma": 0.02, "dtype": "bfloat16"},
         }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_nothing_is_invented(tmp_path: Path) -> None:
     assert set(ds.coords) == {"step", "token", "is_dead"}
     assert ds.is_dead.values.tolist() == [False, True, False, False, True, False]
     assert ds.attrs["optimizer"] == {"hyperparameters": {"betas": [0.9, 0.999]}}
-    assert ds.attrs["config"] == {"initialisation": {"sigma": 1e-5, "dtype": "float32"}}
+    assert ds.attrs["config"] == {"initialization": {"sigma": 1e-5, "dtype": "float32"}}
     assert any("does not hold momentum" in note for note in done.notes)
     for name in ("grad", "logits", "loss"):
         assert np.isnan(ds[name].values[0]).all()

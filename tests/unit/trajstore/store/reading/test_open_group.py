@@ -25,6 +25,7 @@ from trajstore import (
 )
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_info import information
+from trajstore.store.writing.annotated_run import annotate_run
 
 
 def test_a_run_is_read_at_an_address(small_run: tuple[Path, Any]) -> None:
@@ -80,13 +81,33 @@ def _run(path: Path) -> Path:
 
 
 def _rows(root: Any) -> None:
+    root["attributes"]["committed_rows"] = 1 << 40
     for name in ("W", "step"):
-        root["consolidated_metadata"]["metadata"][name]["shape"][0] = 10**15
+        root["consolidated_metadata"]["metadata"][name]["shape"][0] = 1 << 40
+
+
+def _committed(root: Any) -> None:
+    root["attributes"]["committed_rows"] = 1 << 40
+
+
+def _tokens(root: Any) -> None:
+    for name in ("W", "token"):
+        document = root["consolidated_metadata"]["metadata"][name]
+        document["shape"][name == "W"] = 1 << 40
+
+
+def _hidden(root: Any) -> None:
+    root["consolidated_metadata"]["metadata"]["W"]["shape"][2] = 1 << 40
 
 
 def _blocks(root: Any) -> None:
     grid = root["consolidated_metadata"]["metadata"]["W"]["chunk_grid"]
-    grid["configuration"]["chunk_shape"][0] = 10**15
+    grid["configuration"]["chunk_shape"][0] = 1 << 40
+
+
+def _chunks(root: Any) -> None:
+    grid = root["consolidated_metadata"]["metadata"]["W"]["chunk_grid"]
+    grid["configuration"]["chunk_shape"][0] = 1 << 30
 
 
 def _deep(root: Any) -> None:
@@ -104,11 +125,29 @@ def _named(name: str) -> Any:
     return rename
 
 
+def annotated(run: Path) -> None:
+    annotate_run(run, token_text=["a", "b"])
+
+
+def is_noticed(run: Path) -> bool:
+    try:
+        return not verify(run).clean
+    except FormatError as error:
+        return "announce" in str(error)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_rows, "the last of them are not stored"),
+        (_rows, r"step has the shape \[1099511627776\], and its last block is not stored"),
+        (_committed, "committed_rows is 1099511627776, expected 6, the rows of its arrays"),
+        (
+            _tokens,
+            "W has the shape .* and its last block is not|token has 1,099,511,627,776 values",
+        ),
+        (_hidden, "W has the shape .* and blocks of .* that do not hold it"),
         (_blocks, "W has blocks of"),
+        (_chunks, "W has 536,870,912 chunks in a block"),
         (_deep, "nested more than 100 deep"),
         (_named("../../x"), "'../../x' is no name of an array"),
         (_named("/etc/passwd"), "is no name of an array"),
@@ -130,9 +169,10 @@ def test_what_is_out_of_all_proportion_is_refused(
     else:
         document.unlink()
         os.mkfifo(document)
-    with pytest.raises(FormatError, match=message):
-        open_group(tmp_path / "run.zarr")
-    assert not verify(tmp_path / "run.zarr").clean
+    for opened in (open_group, open_run, RunWriter.resume, annotated):
+        with pytest.raises(FormatError, match=message):
+            opened(tmp_path / "run.zarr")
+    assert is_noticed(tmp_path / "run.zarr")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +202,8 @@ def test_rows_that_nobody_stored_are_missing_at_an_address(tmp_path: Path) -> No
     root = json.loads((run / "zarr.json").read_bytes())
     _rows(root)
     (far / "zarr.json").write_bytes(json.dumps(root).encode())
-    for read in (open_run, information):
-        with pytest.raises(FormatError, match=r"step, block .* is missing"):
+    for read in (open_run, information, RunWriter.resume):
+        with pytest.raises(FormatError, match=r"step has the shape .* last block is not stored"):
             read(far)
 
 

@@ -1,4 +1,4 @@
-"""A second reader of the format, from docs/format.md alone, and what it says of runs of ours."""
+"""A second reader, from docs/reference/format.md alone, and what it returns for runs of ours."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import xarray as xr
 from trajstore import RunWriter, analysis, open_run, open_runs
 from trajstore.errors import InvalidArgument, RunNotFound
 
-CONFIG = {"initialisation": {"sigma": 1e-5}, "optimizer": {"name": "adam"}, "data": {"name": "x"}}
+CONFIG = {"initialization": {"sigma": 1e-5}, "optimizer": {"name": "adam"}, "data": {"name": "x"}}
 
 
 def write(
@@ -46,7 +46,7 @@ def write(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    other = CONFIG | {"initialisation": {"sigma": 1e-4}, "optimizer": {"name": "sgd"}}
+    other = CONFIG | {"initialization": {"sigma": 1e-4}, "optimizer": {"name": "sgd"}}
     return [
         write(tmp_path / "a_seed=2.zarr", seed=2),
         write(tmp_path / "a_seed=10.zarr", seed=10, config=other, native="float32"),
@@ -126,10 +126,12 @@ def test_dead_tokens_of_their_own(tmp_path: Path) -> None:
     paths = [write(tmp_path / "one.zarr"), write(tmp_path / "other.zarr", dead=(True,) * 4)]
     ds = open_runs(paths)
     assert ds.is_dead.dims == ("run", "token")
-    still = ds.traj.freeze().still_fraction
+    still = ds.traj.freeze().unchanged_fraction
     for number, path in enumerate(paths):
-        np.testing.assert_array_equal(still[number], analysis.freeze(open_run(path)).still_fraction)
-    with pytest.raises(InvalidArgument, match="which tokens are dead"):
+        np.testing.assert_array_equal(
+            still[number], analysis.freeze(open_run(path)).unchanged_fraction
+        )
+    with pytest.raises(InvalidArgument, match="different dead tokens"):
         _ = ds.traj.dead
     with pytest.raises(InvalidArgument, match="no populations in common"):
         ds.traj.divergence()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +103,6 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
     zarr.create_group(tmp_path / "theirs.zarr")
     with pytest.raises(FormatError, match="no trajstore_format"):
         xr.open_dataset(tmp_path / "theirs.zarr", engine="trajstore")
-
-
-@pytest.mark.parametrize("change", [{}, None, [], [[1, "5a" * 16]], [[0, "no digits"]], [["0"]]])
-def test_a_root_that_does_not_say_whose_it_is(small_run: tuple[Path, Any], change: Any) -> None:
-    path, _ = small_run
-    root = json.loads((path / "zarr.json").read_bytes())
-    root["attributes"]["runs"] = change
-    (path / "zarr.json").write_text(json.dumps(root))
-    with pytest.raises(FormatError, match=r"the root does not say (which run|whose the first)"):
-        open_run(path)
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")

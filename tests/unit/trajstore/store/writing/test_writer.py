@@ -308,7 +308,7 @@ def test_one_buffer_is_written_before_it_is_filled_again(tmp_path: Path) -> None
         ({"W": None}, "missing: W"),
         ({"grad": 1.0}, "unknown: grad"),
         ({"W": np.zeros((5, 4), "u2")}, r"got shape \(5, 4\), expected \(5, 3\)"),
-        ({"W": np.full((5, 3), 0.1, "f4")}, "not exactly bfloat16"),
+        ({"W": np.full((5, 3), 0.1, "f4")}, "not exactly representable in bfloat16"),
         ({"W": np.zeros((5, 3), "i8")}, "got int64"),
         ({"step": 0}, "got step 0 after step 0"),
     ],

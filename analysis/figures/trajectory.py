@@ -1,0 +1,226 @@
+"""Paths of tokens in a plane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.cloud import shape
+from trajstore.analysis.figures.axes_marks import (
+    named,
+    note,
+    text_width,
+    with_legend,
+    with_units,
+)
+from trajstore.analysis.figures.figure import Look, Options, figure
+from trajstore.analysis.figures.style import population_color, shades
+from trajstore.analysis.figures.titles import token_names
+from trajstore.analysis.scan.scan import Scan
+from trajstore.populations.masks import chosen_populations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["trajectory"]
+
+
+_LINES = 500
+"""Most tokens that have a line each. With more, cells count the points."""
+
+_POINTS = 1 << 25
+_CELLS = 500
+
+_NEAR = 6
+"""Points up to which tokens share one label."""
+
+_MOST_NAMES = 4
+"""Names in one label."""
+
+_LETTER = 7
+"""Size of names, in points."""
+
+_STRETCH = 2
+"""Largest ratio of the spans of both axes that leaves them on one scale."""
+
+
+def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    first: Any = None if options.plane == "principal" else options.plane
+    found = shape.pca(scan, components=2, first=first)
+    position, variance = found["scores"], found["spectrum"].rename(principal="component")
+    whole = variance.sum()
+    every = -(-position.sizes["step"] * position.sizes["token"] // _POINTS)
+    _, members = chosen_populations(scan.ds, shown)
+    return xr.Dataset(
+        {
+            "position": position.isel(step=slice(None, None, every)),
+            "share": variance[:2] / whole.where(whole > 0, 1),
+            "member": (("population", "token"), members),
+            "name": ("token", token_names(scan.ds)),
+        },
+        coords={"population": shown},
+        attrs={"every": every, "plane": options.plane},
+    )
+
+
+@figure(_trajectory, rows=1, scales=False, reading="plane")
+def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Paths of the tokens in a plane."""
+    position = data["position"].transpose("component", "step", "token")
+    few = position.sizes["token"] <= _LINES
+    notes = []
+    # Dead tokens last: most of them share one place, which live ones would cover.
+    for population in reversed(data["population"].values.tolist()):
+        member = data["member"].sel(population=population).values
+        paths = position.values[..., member]
+        color = population_color(population)
+        if few:
+            _draw_lines(ax, paths, color, look)
+        else:
+            _draw_counts(ax, paths, color, look)
+        label = f"{named(population)} ({paths.shape[-1]:,})"
+        ax.plot([], [], color=color, lw=3, label=label)
+    if few:
+        first, last = (int(data["step"][at]) for at in (0, -1))
+        ink = look.style.ink
+        ax.plot([], [], "o", mfc=look.style.ground, mec=ink, ms=7, label=f"start, step {first:,}")
+        ax.plot([], [], "o", color=ink, ms=4, label=f"end, step {last:,}")
+    else:
+        notes.append("color: number of tokens × steps in a cell, logarithmic")
+    notes += _set_limits(ax, position.values)
+    if few:
+        _name_ends(ax, data, look)
+        notes.append("names: tokens whose ends have room for one; +n: more tokens at that place")
+    _label_axes(ax, data)
+    notes += [f"1 of every {data.attrs['every']} steps"] if data.attrs["every"] > 1 else []
+    note(ax, "; ".join(notes))
+    with_legend(ax)
+
+
+def _label_axes(ax: Axes, data: xr.Dataset) -> None:
+    which = ["principal component 1", "principal component 2"]
+    if data.attrs["plane"] == "hidden_mean":
+        which = ["along h̄, the mean hidden state", "largest variance orthogonal to h̄"]
+    for set_label, text, share in zip(
+        (ax.set_xlabel, ax.set_ylabel), which, data["share"].values, strict=True
+    ):
+        units = data["position"].attrs.get("units")
+        set_label(with_units(f"{text} ({share:.1%} of the variance)", units))
+
+
+def _set_limits(ax: Axes, position: npt.NDArray[Any]) -> list[str]:
+    """Fit both axes to the paths: on one scale, unless one span is much larger."""
+    if not np.isfinite(position).any():
+        return []
+    low, high = np.nanmin(position, axis=(1, 2)), np.nanmax(position, axis=(1, 2))
+    spans = np.where(high > low, high - low, 1.0)
+    for set_limit, bottom, top, span in zip(
+        (ax.set_xlim, ax.set_ylim), low, high, spans, strict=True
+    ):
+        set_limit(bottom - 0.05 * span, top + 0.05 * span)
+    if spans.max() <= _STRETCH * spans.min():
+        ax.set_aspect("equal", adjustable="datalim")
+        return []
+    return ["the axes have different scales"]
+
+
+def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:
+    from matplotlib.collections import LineCollection
+
+    lines = LineCollection(
+        list(paths.transpose(2, 1, 0)), colors=color, linewidths=0.6, alpha=0.5, rasterized=True
+    )
+    ax.add_collection(lines)
+    # Starts above ends and lines: a ring of the ground's color shows what is inside.
+    ax.plot(*paths[:, 0], "o", mfc=look.style.ground, mec=color, ms=7, mew=1.3, zorder=4)
+    ax.plot(*paths[:, -1], "o", color=color, ms=4, zorder=3)
+
+
+def _name_ends(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Write names at the ends of paths, the outermost first, where they cover no other end."""
+    shown = data["member"].values.any(0)
+    ends = data["position"].transpose("component", "step", "token").values[:, -1, shown]
+    if not np.isfinite(ends).any():
+        return
+    names = data["name"].values[shown]
+    canvas = ax.figure.bbox.size * 72 / ax.figure.dpi
+    limits = np.array([ax.get_xlim(), ax.get_ylim()])
+    size = np.array([0.85, 0.68]) * canvas  # about that of the axes, in points
+    places = (ends.T - limits[:, 0]) / np.diff(limits)[:, 0] * size
+    distance = np.linalg.norm(places - np.nanmedian(places, 0), axis=1)
+    left = np.isfinite(distance)
+    taken = np.empty((0, 4))
+    for token in np.argsort(-distance):
+        if not left[token]:
+            continue
+        near = np.linalg.norm(places - places[token], axis=1) <= _NEAR
+        text = _joined(names[near & left])
+        left &= ~near
+        width, height = text_width(text, _LETTER), _LETTER * 1.2
+        for side in (1, -1):
+            x, y = places[token] + [side * _NEAR - (side < 0) * width, -height / 2]
+            box = np.array([x, y, x + width, y + height])
+            if not (0 <= x <= x + width <= size[0]) or _covers(box, taken, places[~near]):
+                continue
+            taken = np.vstack([taken, box])
+            ax.annotate(
+                text,
+                tuple(ends[:, token]),
+                (side * _NEAR, 0),
+                textcoords="offset points",
+                fontsize=_LETTER,
+                color=look.style.ink,
+                ha="left" if side > 0 else "right",
+                va="center",
+                parse_math=False,
+                zorder=5,
+            )
+            break
+
+
+def _joined(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return " ".join(names[:_MOST_NAMES]) + (f" +{more}" if more > 0 else "")
+
+
+def _covers(box: npt.NDArray[Any], boxes: npt.NDArray[Any], points: npt.NDArray[Any]) -> bool:
+    """True if a box (left, bottom, right, top) overlaps another one or holds a point."""
+    overlaps = (boxes[:, :2] < box[2:]).all(1) & (boxes[:, 2:] > box[:2]).all(1)
+    holds = (points > box[:2] - 2).all(1) & (points < box[2:] + 2).all(1)
+    return bool(overlaps.any() or holds.any())
+
+
+def _draw_counts(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:
+    from matplotlib.colors import LogNorm
+
+    if not np.isfinite(paths).any():
+        return
+    limits = [(float(np.nanmin(axis)), float(np.nanmax(axis))) for axis in paths]
+    (left, right), (bottom, top) = (
+        (low - (low == high) / 2, high + (low == high) / 2) for low, high in limits
+    )
+    counts = np.zeros(_CELLS**2, np.int64)
+    # Step by step: a histogram of all points at once copies them several times.
+    for x, y in paths.transpose(1, 0, 2):
+        there = np.isfinite(x)
+        columns, rows = _cells(x[there], left, right), _cells(y[there], bottom, top)
+        counts += np.bincount(rows * _CELLS + columns, minlength=counts.size)
+    ax.pcolormesh(
+        np.linspace(left, right, _CELLS + 1),
+        np.linspace(bottom, top, _CELLS + 1),
+        np.ma.masked_equal(counts.reshape(_CELLS, _CELLS), 0),
+        cmap=shades(color, look.style.ground),
+        norm=LogNorm(1, max(2, counts.max())),
+        rasterized=True,
+    )
+
+
+def _cells(values: npt.NDArray[Any], low: float, high: float) -> npt.NDArray[np.int64]:
+    """Number of the cell of each value; the last cell includes its upper edge."""
+    places = (values.astype(np.float64) - low) * (_CELLS / (high - low))
+    return np.minimum(places.astype(np.int64), _CELLS - 1)

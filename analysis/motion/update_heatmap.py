@@ -1,0 +1,198 @@
+"""Update-size heatmap: tokens × steps, with tokens in the order of their last motion."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
+from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.quantity import takes_scan
+from trajstore.analysis.scan.scan import Scan
+from trajstore.errors import InvalidArgument
+
+__all__ = ["heatmap", "pool_heatmap"]
+
+Array = npt.NDArray[Any]
+
+
+def _starts(length: int, most: int) -> npt.NDArray[np.intp]:
+    """First indices of at most `most` groups, whose sizes differ by at most one."""
+    groups = max(1, min(length, most))
+    return np.asarray(np.arange(groups) * length // groups, np.intp)
+
+
+def _most_common(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.int8]:
+    """Most common regime of each group; of equally common ones, that of longer hops."""
+    kinds = len(REGIMES)
+    sizes = np.diff(columns, append=values.shape[1])
+    firsts = np.repeat(np.arange(columns.size) * kinds, sizes)
+    result = np.empty((rows.size, columns.size), np.int8)
+    for number, group in enumerate(np.split(values, rows[1:])):
+        found = np.bincount((firsts + group).ravel(), minlength=kinds * columns.size)
+        longest_first = found.reshape(-1, kinds)[:, ::-1]
+        result[number] = kinds - 1 - longest_first.argmax(1)
+    return result
+
+
+def _mean(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.float64]:
+    sums = np.add.reduceat(np.add.reduceat(values, rows, axis=0, dtype=np.float64), columns, axis=1)
+    sizes = np.outer(
+        np.diff(rows, append=values.shape[0]), np.diff(columns, append=values.shape[1])
+    )
+    return np.asarray(sums / sizes)
+
+
+def _groups(values: Array, last: Array, rows: Array, columns: Array, regime: bool) -> Array:
+    sorted_ = values[:, np.argsort(last[0], kind="stable")]
+    return (_most_common if regime else _mean)(sorted_, rows, columns)
+
+
+def _fractions(last: Array, members: Array, columns: Array) -> Array:
+    """Fraction of the tokens of each group that are members."""
+    return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
+
+
+@takes_scan
+def heatmap(
+    scan: Scan,
+    of: Literal["regime", "hop"] = "regime",
+    lattice: str = "native",
+    most_steps: int = 1000,
+    most_groups: int = 600,
+) -> xr.Dataset:
+    """Update size of the tokens at each step, with tokens sorted by their last motion.
+
+    Long runs are pooled: consecutive steps, and tokens that are consecutive in this order, form
+    groups whose sizes differ by at most one. No step or token is left out.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    of : {'regime', 'hop'}
+        The most common regime of each group (of equally common ones, that of longer hops), or the
+        mean hop (L1 norm, in lattice spacings).
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        As for `regimes`.
+    most_steps, most_groups : int
+        Maximum number of groups of steps and of tokens.
+
+    Returns
+    -------
+    Dataset
+        ``update_size`` (step, group), int8 with CF flags or float64. Groups run from the tokens
+        that froze first to those that moved longest. ``step`` is the first step of a group of
+        steps, and ``steps`` their number. Along ``group``: ``tokens``, the number of tokens, and
+        ``last_motion``, int64, the last step at which any of them moved, −1 if none ever did. If
+        the run has ``is_dead``: ``dead_fraction``, float64, the fraction of dead tokens.
+
+    Raises
+    ------
+    InvalidArgument
+        For an unknown `of` or lattice, fewer than one group, or a run of fewer than two rows.
+
+    Examples
+    --------
+    >>> found = heatmap(ds, most_groups=4)
+    >>> found.last_motion.values, found.tokens.values
+    (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
+    """
+    if of not in ("regime", "hop"):
+        raise InvalidArgument(f"got of={of!r}, expected 'regime' or 'hop'")
+    if most_steps < 1 or most_groups < 1:
+        raise InvalidArgument(
+            f"got most_steps={most_steps} and most_groups={most_groups}, expected at least 1 each"
+        )
+    scan.require_rows(2, "heatmap")
+    if of == "regime":
+        values = regimes(scan, lattice)["regime"]
+    else:
+        values = lattice_displacement(scan, ord=1, lattice=lattice)
+    last = freeze(scan, lattice=lattice)["last_motion"]
+    return pool_heatmap(values, last, most_steps, most_groups)
+
+
+def pool_heatmap(
+    values: xr.DataArray, last: xr.DataArray, most_steps: int = 1000, most_groups: int = 600
+) -> xr.Dataset:
+    """Compute `heatmap` from known regimes or hops.
+
+    Parameters
+    ----------
+    values : DataArray, (step, token)
+        int8 for regimes, anything else for hops.
+    last : DataArray, int64 (token)
+        Step of the last motion of each token.
+    most_steps, most_groups : int
+        As for `heatmap`.
+    """
+    regime = values.dtype == np.int8
+    rows = _starts(values.sizes["step"], most_steps)
+    columns = _starts(values.sizes["token"], most_groups)
+    dtype = np.int8 if regime else np.float64
+    data = da.map_blocks(
+        _groups,
+        _whole(values.transpose("step", "token")),
+        _whole(last)[None, :].rechunk(-1),
+        chunks=((rows.size,), (columns.size,)),
+        dtype=dtype,
+        meta=np.empty((0, 0), dtype),
+        rows=rows,
+        columns=columns,
+        regime=regime,
+    )
+    ends = np.append(columns[1:], values.sizes["token"]) - 1
+    last_motion = da.map_blocks(
+        lambda block: np.sort(block)[ends],
+        _whole(last),
+        chunks=((columns.size,),),
+        dtype=np.int64,
+        meta=np.empty(0, np.int64),
+    )
+    facts = {}
+    if "is_dead" in values.coords:
+        fraction = da.map_blocks(
+            _fractions,
+            _whole(last)[None, :].rechunk(-1),
+            chunks=((1,), (columns.size,)),
+            dtype=np.float64,
+            meta=np.empty((0, 0)),
+            members=values["is_dead"].values,
+            columns=columns,
+        )[0]
+        facts["dead_fraction"] = (
+            "group",
+            fraction,
+            {"long_name": "fraction of dead tokens", "units": "1"},
+        )
+    return xr.Dataset(
+        facts
+        | {
+            "update_size": (("step", "group"), data, values.attrs),
+            "last_motion": (
+                "group",
+                last_motion,
+                {
+                    "long_name": "last motion of any of its tokens",
+                    **flag_attributes({-1: "never"}),
+                },
+            ),
+        },
+        coords={
+            "step": values["step"].values[rows],
+            "steps": ("step", np.diff(rows, append=values.sizes["step"])),
+            "tokens": ("group", np.diff(columns, append=values.sizes["token"])),
+        },
+    )
+
+
+def _whole(values: xr.DataArray) -> da.Array:
+    """The values as a dask array of a single chunk."""
+    return da.asarray(values.data).rechunk(-1)

@@ -1,0 +1,34 @@
+"""Legends use the room that the figure has."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure as Canvas
+
+from trajstore.analysis.figures.axes_marks import note, set_title, with_legend
+from trajstore.analysis.figures.figure import in_style
+
+
+def legend_of(labels, width=8):
+    canvas = Canvas(figsize=(width, 5), layout="constrained")
+    ax = canvas.subplots()
+    for label in labels:
+        ax.plot([1, 2], label=label)
+    note(ax, "a note")
+    with in_style("light"):
+        with_legend(ax)
+    canvas.draw_without_rendering()
+    return ax, ax.get_legend()
+
+
+def test_one_long_label_does_not_make_one_column():
+    ax, legend = legend_of(["short"] * 6 + ["a label that takes half of the width of the figure"])
+    assert len({text.get_window_extent().x0 for text in legend.get_texts()}) >= 3
+    assert legend.get_window_extent().x1 <= ax.bbox.x1
+
+
+def test_labels_and_titles_are_wrapped_in_a_narrow_figure():
+    ax, legend = legend_of(["setting=1, " * 12], width=3)
+    assert "\n" in legend.get_texts()[0].get_text()
+    set_title(ax, "title " * 20)
+    ax.figure.draw_without_rendering()
+    assert ax.title.get_window_extent().width <= ax.figure.bbox.width

@@ -1,0 +1,72 @@
+"""Paths show the positions of `pca`, and name tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure as Canvas
+
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
+
+
+@pytest.mark.parametrize("plane", ["principal", "hidden_mean"])
+def test_lines_and_their_ends(plane, run):
+    rng = np.random.default_rng(1)
+    run = run.assign(hidden_mean=(("step", "hidden"), rng.normal(size=(23, 6))))
+    first = None if plane == "principal" else plane
+    found = analysis.pca(run, components=2, first=first).compute()
+    ax = FIGURES["trajectory"](run, Canvas().subplots(), plane=plane)
+    for paths, members in zip(
+        ax.collections, (~run.is_dead.values, run.is_dead.values), strict=True
+    ):
+        shown = np.stack([path.vertices for path in paths.get_paths()], 1)
+        np.testing.assert_allclose(shown, found.scores.values[:, members])
+    start, end = ax.lines[:2]
+    live = found.scores.values[:, ~run.is_dead.values]
+    np.testing.assert_allclose(start.get_xydata(), live[0])
+    np.testing.assert_allclose(end.get_xydata(), live[-1])
+    assert (
+        f"{(found.spectrum[0] / found.spectrum.sum()).item():.1%} of the variance"
+        in ax.get_xlabel()
+    )
+
+
+def test_cells_count_all_of_many_tokens(run, monkeypatch):
+    monkeypatch.setattr("trajstore.analysis.figures.trajectory._LINES", 5)
+    ax = FIGURES["trajectory"](run, Canvas().subplots())
+    assert [mesh.get_array().sum() for mesh in ax.collections] == [7 * 23, 4 * 23]
+    assert "number of tokens × steps in a cell" in ax.texts[0].get_text()
+
+
+def test_the_note_counts_omitted_steps(run, monkeypatch):
+    monkeypatch.setattr("trajstore.analysis.figures.trajectory._POINTS", 100)
+    ax = FIGURES["trajectory"](run, Canvas().subplots())
+    assert any("1 of every 3 steps" in text.get_text() for text in ax.texts)
+    assert len(ax.collections[0].get_paths()[0].vertices) == 8
+
+
+def test_names_are_written_where_they_cover_nothing(run):
+    texts = ["a", "$x$", " ", "\n", "é", "f", "g", "h", "i", "j", "k"]
+    run = run.assign_coords(token_text=("token", texts))
+    place = np.zeros((23, 11, 6), np.float32)
+    place[:, 6:, 0] = np.arange(23)[:, None] * 0.1  # five go to one place, along one axis
+    place[:, :6] = np.arange(6)[:, None] * 3 + place[:, 6:7] * np.arange(6)[:, None]
+    ax = FIGURES["trajectory"](run.assign(W=(run.W.dims, place)), Canvas().subplots())
+    names = [text for text in ax.texts if text.get_fontsize() == 7]
+    written = [text.get_text() for text in names]
+    assert "g h i j +1" in written
+    assert "$x$" in written
+    assert "'\\n'" in written
+    assert "'\\xe9'" in written
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in names]
+    assert not any(box.overlaps(other) for box in boxes for other in boxes if box is not other)
+
+
+def test_axes_fit_the_paths(run):
+    position = analysis.pca(run, components=2).scores.values
+    ax = FIGURES["trajectory"](run, Canvas().subplots())
+    spans = np.ptp(position, axis=(0, 1))
+    for limits, span in zip((ax.get_xlim(), ax.get_ylim()), spans, strict=True):
+        np.testing.assert_allclose(np.diff(limits), 1.1 * span)

@@ -1,0 +1,365 @@
+"""The form of a run's documents: which members each has, of which types, and which values.
+
+Every way to open a run checks the root here, before zarr sees it; `verify` checks each document of
+each array, too. What the checksums of the blocks cover is not checked here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import zarr
+from zarr.buffer.cpu import Buffer
+from zarr.storage import MemoryStore
+
+from trajstore.errors import FormatError
+from trajstore.schema import ENCODING, FORMAT
+from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPRINT
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.stretches import STRETCHES, are_stretches
+from trajstore.strict_json import Document
+
+__all__ = [
+    "REQUIRED",
+    "STATUSES",
+    "Fault",
+    "Status",
+    "array_faults",
+    "attribute_faults",
+    "is_digest",
+    "is_length",
+    "is_moment",
+    "is_possible",
+    "open_document",
+    "root_faults",
+]
+
+Status = Literal["recording", "complete", "interrupted"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+_LONGEST = 1 << 48
+_CACHED = 64 << 10  # characters of a document that stays in memory, opened
+_MISSING = object()
+_CONFIGURED = "an object with name and configuration"
+
+
+class Fault(NamedTuple):
+    """A member of a document that cannot be.
+
+    Attributes
+    ----------
+    member : str
+        Its place, such as ``codecs.0.name``; empty for the whole document.
+    expected : str
+    received : object
+        Its value, if the document has it.
+    """
+
+    member: str
+    expected: str
+    received: Any = _MISSING
+
+    def __str__(self) -> str:
+        name = self.member or "the document"
+        if self.received is _MISSING:
+            return f"{name} is missing, expected {self.expected}"
+        return f"{name} is {_SHORT.repr(self.received)}, expected {self.expected}"
+
+    def within(self, member: str) -> Fault:
+        """The same of a document that is a member of another one."""
+        return self._replace(member=f"{member}.{self.member}".rstrip("."))
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 60, 60, 40
+
+
+def is_length(value: Any) -> bool:
+    """True if a JSON value can be the length of a dimension, which is below 2**48."""
+    return type(value) is int and 0 <= value < _LONGEST
+
+
+def is_digest(value: Any) -> bool:
+    """True for a SHA-256 as a root has it."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def is_moment(text: Any) -> bool:
+    """True for a time as a writer writes it: ISO 8601 to the second, with its offset."""
+    try:
+        return bool(datetime.fromisoformat(text).isoformat(timespec="seconds") == text)
+    except (TypeError, ValueError):
+        return False
+
+
+def _are_runs(value: Any) -> bool:
+    """True if it gives the identity of the run from each of its blocks on, the first among them."""
+    if not isinstance(value, list) or not value:
+        return False
+    for entry in value:
+        if not isinstance(entry, list) or len(entry) != 2 or not is_length(entry[0]):
+            return False
+        if not isinstance(entry[1], str) or not re.fullmatch("([0-9a-f]{2})+", entry[1]):
+            return False
+    return bool(value[0][0] == 0)
+
+
+_RUNS = "a list of [block, identity of the run], from block 0 on"
+
+_ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "trajstore_format": (lambda value: type(value) is int and value == FORMAT, str(FORMAT)),
+    "trajstore_version": (lambda value: isinstance(value, str), "a text"),
+    "status": (lambda value: value in STATUSES, f"one of {', '.join(STATUSES)}"),
+    "committed_rows": (is_length, "a number of rows"),
+    "created": (is_moment, "a time, ISO 8601"),
+    "updated": (is_moment, "a time, ISO 8601"),
+    "timeline": (lambda value: value == "post-step", "post-step"),
+    "encoding": (lambda value: value == ENCODING, ENCODING),
+    "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
+    "config": (lambda value: isinstance(value, dict), "an object"),
+    "runs": (_are_runs, _RUNS),
+    CONTENT: (is_digest, "a SHA-256"),
+    FINGERPRINT: (is_digest, "a SHA-256"),
+    STRETCHES: (are_stretches, "a list of step and config, from step 0 on, in order"),
+}
+"""Attributes of the root that the format defines: what each can be, and in words."""
+
+REQUIRED = tuple(name for name in _ATTRIBUTES if name != STRETCHES)
+"""Attributes that every root has."""
+
+
+def is_possible(key: str, value: Any) -> bool:
+    """True if a root can have an attribute of that value."""
+    return key not in _ATTRIBUTES or _ATTRIBUTES[key][0](value)
+
+
+def attribute_faults(
+    attributes: Mapping[str, Any], required: Collection[str] = ()
+) -> Iterator[Fault]:
+    """Attributes of a root that cannot be what they are, or are missing and required."""
+    for name, (possible, expected) in _ATTRIBUTES.items():
+        value = attributes.get(name, _MISSING)
+        if name in required if value is _MISSING else not possible(value):
+            yield Fault(f"attributes.{name}", expected, value)
+
+
+def root_faults(root: Any) -> Iterator[Fault]:
+    """What is wrong with the document of a root by itself, apart from its attributes and arrays."""
+    if not isinstance(root, dict):
+        yield Fault("", "an object", root)
+        return
+    yield from _node_faults(root, "group")
+    yield from _unknown(root, {"zarr_format", "node_type", "attributes", "consolidated_metadata"})
+    if "attributes" not in root:
+        yield Fault("attributes", "an object")
+    # zarr leaves them out when somebody else sets an attribute.
+    block = root.get("consolidated_metadata")
+    if block is None:
+        return
+    if not isinstance(block, dict):
+        yield Fault("consolidated_metadata", "an object", block)
+        return
+    if block.get("kind") != "inline":
+        yield Fault("consolidated_metadata.kind", "inline", block.get("kind", _MISSING))
+    if block.get("must_understand") is not False:
+        received = block.get("must_understand", _MISSING)
+        yield Fault("consolidated_metadata.must_understand", "false", received)
+    known = {"kind", "must_understand", "metadata"}
+    yield from (fault.within("consolidated_metadata") for fault in _unknown(block, known))
+    arrays = block.get("metadata", _MISSING)
+    if not isinstance(arrays, dict):
+        yield Fault("consolidated_metadata.metadata", "an object", arrays)
+
+
+def array_faults(document: Any) -> Iterator[Fault]:
+    """What is wrong with the document of an array by itself.
+
+    Parameters
+    ----------
+    document : object
+        Value of a JSON text.
+    """
+    if not isinstance(document, dict):
+        yield Fault("", "an object", document)
+        return
+    yield from _node_faults(document, "array")
+    shape = document.get("shape", _MISSING)
+    if not _are_lengths(shape):
+        yield Fault("shape", "a list of lengths", shape)
+        return
+    yield from _named_faults(document, "data_type")
+    yield from _grid_faults(document, len(shape))
+    yield from _named_faults(document, "chunk_key_encoding")
+    yield from _codec_faults(document.get("codecs", _MISSING), len(shape))
+    if not _is_fill_value(document):
+        yield Fault("fill_value", "a value of data_type", document.get("fill_value", _MISSING))
+    yield from _dimension_faults(document, len(shape))
+    if document.get("storage_transformers", []) != []:
+        yield Fault("storage_transformers", "an empty list", document["storage_transformers"])
+
+
+def open_document(
+    document: Document, objects: Mapping[str, bytes] | None = None
+) -> zarr.Array[Any]:
+    """Array that a document describes, over the objects that are given, by key.
+
+    Raises
+    ------
+    FormatError
+        If zarr does not understand it.
+    """
+    text = json.dumps(document)
+    if objects or len(text) > _CACHED:
+        return _opened(text, objects or {})
+    return _opened_alone(text)
+
+
+@lru_cache(maxsize=256)  # who checks a run opens each document many times, without its values
+def _opened_alone(text: str) -> zarr.Array[Any]:
+    return _opened(text, {})
+
+
+def _opened(text: str, objects: Mapping[str, bytes]) -> zarr.Array[Any]:
+    contents = {DOCUMENT: text.encode(), **objects}
+    store = MemoryStore({key: Buffer.from_bytes(data) for key, data in contents.items()})
+    try:
+        return zarr.open_array(store, mode="r", zarr_format=3)
+    except Exception as error:  # whatever zarr raises for a document that nobody wrote
+        raise FormatError(f"zarr cannot open it: {error}") from error
+
+
+def _node_faults(document: Document, kind: str) -> Iterator[Fault]:
+    if type(document.get("zarr_format")) is not int or document["zarr_format"] != 3:
+        yield Fault("zarr_format", "3", document.get("zarr_format", _MISSING))
+    if document.get("node_type") != kind:
+        yield Fault("node_type", kind, document.get("node_type", _MISSING))
+    attributes = document.get("attributes", {})
+    if not isinstance(attributes, dict):
+        yield Fault("attributes", "an object", attributes)
+    elif kind == "array":
+        for name in _TEXTS & attributes.keys():
+            if not isinstance(attributes[name], str):
+                yield Fault(f"attributes.{name}", "a text", attributes[name])
+
+
+_TEXTS = {"long_name", "units", "native_dtype", "coordinates", COPY, COMING}
+
+
+def _unknown(document: Document, known: set[str]) -> Iterator[Fault]:
+    for name in document.keys() - known:
+        yield Fault(name, "no member of that name", document[name])
+
+
+def _are_lengths(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_length, value))
+
+
+def _are_sizes(value: Any, ndim: int) -> bool:
+    return _are_lengths(value) and len(value) == ndim and 0 not in value
+
+
+def _named_faults(document: Document, member: str) -> Iterator[Fault]:
+    """Of a member that is a name, or an object that has one."""
+    value = document.get(member, _MISSING)
+    if isinstance(value, str) or (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("configuration", {}), dict)
+    ):
+        return
+    yield Fault(member, f"a name, or {_CONFIGURED}", value)
+
+
+def _grid_faults(document: Document, ndim: int) -> Iterator[Fault]:
+    grid = document.get("chunk_grid", _MISSING)
+    if not isinstance(grid, dict) or grid.get("name") != "regular":
+        yield Fault("chunk_grid", "an object of the name regular", grid)
+        return
+    configuration = grid.get("configuration", _MISSING)
+    if not isinstance(configuration, dict) or configuration.keys() != {"chunk_shape"}:
+        yield Fault("chunk_grid.configuration", "an object with chunk_shape", configuration)
+    elif not _are_sizes(configuration["chunk_shape"], ndim):
+        member = "chunk_grid.configuration.chunk_shape"
+        yield Fault(member, f"{ndim} positive lengths", configuration["chunk_shape"])
+
+
+def _codec_faults(codecs: Any, ndim: int) -> Iterator[Fault]:
+    if not isinstance(codecs, list) or not codecs:
+        yield Fault("codecs", "a list of codecs", codecs)
+        return
+    for number, codec in enumerate(codecs):
+        member = f"codecs.{number}"
+        if isinstance(codec, str):
+            continue
+        if not isinstance(codec, dict) or not isinstance(codec.get("name"), str):
+            yield Fault(member, _CONFIGURED, codec)
+            continue
+        configuration = codec.get("configuration", {})
+        if not isinstance(configuration, dict):
+            yield Fault(f"{member}.configuration", "an object", configuration)
+            continue
+        for name, (possible, expected) in _CONFIGURATION.items():
+            if name in configuration and not possible(configuration[name]):
+                yield Fault(f"{member}.configuration.{name}", expected, configuration[name])
+        if not _are_sizes(configuration.get("chunk_shape", [1] * ndim), ndim):
+            member = f"{member}.configuration.chunk_shape"
+            yield Fault(member, f"{ndim} positive lengths", configuration["chunk_shape"])
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and abs(value) < _LONGEST
+
+
+_CONFIGURATION: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "array": (_is_text, "a text"),
+    "runs": (_are_runs, _RUNS),
+    "native_dtype": (_is_text, "a text"),
+    "kind": (_is_text, "a text"),
+    "compressor": (_is_text, "a text"),
+    "cname": (_is_text, "a text"),
+    "shuffle": (_is_text, "a text"),
+    "endian": (_is_text, "a text"),
+    "level": (_is_number, "a whole number"),
+    "clevel": (_is_number, "a whole number"),
+    "typesize": (_is_number, "a whole number"),
+    "blocksize": (_is_number, "a whole number"),
+    "token_first": (lambda value: type(value) is bool, "true or false"),
+    "checksum": (lambda value: type(value) is bool, "true or false"),
+}
+"""Members of the configurations of codecs that a run has, or a copy of it by another program."""
+
+
+def _is_fill_value(document: Document) -> bool:
+    """True if the fill value has a JSON type that zarr takes for one of the array's data type."""
+    value, kind = document.get("fill_value", _MISSING), document.get("data_type")
+    if not isinstance(kind, str):
+        return value is not _MISSING
+    if kind == "bool":
+        return type(value) is bool
+    if kind.startswith(("int", "uint")):
+        return type(value) is int
+    if kind.startswith("float"):
+        return type(value) in (int, float, str)
+    return value is not _MISSING if kind != "string" else isinstance(value, str)
+
+
+def _dimension_faults(document: Document, ndim: int) -> Iterator[Fault]:
+    names = document.get("dimension_names")
+    if names is None:
+        return
+    if (
+        not isinstance(names, list)
+        or len(names) != ndim
+        or not all(name is None or isinstance(name, str) for name in names)
+    ):
+        yield Fault("dimension_names", f"{ndim} names", names)
