@@ -124,7 +124,7 @@ class RunPlan:
             f"{format_bytes(round(cells))}",
         )
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         """Return bytes and memory of the whole run, and rows of a block."""
         return {
             "bytes_native": sum(self.bytes_native.values()),
