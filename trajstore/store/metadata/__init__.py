@@ -2,6 +2,8 @@
 
 ``block_plan``
     The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
+``document_form``
+    The form of a run's documents: their members, types and values.
 ``fingerprint``
     Digests of the stored content of a run, updated with each block.
 ``fork_provenance``
