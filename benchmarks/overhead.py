@@ -17,8 +17,8 @@ steps have a row, but every other row repeats the numbers of the model's paramet
 before, which costs nothing.
 
 With --flushes, only recordings are compared, in alternating order: with commits that are flushed to
-the disk, the default, and without (fsync=False), by wall and processor time. The disk is that of
-the temporary folder (TMPDIR).
+the disk, the default, and without (fsync=False). Wall and processor times are printed. The disk is
+that of the temporary folder (TMPDIR).
 """
 
 from __future__ import annotations

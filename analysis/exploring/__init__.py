@@ -1,8 +1,7 @@
-"""A page on which a run is explored in a browser (the extra "explore").
+"""A page that explores a run in a browser (extra ``explore``).
 
-What is shown is apart from how: ``run_history`` reads what has to be held of a run, and what is new
-of one that grows; ``tokens`` finds a token and tells of it; ``live_run``
-keeps them up to date while the run is recorded. None of these knows of a browser. ``plots`` draws
-them with HoloViews, ``page`` is a session with its widgets, and ``server`` lets
-it be seen.
+``run_history`` reads a run, and the new rows of a growing run. ``tokens`` finds a token and
+describes it. ``live_run`` updates both while the run is recorded. These modules import no browser
+library. ``plots`` draws with HoloViews, ``page`` has the widgets of one session, and ``server``
+serves it.
 """

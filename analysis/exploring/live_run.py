@@ -1,4 +1,4 @@
-"""A run that is explored while it may still be recorded: what is held of it, kept up to date."""
+"""A run that may still be recorded, with its history in memory, kept up to date."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A run as it was seen at one moment; all of it belongs together.
+    """A consistent state of a run at one moment.
 
     Attributes
     ----------
     version : int
-        Greater than that of whatever was seen before.
+        Greater than that of every earlier state.
     history : RunHistory
     tokens : TokenList
     ds : Dataset
@@ -37,7 +37,7 @@ class Seen:
     standing : str
         As of `trajstore.watching.run_follower.Look`.
     trouble : str
-        Why nothing newer can be seen; empty where there is no trouble.
+        Why no newer state can be read; otherwise empty.
     """
 
     version: int
@@ -49,19 +49,19 @@ class Seen:
 
 
 class LiveRun:
-    """Reads a run when it is made, and what is new of it now and then, in a thread of its own.
+    """Reads a run once, and then its new rows in a thread, every few seconds.
 
     Parameters
     ----------
     path : path-like
         A local run.
     report : callable, optional
-        Told of the tasks of the first reading, done and in all.
+        Called with the number of finished tasks of the first reading, and of all tasks.
 
     Attributes
     ----------
     seen : Seen
-        The newest; replaced as a whole.
+        The newest state; replaced as a whole.
 
     Raises
     ------
@@ -90,12 +90,12 @@ class LiveRun:
         self._thread.join()
 
     def look(self) -> None:
-        """Look at the run once, and read what is new.
+        """Read the new rows, once.
 
         Raises
         ------
         TrajstoreError, OSError
-            If it cannot be read now; what was seen before stays.
+            If the run cannot be read now; the earlier state stays.
         """
         look = self._look()
         seen = self.seen

@@ -1,10 +1,10 @@
-"""The page: a step, a token, and what is shown of both, in one session of a browser."""
+"""The page of one browser session: a step, a token, and their figures."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -20,21 +20,21 @@ __all__ = ["Page"]
 
 _CURVES = {
     "loss": "training loss",
-    "gradient": "L2 norm of the gradients",
-    "displacement": "distance from the first step",
-    "still": "share of tokens that stand still",
-    "frozen": "share of tokens that never move again",
+    "gradient": "gradient norms (L2)",
+    "displacement": "displacement from the first step (L2)",
+    "unchanged": "fraction of unchanged tokens",
+    "frozen": "fraction of frozen tokens",
 }
 _LOGARITHMIC = ("gradient",)
 _OF_TOKEN = {
-    "hop": "its hops (L1, lattice spacings)",
-    "gradient": "L2 norm of its gradient",
+    "hop": "hops of the token (L1, lattice spacings)",
+    "gradient": "gradient norm of the token (L2)",
 }
-_LOOK = 1000  # milliseconds from one look at what was read to the next
+_LOOK = 1000  # milliseconds between two updates of the page
 
 
 class Page:
-    """What one session shows.
+    """One session.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class Page:
 
         self._live = live
         self._seen = live.seen
-        self._at = int(self._seen.history.last_motion.values.argmax())  # the last to come to rest
+        self._at = int(self._seen.history.last_motion.values.argmax())  # with the latest change
         self._one = token_history(self._seen.ds, self._at, self._seen.history)
         tokens = self._seen.tokens
         self._kinds = tokens.kinds
@@ -58,18 +58,19 @@ class Page:
         self._ranks: list[Any] = []  # marks of the token among the layers
         event = hv.streams.Stream.define("Event", number=0)
         self._moved, self._chosen, self._renewed = event(), event(), event()
+        self._placed = event()  # the step or the token changed
         self._make_widgets(pn)
         self._content = self._layout(pn)
         self._show_status()
         self._show_step()
         self._show_token()
         self._find("")
-        # Not at once: the slider would be set before it knows how long it is.
+        # Later: the slider does not know its length yet.
         pn.state.onload(lambda: setattr(self._player, "value", self._player.end))
         pn.state.add_periodic_callback(self._renew, _LOOK)
 
     def view(self) -> Any:
-        """The page, to be served."""
+        """The page for the server."""
         import panel as pn
 
         text = files("trajstore.analysis.exploring").joinpath("page.html").read_text()
@@ -77,7 +78,7 @@ class Page:
         template.add_panel("page", self._content)
         return template
 
-    # What is on the page.
+    # Content.
 
     def _make_widgets(self, pn: Any) -> None:
         import bokeh.models.widgets.tables as bokeh_tables
@@ -88,10 +89,10 @@ class Page:
             show_loop_controls=False, width=None, min_width=300, sizing_mode="stretch_width",
         )  # fmt: skip
         self._search = pn.widgets.TextInput(
-            placeholder="text or id of a token", width=None, sizing_mode="stretch_width"
+            placeholder="Text or id of a token", width=None, sizing_mode="stretch_width"
         )
         whole = bokeh_tables.NumberFormatter(format="0,0", nan_format="never", text_align="right")
-        numbers = dict.fromkeys(("in the text", "last motion", "moves"), whole)
+        numbers = dict.fromkeys(("count in text", "last change", "changes"), whole)
         self._table = pn.widgets.Tabulator(
             self._rows(""), pagination="remote", page_size=8, show_index=False, disabled=True,
             selectable=False, formatters={"text": {"type": "plaintext"}, **numbers},
@@ -101,7 +102,7 @@ class Page:
             pn.pane.HTML("", sizing_mode="stretch_width") for _ in range(4)
         )
         self._player.param.watch(lambda _: self._show_step(), "value")
-        self._search.param.watch(lambda event: self._find(event.new), "value_input")
+        self._search.param.watch(lambda event: self._search_for(event.new), "value_input")
         self._table.on_click(self._clicked)
 
     def _layout(self, pn: Any) -> Any:
@@ -111,17 +112,25 @@ class Page:
         def row(*parts: Any) -> Any:
             return pn.FlexBox(*parts, gap="12px", sizing_mode="stretch_width")
 
-        def titled(title: str, plot: Any, colours: Mapping[str, str] | None = None) -> Any:
-            text = f"<b>{html.escape(title)}</b>{_legend(colours or {})}"
+        def titled(
+            title: str,
+            plot: Any,
+            colors: Mapping[str, str] | None = None,
+            marks: Sequence[str] = (),
+        ) -> Any:
+            text = f"<b>{html.escape(title)}</b>{_legend(colors or {})}"
+            text += "".join(f' <span style="white-space: nowrap">{part}</span>' for part in marks)
             heading = pn.pane.HTML(text, sizing_mode="stretch_width")
             return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
 
         names = self._seen.history.populations
-        colours = {name: population_color(name) for name in names}
+        colors = {name: population_color(name) for name in names}
         share = self._seen.history.plane["share"].values
-        plane = f"the plane of the largest spread of W ({share[0]:.1%} and {share[1]:.1%} of it)"
+        plane = (
+            f"principal components 1 ({share[0]:.1%} of the variance of W) and 2 ({share[1]:.1%})"
+        )
         curves = [
-            titled(title, self._curve(name), colours if name != "loss" else None)
+            titled(title, self._curve(name), colors if name != "loss" else None)
             for name, title in _CURVES.items()
             if name in self._seen.history.curves
         ]
@@ -131,13 +140,13 @@ class Page:
             for name, title in _OF_TOKEN.items()
             if name in self._one
         ]
-        layers = "tokens in the order in which they came to rest"
+        layers = "update-size heatmap, tokens by last change"
         return pn.Column(
             self._status,
             self._player,
             self._step,
             row(
-                titled(plane, self._plane(), colours),
+                titled(plane, self._plane(), colors, plots.MARKS),
                 wide(self._search, self._found, self._table, self._token),
             ),
             row(*of_token),
@@ -153,7 +162,10 @@ class Page:
         many = self._kinds.size > plots.MANY
         shown = plots.shaded(points, self._kinds, xlim, ylim) if many else points
         path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
-        return (shown * path).opts(
+        here = hv.DynamicMap(
+            lambda number: plots.here_plot(self._one, self._step_shown()), streams=[self._placed]
+        )
+        return (shown * path * here).opts(
             responsive=True, height=430, xlim=xlim, ylim=ylim, show_legend=False,
             active_tools=[], toolbar="above", hooks=[_without_logo, self._listen],
         )  # fmt: skip
@@ -178,7 +190,7 @@ class Page:
             lambda number: plots.token_curve(self._one, name), streams=[self._chosen]
         )
 
-        # HoloViews keeps the range of the first token, as the parts are updated where they are.
+        # HoloViews keeps the range of the first token, because it updates the parts in place.
         def follow(plot: Any, element: Any) -> None:
             plot.state.y_range.update(**plots.token_range(self._one, name))
 
@@ -199,7 +211,7 @@ class Page:
             hooks=[_without_logo, self._mark_step, *hooks], **options,
         )  # fmt: skip
 
-    # Hooks, which HoloViews calls with every update of a figure of Bokeh.
+    # Hooks: HoloViews calls them at every update of a Bokeh figure.
 
     def _listen(self, plot: Any, element: Any) -> None:
         if not plot.state.tags:
@@ -214,7 +226,7 @@ class Page:
         self._mark(plot.state, "width", self._ranks, self._rank_shown())
 
     def _mark(self, figure: Any, dimension: str, marks: list[Any], where: float) -> bool:
-        """Have a line that is moved across a figure; tells whether it is new."""
+        """Add a movable line across a figure; return True if it is new."""
         from bokeh.models import Span
 
         if any(isinstance(part, Span) and part.dimension == dimension for part in figure.center):
@@ -224,7 +236,7 @@ class Page:
         marks.append(span)
         return True
 
-    # What is done on the page.
+    # Events.
 
     def _step_shown(self) -> int:
         history = self._seen.history
@@ -242,9 +254,10 @@ class Page:
             texts.append(f"loss {float(history.curves['loss'].sel(step=step)):.4f}")
         self._step.object = f"<b>{', '.join(texts)}</b>"
         self._moved.event(number=self._moved.number + 1)
+        self._placed.event(number=self._placed.number + 1)
 
     def _go_to(self, step: float) -> None:
-        """Show the row next to a step."""
+        """Show the row nearest to a step."""
         if step is None or not math.isfinite(step):
             return
         steps = self._seen.history.position["step"].values
@@ -256,6 +269,10 @@ class Page:
 
         tokens = self._seen.tokens
         return pandas.DataFrame(tokens.columns(tokens.find(text), self._seen.history))
+
+    def _search_for(self, text: str) -> None:
+        self._find(text)
+        self._table.page = 1  # the best matches
 
     def _find(self, text: str) -> None:
         rows = self._rows(text)
@@ -286,16 +303,17 @@ class Page:
             span.location = self._rank_shown()
         self._token.object = self._token_text()
         self._chosen.event(number=self._chosen.number + 1)
+        self._placed.event(number=self._placed.number + 1)
 
     def _token_text(self) -> str:
         tokens, history = self._seen.tokens, self._seen.history
-        said = [f"<b>{html.escape(tokens.label(self._at))}</b> {tokens.kind(self._at)}".rstrip()]
-        said += map(html.escape, cause_sentences(self._one))
+        lines = [f"<b>{html.escape(tokens.label(self._at))}</b> {tokens.kind(self._at)}".rstrip()]
+        lines += map(html.escape, cause_sentences(self._one))
         if "cause" in history.unknown:
-            said.append(f"Why it stood still is not known: {html.escape(history.unknown['cause'])}")
-        return "<br>".join(said)
+            lines.append(f"Cause not available: {html.escape(history.unknown['cause'])}")
+        return "<br>".join(lines)
 
-    # What becomes new while the page is open.
+    # Updates while the page is open.
 
     def _renew(self) -> None:
         seen, before = self._live.seen, self._seen
@@ -322,27 +340,27 @@ class Page:
         texts = [f"<b>{html.escape(titled_runs([seen.ds]))}</b>", html.escape(seen.standing)]
         texts.append(f"{seen.history.rows:,} rows")
         if seen.history.every > 1:
-            texts.append(f"positions of every {seen.history.every}th row")
-        notes = [f"No {name}: {why}." for name, why in seen.history.unknown.items()]
-        notes += [f"Nothing newer can be read: {seen.trouble}."] if seen.trouble else []
+            texts.append(f"positions at every {seen.history.every}th row")
+        notes = [f"Not available: {name}; {why}." for name, why in seen.history.unknown.items()]
+        notes += [f"New rows cannot be read: {seen.trouble}."] if seen.trouble else []
         self._status.object = "<br>".join([", ".join(texts), *map(html.escape, notes)])
 
 
 def _in_turn(change: Callable[[], None]) -> None:
-    """Change the page when its lock is held, which clicks on tables and figures do not have."""
+    """Change the page with its lock held; clicks on tables and figures do not hold it."""
     import panel as pn
 
     pn.state.execute(change, schedule=True)
 
 
-def _legend(colours: Mapping[str, str]) -> str:
+def _legend(colors: Mapping[str, str]) -> str:
     return "".join(
-        f' <span style="white-space: nowrap"><span style="color: {colour}">■</span> '
+        f' <span style="white-space: nowrap"><span style="color: {color}">■</span> '
         f"{html.escape(name.replace('_', ' '))}</span>"
-        for name, colour in colours.items()
+        for name, color in colors.items()
     )
 
 
 def _without_logo(plot: Any, element: Any) -> None:
-    """Links to nowhere outside."""
+    """Remove the logo, which links to another site."""
     plot.state.toolbar.logo = None

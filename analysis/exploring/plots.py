@@ -1,4 +1,4 @@
-"""What the page shows as pictures, drawn with HoloViews on Bokeh."""
+"""Figures of the page, drawn with HoloViews on Bokeh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from trajstore.analysis.scan.consecutive_rows import REGIMES
 
 __all__ = [
     "MANY",
+    "MARKS",
     "curve_plot",
+    "here_plot",
     "layer_plot",
     "limits",
     "path_plot",
@@ -26,18 +28,19 @@ __all__ = [
 ]
 
 MANY = 3000
-"""Tokens from which on they are counted in cells by Datashader, not drawn one by one."""
+"""Number of tokens above which Datashader counts them in cells."""
 
 Limits = tuple[float, float]
 
 _AXES = ("axis 1", "axis 2")
 _INK = "#222222"
+_HERE = "#cc0077"
 _CELLS = (700, 500)
-_WIDTH = 1000  # cells of the picture of layers along the steps
+_WIDTH = 1000  # cells of the heatmap along the steps
 
 
 def limits(history: RunHistory) -> tuple[Limits, Limits]:
-    """Both axes of the plane: wide enough for all tokens at all steps."""
+    """Limits of both axes that contain all tokens at all steps."""
     found = []
     for axis in range(2):
         values = history.position.values[..., axis]
@@ -48,7 +51,7 @@ def limits(history: RunHistory) -> tuple[Limits, Limits]:
 
 
 def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> Any:
-    """Tokens in the plane at one step, with what is tooltips of each of them."""
+    """Tokens in the plane at one step, with tooltips."""
     import holoviews as hv
 
     columns = {_AXES[0]: position[:, 0], _AXES[1]: position[:, 1], **of}
@@ -57,7 +60,7 @@ def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> An
         return points
     tooltips = [("token", "@token"), ("kind", "@kind")]
     return points.opts(
-        color=hv.dim("kind").categorize(_colours(of["kind"]), default="#888888"),
+        color=hv.dim("kind").categorize(_colors(of["kind"]), default="#888888"),
         size=6,
         alpha=0.7,
         line_color=None,
@@ -66,53 +69,70 @@ def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> An
     )
 
 
-def _colours(of_kind: npt.NDArray[np.str_]) -> dict[str, str]:
+def _colors(of_kind: npt.NDArray[np.str_]) -> dict[str, str]:
     return {str(name): population_color(str(name)) for name in np.unique(of_kind)}
 
 
 def shaded(points: Any, of_kind: npt.NDArray[np.str_], xlim: Limits, ylim: Limits) -> Any:
-    """Many tokens, counted in the cells of the whole plane: the stronger the colour, the more."""
+    """Many tokens, counted in cells of the plane: a stronger color for more tokens."""
     import datashader
     from holoviews.operation.datashader import datashade, dynspread
 
     cells = datashade(
         points,
         aggregator=datashader.by("kind", datashader.count()),
-        color_key=_colours(of_kind),
+        color_key=_colors(of_kind),
         cnorm="log",
         min_alpha=90,
         x_range=xlim,
         y_range=ylim,
         width=_CELLS[0],
         height=_CELLS[1],
-        streams=[],  # those of the screen lag behind the tokens, which then are cut off
+        streams=[],  # the ranges of the screen lag behind, and would cut tokens off
     )
     return dynspread(cells, threshold=0.8, max_px=2)
 
 
+MARKS = ("○ start", "■ end", "◯ current step")
+"""Legend of the marks on a token's path."""
+
+
 def path_plot(token: xr.Dataset) -> Any:
-    """Path of a token in the plane, with its start and end."""
+    """Path of a token in the plane: an open circle at the start, a square at the end."""
     import holoviews as hv
 
     place = token["position"].values
-    ends = place[[0, -1]]
-    return hv.Curve(place, *_AXES).opts(color=_INK, line_width=1.5) * hv.Points(
-        ends, list(_AXES)
-    ).opts(color=_INK, size=8, marker="square", line_color="white")
+    start = hv.Points(place[:1], list(_AXES)).opts(
+        size=9, marker="circle", fill_color="white", line_color=_INK, line_width=1.5
+    )
+    end = hv.Points(place[-1:], list(_AXES)).opts(
+        size=9, marker="square", fill_color=_INK, line_color="white"
+    )
+    return hv.Curve(place, *_AXES).opts(color=_INK, line_width=1.5) * start * end
+
+
+def here_plot(token: xr.Dataset, step: int) -> Any:
+    """Ring around the position of a token at a step, or at the nearest step in memory."""
+    import holoviews as hv
+
+    place = token["position"].sel(step=[step], method="nearest").values
+    return hv.Points(place, list(_AXES)).opts(
+        size=17, marker="circle", fill_alpha=0, line_color=_HERE, line_width=3
+    )
 
 
 def layer_plot(layers: xr.Dataset) -> Any:
-    """Tokens in the order in which they came to rest, over the steps, coloured by regime."""
+    """Update-size heatmap: tokens in the order of their last change, colored by regime."""
     import holoviews as hv
 
     steps = layers["step"].values.astype(np.float64)
     stop = steps[-1] + (steps[-1] - steps[-2] if steps.size > 1 else 1)
     cells = min(_WIDTH, int(stop - steps[0]))
-    # Steps may have gaps, and pixels have not: each shows the group that its beginning lies in.
+    # Steps may have gaps, pixels have none: each pixel shows the group at its beginning.
     places = steps[0] + np.arange(cells) * (stop - steps[0]) / cells
     group = np.searchsorted(steps, places, side="right") - 1
-    colours = np.array([_rgb(REGIME_COLORS[name]) for name in REGIMES], np.uint8)
-    picture = colours[layers["update_size"].transpose("group", "step").values[:, group]]
+    colors = np.array([_rgb(REGIME_COLORS[name]) for name in REGIMES], np.uint8)
+    picture = colors[layers["update_size"].transpose("group", "step").values[:, group]]
     tokens = int(layers["tokens"].sum())
     return hv.RGB(
         np.ascontiguousarray(picture[::-1]),
@@ -121,12 +141,12 @@ def layer_plot(layers: xr.Dataset) -> Any:
     )
 
 
-def _rgb(colour: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(colour.removeprefix("#")))
+def _rgb(color: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(color.removeprefix("#")))
 
 
 def curve_plot(curves: xr.Dataset, name: str) -> Any:
-    """One of the curves of a run: a line of each population, with the band of its tokens."""
+    """One curve of a run: a line for each population, with a band of its tokens."""
     import holoviews as hv
 
     steps = curves["step"].values
@@ -135,22 +155,22 @@ def curve_plot(curves: xr.Dataset, name: str) -> Any:
     parts = []
     for population in curves["population"].values.tolist():
         values = curves[name].sel(population=population)
-        colour = population_color(population)
+        color = population_color(population)
         if "statistic" in values.dims:
             mean, low, high = (
                 values.sel(statistic=part).values for part in ("mean", "low", "high")
             )
             band = hv.Area((steps, low, high), "step", [name, "high"])
-            parts.append(band.opts(color=colour, alpha=0.2, line_alpha=0))
+            parts.append(band.opts(color=color, alpha=0.2, line_alpha=0))
         else:
             mean = values.values
         line = hv.Curve((steps, mean), "step", name)
-        parts.append(line.opts(color=colour))
+        parts.append(line.opts(color=color))
     return hv.Overlay(parts)
 
 
 def token_curve(token: xr.Dataset, name: str) -> Any:
-    """Hops or gradient of a token over the steps; below the hops, why it stood still."""
+    """Hops or gradient of a token over the steps; below the hops, causes of unchanged steps."""
     import holoviews as hv
 
     steps = token["step"].values
@@ -158,8 +178,8 @@ def token_curve(token: xr.Dataset, name: str) -> Any:
     value = f"{name} of token"
     shown = np.where(values > 0, values, np.nan)  # on a logarithmic axis
     there = np.isfinite(np.pad(shown, 1, constant_values=np.nan))
-    alone = there[1:-1] & ~there[:-2] & ~there[2:]  # which no line leads to
-    # Always the same parts, which are updated where they are.
+    alone = there[1:-1] & ~there[:-2] & ~there[2:]  # no line reaches these
+    # Always the same parts: HoloViews updates them in place.
     parts = [
         hv.Curve((steps, shown), "step", value).opts(color=_INK, line_width=1),
         hv.Scatter((steps[alone], shown[alone]), "step", value).opts(color=_INK, size=2),
@@ -170,7 +190,7 @@ def token_curve(token: xr.Dataset, name: str) -> Any:
 
 
 def token_range(token: xr.Dataset, name: str) -> dict[str, float]:
-    """Ends of a logarithmic axis that shows all of `token_curve`."""
+    """Limits of a logarithmic axis that contain all of `token_curve`."""
     values = token[name].values.astype(np.float64)
     shown = values[np.isfinite(values) & (values > 0)]
     low, high = (shown.min(), shown.max()) if shown.size else (3.0, 3.0)
@@ -178,7 +198,7 @@ def token_range(token: xr.Dataset, name: str) -> dict[str, float]:
 
 
 def _causes(token: xr.Dataset, shown: npt.NDArray[np.float64], value: str) -> list[Any]:
-    """A row of squares below the hops for each cause: when the token stood still for it."""
+    """A row of squares below the hops for each cause, at the unchanged steps."""
     import holoviews as hv
 
     steps = token["step"].values

@@ -1,4 +1,4 @@
-"""What is held of a run while it is explored: all that needs more than a few rows or one token."""
+"""The part of a run that stays in memory: quantities of many rows and many tokens."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run as it was when it was read, small enough to be held.
+    """A run as it was read, small enough for memory.
 
     Attributes
     ----------
     runs : list
-        Identities of the run and of those it continues, by their first rows.
+        Identities of the run and of the runs it continues, with their first blocks.
     steps : ndarray of int64, (row,)
     every : int
-        Positions are held of rows 0, `every`, 2·`every`, …
+        Positions are in memory for rows 0, `every`, 2·`every`, …
     plane : Dataset
         ``basis`` and ``basis_mean`` of `analysis.pca`, ``share`` of the variance along each axis.
     plane_rows : int
-        Rows that the plane was made of.
+        Rows that the plane was computed from.
     position : DataArray, float32 (step, token, component)
-        Of those rows.
+        Positions at these rows.
     regime : DataArray, int8 (step, token)
-        Of all rows but the first, as of `analysis.regimes`.
+        Result of `analysis.regimes`, for all rows after the first.
     cause : DataArray, int8 (step, token), or None
-        As of `analysis.freeze_cause`; None where that is not known.
+        Result of `analysis.freeze_cause`; None if not available.
     last_motion, moves : DataArray, int64 (token)
-        As of `analysis.freeze`.
+        Results of `analysis.freeze`.
     layers : Dataset
-        As of `analysis.heatmap`.
+        Result of `analysis.heatmap`.
     curves : Dataset
         ``loss`` (step); ``gradient`` and ``displacement`` (step, population, statistic): mean,
-        5 % and 95 % of the tokens; ``still`` and ``frozen`` (step, population). Those there are.
+        5 % and 95 % of the tokens; ``unchanged`` and ``frozen`` (step, population). As available.
     populations : list of str
-        That have curves.
+        Populations with curves.
     unknown : mapping
-        By name what the run does not hold enough for, and why.
+        Reason for each quantity that is not available, by name.
     """
 
     runs: list[Any]
@@ -92,46 +92,42 @@ class RunHistory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes in memory."""
         causes = 0 if self.cause is None else self.cause.nbytes
         return self.position.nbytes + self.regime.nbytes + causes + self.curves.nbytes
 
     def rank(self, at: int) -> int:
-        """Place of a token among all in the order in which they came to rest."""
+        """Rank of a token in the order of the last changes."""
         order = np.argsort(self.last_motion.values, kind="stable")
         return int(np.flatnonzero(order == at)[0])
 
 
 def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
-    """Read a run block by block, for the plane, and then for all that is held.
+    """Read a run block by block: once for the plane, once for everything else.
 
     Parameters
     ----------
     ds : Dataset
-        A run, opened with dask, with ``W``.
+        A run with ``W``, opened with dask.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the number of finished tasks and of all tasks.
 
     Raises
     ------
     VariableNotRecorded
-        Without W.
+        If the run has no W.
     InvalidArgument
-        If there are fewer than two rows, or so many that not even a byte of each token and step
-        can be held.
+        If there are fewer than two rows, or too many for two bytes per token and step.
     """
     input_checks.variables(ds, "W")
     rows, tokens = ds.sizes["step"], ds.sizes["token"]
     if rows < 2:
-        raise InvalidArgument(
-            f"explore needs at least 2 rows, and the run has {rows}; come back when it has more"
-        )
+        raise InvalidArgument(f"explore needs at least 2 rows, got {rows}; wait for more rows")
     if 2 * rows * tokens > MAP_BYTES:
         raise InvalidArgument(
-            f"explore holds two bytes of each token at each step, here "
-            f"{format_bytes(2 * rows * tokens)} for {rows:,} rows of {tokens:,} tokens, and at "
-            f"most {format_bytes(MAP_BYTES)}; make a smaller run of it with trajstore export "
-            "--steps or --tokens"
+            f"explore keeps two bytes per token and step: {format_bytes(2 * rows * tokens)} for "
+            f"{rows:,} rows of {tokens:,} tokens, expected at most {format_bytes(MAP_BYTES)}; "
+            "export a smaller run with trajstore export --steps or --tokens"
         )
     with progress_of_tasks(report):
         (made,) = compute_together(
@@ -159,10 +155,10 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
 
 
 def grown(history: RunHistory, ds: xr.Dataset, report: Report | None = None) -> RunHistory:
-    """What is held of a run that may have grown since, or been cut, or replaced.
+    """Update the history of a run that may have grown, been cut, or been replaced.
 
-    New rows are read alone, and placed in the plane that there is; a plane that was made of less
-    than half of the rows is made anew, and with it all the rest.
+    Only new rows are read, and projected onto the same plane. Everything is computed again when
+    the run has twice the rows of the plane.
 
     Parameters
     ----------
@@ -170,7 +166,7 @@ def grown(history: RunHistory, ds: xr.Dataset, report: Report | None = None) -> 
     ds : Dataset
         The run, opened again.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the number of finished tasks and of all tasks.
 
     Raises
     ------
@@ -184,7 +180,7 @@ def grown(history: RunHistory, ds: xr.Dataset, report: Report | None = None) -> 
         return history
     with progress_of_tasks(report):
         found, unknown = _measure(ds, history.plane, history.rows)
-    if unknown.keys() != history.unknown.keys():  # the rule looks back to the first step
+    if unknown.keys() != history.unknown.keys():  # the rule needs the first step
         return prepare(ds, report)
     every = max(history.every, _every(rows, ds.sizes["token"]))
     old = history.position.isel(step=slice(None, None, every // history.every))
@@ -209,7 +205,7 @@ def grown(history: RunHistory, ds: xr.Dataset, report: Report | None = None) -> 
 
 
 def _every(rows: int, tokens: int) -> int:
-    """Power of two, so that the rows held of a longer run are among those held before."""
+    """Power of two, so that rows kept of a longer run were kept before."""
     every = 1
     while -(-rows // every) * tokens * 8 > POSITION_BYTES and every < rows:
         every *= 2
@@ -217,7 +213,7 @@ def _every(rows: int, tokens: int) -> int:
 
 
 def _continues(history: RunHistory, ds: xr.Dataset) -> bool:
-    """Whether the rows that are held are still those of the run."""
+    """True if the rows in memory are still rows of the run."""
     earlier = [part for part in ds.attrs.get("runs") or [] if part[0] < history.rows]
     steps = ds["step"].values[: history.rows]
     return earlier == history.runs and np.array_equal(steps, history.steps)
@@ -230,11 +226,11 @@ def _joined(old: xr.DataArray, new: xr.DataArray) -> xr.DataArray:
 def _measure(
     ds: xr.Dataset, plane: xr.Dataset, first: int
 ) -> tuple[dict[str, xr.DataArray], dict[str, str]]:
-    """What is held of the rows from `first` on, computed; and what cannot be known, and why."""
+    """Computed quantities of the rows from `first` on, and the reason for missing ones."""
     whole = Scan(ds, {"native": ("regime", "moved")})
     since = Scan(ds.isel(step=slice(first - 1, None)), {"native": ("regime", "moved")})
     pairs = whole if first == 0 else since
-    # The way from the first row needs that row, too.
+    # The displacement from the first row needs that row, too.
     far = whole if first == 0 else Scan(ds.isel(step=np.r_[0, first : ds.sizes["step"]]))
     rest = freeze(pairs)
     shown = Options().populations(whole)
@@ -242,7 +238,7 @@ def _measure(
         "regime": regimes(pairs)["regime"],
         "last_motion": rest["last_motion"],
         "moves": rest["moves"],
-        "still": rest["unchanged_fraction"].sel(population=shown),
+        "unchanged": rest["unchanged_fraction"].sel(population=shown),
     }
     unknown: dict[str, str] = {}
     questions: dict[str, Callable[[], xr.DataArray]] = {
@@ -265,7 +261,7 @@ def _measure(
             for name, array in lazy.items()
         }
     values: dict[str, xr.DataArray] = {}
-    # Causes need four matrices at once: in a reading of their own, fewer blocks are held.
+    # Causes need four matrices at once: a separate reading keeps fewer blocks in memory.
     for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):
         found = compute_together([lazy[name].to_dataset(name=name) for name in sorted(names)])
         values |= {name: ds[name] for name, ds in zip(sorted(names), found, strict=True)}
@@ -278,8 +274,8 @@ def _scalar(ds: xr.Dataset, name: str) -> xr.DataArray:
 
 
 def _band(values: xr.DataArray, shown: list[str]) -> xr.DataArray:
-    """Mean and quantiles of some populations, (step, population, statistic)."""
-    if "is_dead" not in values.coords:  # all of them are the only population
+    """Mean and quantiles of populations, (step, population, statistic)."""
+    if "is_dead" not in values.coords:  # one population of all tokens
         values = values.assign_coords(is_dead=("token", np.zeros(values.sizes["token"], bool)))
     table = by_population(values, BAND).sel(population=shown)
     parts = [table["mean"], *(table["quantiles"].sel(quantile=level, drop=True) for level in BAND)]
@@ -292,7 +288,7 @@ def _band(values: xr.DataArray, shown: list[str]) -> xr.DataArray:
 
 
 def _curves(found: Mapping[str, xr.DataArray]) -> xr.Dataset:
-    names = ("loss", "gradient", "displacement", "still")
+    names = ("loss", "gradient", "displacement", "unchanged")
     return xr.merge(
         [found[name].rename(name) for name in names if name in found],
         join="outer",
@@ -302,7 +298,7 @@ def _curves(found: Mapping[str, xr.DataArray]) -> xr.Dataset:
 
 
 def _with_frozen(curves: xr.Dataset, last_motion: xr.DataArray, ds: xr.Dataset) -> xr.Dataset:
-    """With the share of each population that does not move any more at each step."""
+    """Curves with the fraction of each population that is frozen at each step."""
     names, groups = populations(ds)
     steps = curves["step"].values
     last = last_motion.values

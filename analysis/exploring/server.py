@@ -1,4 +1,4 @@
-"""The server of the page, which listens on one address and hears its own pages only."""
+"""Server of the page: it listens on one address, and accepts only its own pages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def check_panel() -> None:
-    """Say what is missing.
+    """Check the packages of the extra.
 
     Raises
     ------
     MissingExtra
-        Without Panel, HoloViews, Datashader or what they stand on.
+        Without Panel, HoloViews, Datashader, Bokeh or pandas.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -42,7 +42,7 @@ def free_port(host: str, port: int) -> int:
     Raises
     ------
     InvalidArgument
-        If nothing can listen there.
+        If the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -61,7 +61,7 @@ def free_port(host: str, port: int) -> int:
 
 @contextmanager
 def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
-    """A server that listens, and a function that serves until a signal comes, and tells which.
+    """A listening server, and a function that serves until a signal and returns its number.
 
     Parameters
     ----------
@@ -75,8 +75,8 @@ def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
 
     pn.extension("tabulator")
     hv.extension("bokeh")
-    hv.renderer("bokeh").webgl = False  # much slower where a browser has no graphics card
-    before = signal.getsignal(signal.SIGINT)  # Panel puts its own in that place
+    hv.renderer("bokeh").webgl = False  # much slower without a graphics card
+    before = signal.getsignal(signal.SIGINT)  # Panel replaces it
     server = pn.io.server.get_server(
         lambda: Page(live).view(),
         port=port,
@@ -84,7 +84,7 @@ def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
         websocket_origin=[f"{name}:{port}" for name in _names(host)],
         title=run_name(live.seen.ds),
         start=False,
-        warm=live.seen.tokens.ids.size > MANY,  # Datashader is compiled when it is first used
+        warm=live.seen.tokens.ids.size > MANY,  # the first use compiles Datashader
         show=False,
     )
     signal.signal(signal.SIGINT, before)
@@ -96,7 +96,7 @@ def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
 
 
 def _until_signal(loop: Any) -> int:
-    """Run a loop of tornado until Ctrl-C or SIGTERM, between two of its callbacks."""
+    """Run a tornado loop until Ctrl-C or SIGTERM; stop between two callbacks."""
     came: list[int] = []
 
     def stop(number: int) -> None:
@@ -115,7 +115,7 @@ def _until_signal(loop: Any) -> int:
 
 
 def _report_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Say what went wrong, but not that a browser was closed while it was told something."""
+    """Report an error, except a browser that closed its connection."""
     from tornado.websocket import WebSocketClosedError
 
     if not isinstance(context.get("exception"), WebSocketClosedError):
@@ -123,12 +123,12 @@ def _report_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
 
 
 def address(host: str, port: int) -> str:
-    """Where the page is found."""
+    """Address of the page."""
     return f"http://{socket.gethostname() if host == _ANY else host}:{port}/"
 
 
 def _names(host: str) -> list[str]:
-    """Names by which a page may call the server: all of this machine if it listens on all."""
+    """Host names that pages may use: all names of this machine if it listens on all."""
     if host in _LOOPBACK:
         return [*_LOOPBACK]
     if host != _ANY:

@@ -1,4 +1,4 @@
-"""Tokens of a run: the list in which one is found, and what is known of a single one."""
+"""Tokens of a run: a searchable list, and the history of one token."""
 
 from __future__ import annotations
 
@@ -29,97 +29,111 @@ class TokenList:
     ----------
     ids : ndarray of int64, (token,)
     texts : list of str, or None
-        As Python writes them, with quotes: nothing is left of them that a page or a terminal
-        would obey, and blanks are seen. None for a run that has no texts.
+        In quotes, with control characters escaped; a recorded backslash stays one backslash.
+        None for a run without texts.
     """
 
     def __init__(self, ds: xr.Dataset) -> None:
         self.ids: npt.NDArray[np.int64] = ds["token"].values.astype(np.int64)
         raw = [str(text) for text in ds["token_text"].values] if "token_text" in ds else None
-        self.texts = None if raw is None else [repr(text) for text in raw]
+        self.texts = None if raw is None else [_quoted(text) for text in raw]
+        self._raw = None if raw is None else np.array(raw, "T")
         self._folded = None if raw is None else np.array([text.casefold() for text in raw], "T")
         self._dead = ds["is_dead"].values if "is_dead" in ds else None
         self._count = ds["token_count"].values if "token_count" in ds else None
 
     def find(self, text: str) -> npt.NDArray[np.intp]:
-        """Positions of the tokens with that id or text, the best first.
+        """Positions of the tokens with that id or text, the best first; all for an empty text.
 
-        First the one of that id, then such as are that text, but for blanks around it, then such
-        as begin with it, then such as hold it; upper and lower case are the same. All tokens for
-        an empty text.
+        The order: the id; exactly the text; the text apart from blanks around it; also apart from
+        case; texts that begin with it; texts that contain it.
         """
         wanted = text.casefold()
         if not wanted:
             return np.arange(self.ids.size)
         rank = np.full(self.ids.size, 9)
-        if self._folded is not None:
+        if self._raw is not None and self._folded is not None:
             bare = np.strings.strip(self._folded)
-            rank[np.strings.find(self._folded, wanted) >= 0] = 3
-            rank[np.strings.startswith(bare, wanted)] = 2
-            rank[(self._folded == wanted) | (bare == wanted.strip())] = 1
+            rank[np.strings.find(self._folded, wanted) >= 0] = 5
+            rank[np.strings.startswith(bare, wanted)] = 4
+            rank[(self._folded == wanted) | (bare == wanted.strip())] = 3
+            rank[np.strings.strip(self._raw) == text.strip()] = 2
+            rank[self._raw == text] = 1
         if text.strip().isdecimal():
             rank[self.ids == int(text)] = 0
         there = np.flatnonzero(rank < 9)
         return there[np.argsort(rank[there], kind="stable")]
 
     def label(self, at: int) -> str:
-        """How a token is called: its text, and its id."""
+        """Text and id of a token."""
         text = "" if self.texts is None else f"{self.texts[at]} "
         return f"{text}({self.ids[at]})"
 
     def kind(self, at: int) -> str:
-        """Dead or live; empty where the run does not say it."""
+        """Dead or live; empty if the run has no ``is_dead``."""
         return "" if self._dead is None else ("dead" if self._dead[at] else "live")
 
     @property
     def kinds(self) -> npt.NDArray[np.str_]:
-        """Dead or live, of each; ``all`` where the run does not say it."""
+        """Dead or live, for each token; ``all`` if the run has no ``is_dead``."""
         if self._dead is None:
             return np.full(self.ids.size, "all")
         return np.where(self._dead, "dead", "live")
 
     def columns(self, those: npt.NDArray[np.intp], history: RunHistory) -> dict[str, Any]:
-        """Columns of a table of some tokens; NaN for never, and for what is not known."""
+        """Columns of a table of some tokens; NaN for never and for unknown values."""
         columns: dict[str, Any] = {"id": self.ids[those]}
         if self.texts is not None:
             columns["text"] = [self.texts[at] for at in those]
         if self._dead is not None:
             columns["kind"] = np.where(self._dead[those], "dead", "live")
         if self._count is not None:
-            columns["in the text"] = _known(self._count[those])
-        columns["last motion"] = _known(history.last_motion.values[those])
-        columns["moves"] = history.moves.values[those]
+            columns["count in text"] = _known(self._count[those])
+        columns["last change"] = _known(history.last_motion.values[those])
+        columns["changes"] = history.moves.values[those]
         return columns
+
+
+def _quoted(text: str) -> str:
+    r"""Text in quotes, with what a page or a terminal would obey as Python escapes.
+
+        >>> print(_quoted("a\n"), _quoted("
+    "))
+        'a
+    ' '
+    '
+    """
+    return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "'"
 
 
 def nearest(
     position: npt.NDArray[np.float32], x: float, y: float, width: float, height: float
 ) -> int | None:
-    """Which position is nearest to a place, as it is seen in axes of that width and height.
+    """Index of the position nearest to a point, in axes of this width and height.
 
     Parameters
     ----------
     position : ndarray, (token, 2)
     x, y : float
     width, height : float
-        Lengths that look the same on the screen.
+        Lengths of equal size on the screen.
 
     Returns
     -------
     int or None
-        None if no position is finite.
+        None without a finite position.
     """
     distance = np.hypot((position[:, 0] - x) / width, (position[:, 1] - y) / height)
     return None if not np.isfinite(distance).any() else int(np.nanargmin(distance))
 
 
 def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
-    """What is known of a token at each row that is held; its vectors are read for that.
+    """History of a token at each row; reads its vectors.
 
     Parameters
     ----------
     ds : Dataset
-        The run, opened without dask, of which the history is.
+        The run of the history, opened without dask.
     at : int
         Position of the token.
     history : RunHistory
@@ -128,8 +142,8 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
     -------
     Dataset
         ``position``, float32 (step, component), at every row; ``hop``, float32, the L1 norm in
-        lattice spacings, NaN at the first row; ``gradient``, float32, the L2 norm, where it was
-        recorded; ``cause``, int8, where it is known, −1 at the first row; all (step).
+        lattice spacings, NaN at the first row; ``gradient``, float32, the L2 norm, if
+        recorded; ``cause``, int8, if available, −1 at the first row; all (step).
     """
     names = [name for name in ("W", "grad") if name in ds]
     one = ds[names].isel(token=slice(at, at + 1), step=slice(history.rows)).load()
@@ -148,39 +162,39 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
 
 
 def cause_sentences(token: xr.Dataset) -> list[str]:
-    """How long a token stood still and why, in sentences.
+    """Sentences about the unchanged steps of a token, and their causes.
 
     Parameters
     ----------
     token : Dataset
-        Of `token_history`.
+        Result of `token_history`.
 
     Examples
     --------
     >>> import xarray as xr
     >>> token = {"hop": ("step", [float("nan"), 3, 0]), "cause": ("step", [-1, 0, 2])}
     >>> cause_sentences(xr.Dataset(token, {"step": [0, 1, 2]}))
-    ['It moved last at step 1, and has stood still for 1 row since: lost update.']
+    ['Last change at step 1; unchanged for 1 row since: lost update.']
     """
-    moved = np.flatnonzero(token["hop"].values[1:] != 0) + 1  # a hop of NaN is one
-    ways = token.sizes["step"] - 1
+    moved = np.flatnonzero(token["hop"].values[1:] != 0) + 1  # a hop of NaN is a change
+    transitions = token.sizes["step"] - 1
     sentences = []
     last = int(moved[-1]) if moved.size else 0
-    rest = ways - last
+    unchanged = transitions - last
     if not moved.size:
-        sentences.append(f"It never moved, in {_rows(ways)}{_why(token, 1)}.")
-    elif rest:
+        sentences.append(f"Never changed, in {_rows(transitions)}{_why(token, 1)}.")
+    elif unchanged:
         step = int(token["step"][last])
         sentences.append(
-            f"It moved last at step {step:,}, and has stood still for {_rows(rest)} since"
+            f"Last change at step {step:,}; unchanged for {_rows(unchanged)} since"
             f"{_why(token, last + 1)}."
         )
     else:
-        sentences.append("It moved at the last row.")
+        sentences.append("Changed at the last row.")
     before = last - moved.size
     if before > 0:
         why = _why(token, 1, last)
-        sentences.append(f"Before that it stood still in {_rows(before)} of {last:,}{why}.")
+        sentences.append(f"Before that, unchanged in {_rows(before)} of {last:,}{why}.")
     return sentences
 
 
@@ -189,7 +203,7 @@ def _rows(number: int) -> str:
 
 
 def _why(token: xr.Dataset, first: int, stop: int | None = None) -> str:
-    """The causes in those rows, the most common first, with their shares if there are several."""
+    """Causes in these rows, the most common first, with fractions if there are several."""
     if "cause" not in token:
         return ""
     causes = token["cause"].values[first:stop]

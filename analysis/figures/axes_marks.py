@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from matplotlib.transforms import Transform
 
-    from trajstore.analysis.figures.figure import Look
+    from trajstore.analysis.figures.style import Look
 
 __all__ = [
     "along_steps",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -16,7 +16,7 @@ from trajstore.analysis.figures.across_runs import (
     run_groups,
 )
 from trajstore.analysis.figures.axes_marks import set_title
-from trajstore.analysis.figures.style import STYLES, Style, population_color, style
+from trajstore.analysis.figures.style import STYLES, Look, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.scan import Scan
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SIZE",
     "Figure",
-    "Look",
     "Options",
     "after_first_row",
     "check_matplotlib",
@@ -43,9 +42,6 @@ __all__ = [
     "figure",
     "prepared",
 ]
-
-_LINES = ("-", "--", ":", "-.")
-"""Line styles of several runs, one for each kind of curve such as dead and live tokens."""
 
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
@@ -117,54 +113,6 @@ class Options:
                 f"{', '.join(there)}"
             )
         return [self.population]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """Style of a figure, and the run that it draws.
-
-    Attributes
-    ----------
-    style : Style
-    run : str
-        Label of the run or runs, if the figure shows others.
-    number : int
-        Position of this run among those of the axes.
-    runs : int
-        Number of runs. A single run has the colors of the populations.
-    band : tuple of Dataset, optional
-        Lower and upper edge of the spread between runs, for a mean of several.
-    """
-
-    style: Style = field(default_factory=lambda: STYLES["light"])
-    run: str = ""
-    number: int = 0
-    runs: int = 1
-    band: tuple[xr.Dataset, xr.Dataset] | None = None
-
-    @property
-    def alone(self) -> bool:
-        """True for the only run of the axes, or the mean of all."""
-        return self.runs == 1
-
-    @property
-    def run_color(self) -> str:
-        """Color of this run among several."""
-        return self.style.runs[self.number]
-
-    def color(self, population: str) -> str:
-        """Color of a population, or with several runs that of the run."""
-        return population_color(population) if self.alone else self.run_color
-
-    def line(self, kind: int) -> str:
-        """Line style of a kind of curve, such as dead or live tokens."""
-        return "-" if self.alone else _LINES[kind % len(_LINES)]
-
-    def label(self, text: str, kind: int = 0) -> str:
-        """Label in a legend; with several runs, one label per run."""
-        if self.alone:
-            return f"{self.run}: {text}" if self.run else text
-        return "" if kind else self.run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
-from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS, Look
 from trajstore.analysis.motion import ulp_motion
 from trajstore.analysis.optimizer import freeze_causes
 from trajstore.analysis.scan.population_statistics import count_by_population
@@ -67,10 +67,10 @@ def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 
 def _causes(scan: Scan, options: Options) -> xr.Dataset:
-    found = freeze_causes.freeze_cause(scan, lattice=options.lattice)
-    counts = count_by_population(found, len(freeze_causes.CAUSES), "cause")
+    causes_of = freeze_causes.freeze_cause(scan, lattice=options.lattice)
+    counts = count_by_population(causes_of, len(freeze_causes.CAUSES), "cause")
     found = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
-    return found.assign(lr=scan.ds["lr"].sel(step=found["step"]))
+    return found.assign({"lr": scan.ds["lr"].sel(step=found["step"])})
 
 
 @figure(_causes, on_lattice=True, reading="moments", scales=False)

@@ -8,12 +8,13 @@ viridis, from unchanged to the longest hops, ordered by lightness.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    import xarray as xr
     from matplotlib.colors import Colormap
 
 __all__ = [
@@ -22,11 +23,16 @@ __all__ = [
     "REGIME_COLORS",
     "REGIME_MEANINGS",
     "STYLES",
+    "Look",
     "Style",
     "population_color",
     "shades",
     "style",
 ]
+
+_LINES = ("-", "--", ":", "-.")
+"""Line styles of several runs, one for each kind of curve such as dead and live tokens."""
+
 
 POPULATION_COLORS = {
     "dead": "#D55E00",
@@ -181,3 +187,51 @@ def style(name: str) -> Style:
         return STYLES[name]
     except KeyError:
         raise InvalidArgument(f"got style={name!r}, expected {' or '.join(STYLES)}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Style of a figure, and the run that it draws.
+
+    Attributes
+    ----------
+    style : Style
+    run : str
+        Label of the run or runs, if the figure shows others.
+    number : int
+        Position of this run among those of the axes.
+    runs : int
+        Number of runs. A single run has the colors of the populations.
+    band : tuple of Dataset, optional
+        Lower and upper edge of the spread between runs, for a mean of several.
+    """
+
+    style: Style = field(default_factory=lambda: STYLES["light"])
+    run: str = ""
+    number: int = 0
+    runs: int = 1
+    band: tuple[xr.Dataset, xr.Dataset] | None = None
+
+    @property
+    def alone(self) -> bool:
+        """True for the only run of the axes, or the mean of all."""
+        return self.runs == 1
+
+    @property
+    def run_color(self) -> str:
+        """Color of this run among several."""
+        return self.style.runs[self.number]
+
+    def color(self, population: str) -> str:
+        """Color of a population, or with several runs that of the run."""
+        return population_color(population) if self.alone else self.run_color
+
+    def line(self, kind: int) -> str:
+        """Line style of a kind of curve, such as dead or live tokens."""
+        return "-" if self.alone else _LINES[kind % len(_LINES)]
+
+    def label(self, text: str, kind: int = 0) -> str:
+        """Label in a legend; with several runs, one label per run."""
+        if self.alone:
+            return f"{self.run}: {text}" if self.run else text
+        return "" if kind else self.run

@@ -16,8 +16,8 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Look, Options, after_first_row, figure
-from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS
+from trajstore.analysis.figures.figure import Options, after_first_row, figure
+from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
 from trajstore.analysis.model import logit_statistics
 from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.scan import input_checks
@@ -128,8 +128,8 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
         # Lines: a transparent band would change the colors of the counts.
         label = "updates below the line are lost: at the median spacing of W"
         ax.plot(root, middle, color=color, label=label)
-        for edge, label in ((low, "at its 5 % and 95 % quantiles"), (high, None)):
-            ax.plot(root, edge, "--", color=color, lw=1, label=label)
+        ax.plot(root, low, "--", color=color, lw=1, label="at its 5 % and 95 % quantiles")
+        ax.plot(root, high, "--", color=color, lw=1)
     outside = _show_central(ax, edges, counts, middle)
     unit = "nat per unit of W"
     ax.set_xlabel(f"√v, root of the second moment / {unit}")

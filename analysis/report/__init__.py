@@ -1,8 +1,8 @@
-"""A run, or several, as one page of HTML that needs nothing else.
+"""Reports: one self-contained HTML page about a run, or about several.
 
-``verdicts`` are sentences about a run, with the numbers that carry them; ``reproduction`` has the
-commands that make the run again; ``page`` puts them together with facts, tables and figures, and
-fills the template beside it; ``runs_page`` does so with the comparison of several runs.
+``verdicts`` writes sentences about a run, with their numbers. ``reproduction`` writes the commands
+that reproduce it. ``page`` adds facts, tables and figures, and renders ``page.html``. ``runs_page``
+renders the comparison of several runs.
 """
 
 from trajstore.analysis.report.page import write_report

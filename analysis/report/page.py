@@ -18,7 +18,7 @@ from trajstore.analysis.figures.figure import compute_together, prepared
 from trajstore.analysis.figures.titles import run_system
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.reproduction import reproduction
-from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
+from trajstore.analysis.report.verdicts import discontinuity_verdict, evidence, latest, verdicts
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.scan.scan import Scan
 from trajstore.byte_sizes import format_bytes
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["check_target", "drawn", "html_table", "verified", "write_page", "write_report"]
 
-_DPI = 110
+_DPI = 160
+_SIZE = (4.8, 4.2)
+"""Inches of a figure: its text is legible at the width of a phone."""
+
 _TOKENS = 12
 
 
@@ -51,34 +54,34 @@ def write_report(
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write a page about a run: one file of HTML, which asks nothing of the network.
+    """Write a report about a run: one HTML file that loads nothing from the network.
 
     Parameters
     ----------
     run : path-like, str or RemotePath
-        Also one that is being recorded.
+        A recording in progress is fine.
     path : path-like
-        Of the page; ends in ``.html``.
+        File of the page; ends in ``.html``.
     steps : str, int, slice or iterable of int, optional
-        Window that the figures show, as for `analysis.compute`. Sentences and tables are about the
+        Steps that the figures show, as for `analysis.compute`. Sentences and tables cover the
         whole run.
     within : bool
-        Have the whole page be about the rows of the window, as if the run had no others.
+        Compute the whole page from the rows of the window alone.
     min_unchanged : int
-        Steps without motion that make a token frozen, as for `analysis.freeze`.
+        Unchanged steps at the end that make a token frozen, as for `analysis.freeze`.
     check : bool
-        Verify every stored byte, and say so on the page; by default it says that nothing was.
+        Verify every stored byte, and print the result on the page.
     overwrite : bool
-        Replace a page that is there.
+        Replace an existing page.
     report : callable, optional
-        Told of tasks done and in all.
+        Called with the number of finished tasks and of all tasks.
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run.
+        If there is no run at `run`.
     InvalidArgument, RunExists
-        For another ending; if the page is there.
+        If the name ends otherwise; if the page exists.
     MissingExtra
         Without Jinja2 or matplotlib.
     """
@@ -93,7 +96,7 @@ def write_report(
 def write_page(
     path: str | os.PathLike[str], facts: Callable[[], Mapping[str, Any]], *, overwrite: bool
 ) -> Path:
-    """Fill the template with facts, which are asked for when the page can be written.
+    """Render the template; compute `facts` only after the target is checked.
 
     Raises
     ------
@@ -110,22 +113,22 @@ def write_page(
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a page that cannot be written.
+    """Check that a page can be written.
 
     Raises
     ------
     InvalidArgument, RunExists
     """
     if target.suffix.lower() not in (".html", ".htm"):
-        raise InvalidArgument(f"a report is a page of HTML; got {target}, expected NAME.html")
+        raise InvalidArgument(f"got {target}, expected NAME.html; a report is an HTML page")
     if target.exists() and not overwrite:
         raise RunExists(
-            f"{target} is already there; choose another name, or overwrite it (--overwrite)"
+            f"{target} already exists; choose another name, or replace it (--overwrite)"
         )
 
 
 def seen(text: object) -> str:
-    """Text whose control characters are shown, and do nothing.
+    """Text with visible symbols in place of control characters.
 
     >>> seen("a\\x1b[31mb\\n")
     'a␛[31mb\\n'
@@ -167,8 +170,8 @@ def _facts(
         if number and (name != "all" or len(sizes) == 1)
         if (sentences := verdicts(found, name, options.min_unchanged))
     ]
-    general = [sentence for sentence in (_loss(ds), seam_verdict(found)) if sentence]
-    general += [f"Not told: {name}, for {why}." for name, why in unknown.items()]
+    general = [sentence for sentence in (_loss(ds), discontinuity_verdict(found)) if sentence]
+    general += [f"Not computed: {name}, because {why}." for name, why in unknown.items()]
     steps = info["steps"]
     span = f"{info['committed_rows']:,} rows"
     return {
@@ -177,7 +180,7 @@ def _facts(
         "span": span + (f", steps {steps['first']:,} to {steps['last']:,}" if steps else ""),
         "status": info["status"],
         "caveats": [*_window(scan, options), *_caveats(info)],
-        "told": [*verdict_parts, {"title": "The run", "sentences": general}]
+        "findings": [*verdict_parts, {"title": "The run", "sentences": general}]
         if general
         else verdict_parts,
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
@@ -192,12 +195,12 @@ def _facts(
 
 
 def _window(scan: Scan, options: Options) -> list[str]:
-    """What of the page is about some of the steps only."""
+    """Sentences about the window of steps, if there is one."""
     if options.within:
         alone = f"steps {scan.steps[0]:,} to {scan.steps[-1]:,} alone"
-        return [f"All sentences, tables and figures are computed from {alone}."]
+        return [f"All sentences, tables and figures use {alone}."]
     if options.steps is not None:
-        return ["The figures show some of the steps; every number is that of the whole run."]
+        return ["The figures show a window of steps; all other numbers describe the whole run."]
     return []
 
 
@@ -206,29 +209,38 @@ def drawn(
     figures: Sequence[Figure],
     options: Options,
     report: Callable[[int, int], None] | None,
-) -> tuple[list[dict[str, str]], Mapping[str, str]]:
-    """Pictures of figures, each with its title, and by name those that cannot be drawn, and why."""
+) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
+    """Pictures of figures with their titles, and the reason for each figure left out, by name."""
     try:
         found = collect(runs, figures, options, leave_out=True, report=report)
-    except InvalidArgument as error:  # none of them: a run that has just begun
+    except InvalidArgument as error:  # no figure at all, as of a run without rows
         return [], {"all": str(error)}
     made = []
     left_out = dict(found.left_out)
     for figure in found.figures:
         one = replace(found, figures=[figure])
         try:
-            pictures = {style: _picture(one, style) for style in ("light", "dark")}
-        except InvalidArgument as error:  # a mean of runs with different steps
+            pictures = _pictures(one)
+        except InvalidArgument as error:  # a mean over runs with different steps
             left_out[figure.name] = str(error)
             continue
         made.append({"title": f"{figure.title}: {found.title}", **pictures})
     return made, left_out
 
 
-def _picture(one: Collected, style: str) -> str:
-    content = io.BytesIO()
-    draw_sheet(one, style=style).savefig(content, format="png", dpi=_DPI)
-    return base64.b64encode(content.getvalue()).decode("ascii")
+def _pictures(one: Collected) -> dict[str, Any]:
+    """PNG files of one figure in both styles, base64; `wide` if it has several panels."""
+    found: dict[str, Any] = {}
+    for style in ("light", "dark"):
+        title = one.figures[0].title
+        canvas = draw_sheet(one, style=style, title=title, size=_SIZE)
+        found["wide"] = len(canvas.subfigs) > 1
+        if found["wide"]:
+            canvas = draw_sheet(one, style=style, title=title)
+        content = io.BytesIO()
+        canvas.savefig(content, format="png", dpi=_DPI)
+        found[style] = base64.b64encode(content.getvalue()).decode("ascii")
+    return found
 
 
 def _loss(ds: xr.Dataset) -> str:
@@ -239,7 +251,7 @@ def _loss(ds: xr.Dataset) -> str:
         return ""
     first, last = loss[0], loss[-1]
     return (
-        f"The loss was {first.item():.4f} at step {int(first.step):,}, and "
+        f"The loss was {first.item():.4f} at step {int(first.step):,} and "
         f"{last.item():.4f} at step {int(last.step):,}."
     )
 
@@ -256,7 +268,7 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
     try:
         facts = summary(ds).compute()
     except (VariableNotRecorded, InvalidArgument) as error:
-        yield html_table("Summary", ["there is none"], [[str(error)]])
+        yield html_table("Summary", ["not available"], [[str(error)]])
         return
     statistics = ["mean", "median", "min", "max"]
     names = [str(name) for name in facts["population"].values]
@@ -287,10 +299,10 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
 
 
 def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
-    if "rest" in found:
-        rows = [list(row.values()) for row in latest(found["rest"], ds, _TOKENS)]
-        columns = ["id", "text", "kind", "in the text", "last motion", "rows with motion"]
-        yield html_table("The tokens that moved longest", columns, rows) | {"text": 1}
+    if "freezing" in found:
+        rows = [list(row.values()) for row in latest(found["freezing"], ds, _TOKENS)]
+        columns = ["id", "text", "kind", "count in text", "last change", "changed rows"]
+        yield html_table("Tokens with the latest change", columns, rows) | {"text": 1}
 
 
 def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,28 +318,28 @@ def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
     ]
     total = ["all", "", "", format_bytes(info["bytes_native"]), format_bytes(info["bytes_on_disk"])]
     return html_table(
-        "What is stored", ["array", "shape", "type", "native", "on disk"], [*rows, total]
+        "Stored arrays", ["array", "shape", "type", "native", "on disk"], [*rows, total]
     )
 
 
 def html_table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
-    """A table as the template takes it."""
+    """A table for the template."""
     return {"title": title, "columns": columns, "rows": rows, "text": None}
 
 
 def verified(run: Location, check: bool) -> dict[str, Any]:
-    """What the page says of the stored bytes of a run."""
+    """Result of the verification of a run, for the template."""
     if not check:
-        nothing = "Nothing was verified for this page; trajstore report --verify does it."
+        nothing = "Not verified. To verify every stored byte, run trajstore report --verify."
         return {"verified": nothing, "problems": []}
     found = verify(run)
-    verdict = "and is sound" if found.clean else f"with {len(found.problems):,} problems"
-    said = (
-        f"Every stored byte was held against its checksum, {verdict}: {found.rows:,} rows, "
-        f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. The steps "
-        "were not replayed; trajstore verify --replay does that."
+    verdict = "sound" if found.clean else f"{len(found.problems):,} problems"
+    sentence = (
+        f"Every stored byte was compared with its checksum: {verdict}; {found.rows:,} rows, "
+        f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. "
+        "To replay the steps, run trajstore verify --replay."
     )
-    return {"verified": said, "problems": [problem.message for problem in found.problems]}
+    return {"verified": sentence, "problems": [problem.message for problem in found.problems]}
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The commands that make a run again, from what its root says of each of its stretches."""
+"""The commands that reproduce a run, from the configuration of each of its stretches."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ __all__ = ["reproduction"]
 Config = Mapping[str, Mapping[str, Any]]
 
 _OF_RESUME = {"training.steps"}
-"""Fields that change where a run is extended; others change at a fork."""
+"""Fields that a resume changes; a fork changes the others."""
 
 _IGNORED = ("recording.", "training.device")
 
 
 def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
-    """The commands that make a run again, the file that they need, and what else to know.
+    """The commands that reproduce a run, their configuration file, and a remark.
 
     Parameters
     ----------
     name : str
-        Of the run.
+        Name of the run.
     info : mapping
-        Of `trajstore.store.reading.run_info.information`.
+        Result of `trajstore.store.reading.run_info.information`.
     """
     config, provenance = info.get("config") or {}, info.get("provenance") or {}
-    # A loop of one's own says what it likes.
+    # The user's own loop may record any JSON value.
     if not config or not all(isinstance(fields, Mapping) for fields in config.values()):
         return {"commands": "", "settings": "", "made_of": ""}
     origin = "what_if" if provenance.get("what_if") else "fork" if _has_unlisted_fork(info) else ""
     if origin:
         made_of = (
-            "The run was made of another one, so its settings alone do not make it again; which "
-            f"run, and what was set, stands below as {origin}."
+            "This run begins with rows of another run, so its settings alone do not reproduce it. "
+            f"The provenance below names that run and the changed settings as {origin}."
         )
         return {"commands": "", "settings": "", "made_of": made_of}
     text = provenance.get("corpus")
     option, made_of = "", ""
     if _is_text_file(text):
         option = f" --corpus {shlex.quote(str(text['name']))}"
-        made_of = f"The text had {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
+        made_of = f"The text has {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
     on_cpu = provenance.get("device") == "cpu"
     stretches = trained_stretches(
-        info if on_cpu else {**info, "provenance": {}},  # elsewhere the threads change no bit
+        info if on_cpu else {**info, "provenance": {}},  # on other devices, threads change no bit
         0,
         (info.get("steps") or {}).get("last") or 1,
     )
@@ -78,18 +78,15 @@ def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _has_unlisted_fork(info: Mapping[str, Any]) -> bool:
-    """Whether a run is a fork with other settings that its stretches do not list.
-
-    Runs of earlier versions list none.
-    """
+    """True if a fork changed settings that no stretch lists, as in earlier versions."""
     fork = (info.get("provenance") or {}).get("fork") or {}
     return bool(fork.get("settings")) and "stretches" not in info
 
 
 def _shortened(stretch: Stretch) -> Config:
-    """The configuration of a stretch, whose training ends with it.
+    """The configuration with the end of training at the end of the stretch.
 
-    The decay of its learning rate ends where it did.
+    The decay of the learning rate keeps its end.
     """
     config = {section: dict(fields) for section, fields in stretch.config.items()}
     training, schedule = config["training"], config["schedule"]
@@ -102,7 +99,7 @@ def _shortened(stretch: Stretch) -> Config:
 def _changes(before: Config, after: Config) -> Iterator[tuple[str, Any]]:
     """Fields that a command has to set, and their values.
 
-    No command can unset one, so the end of the decay is named where it was named before.
+    No command can unset a field, so a given end of the decay stays given.
     """
     for section, fields in after.items():
         for field, value in fields.items():
@@ -144,6 +141,6 @@ def _toml(config: Config) -> str:
 
 
 def _is_text_file(text: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a run's provenance tells of a text that was not part of the program."""
+    """True if the provenance describes a text from outside the program."""
     known = isinstance(text, Mapping) and text.keys() >= {"name", "bytes", "sha256"}
     return known and isinstance(text["bytes"], int) and "(embedded)" not in str(text["name"])

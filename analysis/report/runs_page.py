@@ -1,4 +1,4 @@
-"""The page about several runs: how they compare, in tables, sentences and figures."""
+"""Report on several runs: their comparison in tables, sentences and figures."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def write_runs_report(
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write a page that compares runs: one file of HTML, which asks nothing of the network.
+    """Write a report that compares runs: one HTML file that loads nothing from the network.
 
     Parameters
     ----------
     runs : sequence of str
-        At least two; also such as are being recorded.
+        At least two. Recordings in progress are fine.
     path, steps, within, min_unchanged, check, overwrite, report
         As for `trajstore.analysis.report.write_report`.
 
@@ -82,7 +82,7 @@ def _facts(
     statuses = Counter(run_status(facts) for facts in found.values())
     checked = {run: verified(location(run), check) for run in runs}
     sentences = {run: facts["verified"] for run, facts in checked.items()}
-    if len(set(sentences.values())) == 1:  # nothing was verified
+    if len(set(sentences.values())) == 1:
         sentences = {"": next(iter(sentences.values()))}
     return {
         "name": f"{len(runs)} runs",
@@ -90,50 +90,52 @@ def _facts(
         "span": f"They differ in {', '.join(differing) or 'no setting'}",
         "status": ", ".join(f"{number} {status}" for status, number in statuses.items()),
         "caveats": [],
-        "told": [{"title": "How far they go apart", "sentences": _apart(opened, labels)}],
+        "findings": [{"title": "Divergence", "sentences": _apart(opened, labels)}],
         "advice": [],
-        "tables": [html_table("The runs", *run_table(found)), *_summaries(opened)],
+        "tables": [html_table("Runs", *run_table(found)), *_summaries(opened)],
         "figures": pictures,
         "left_out": left_out,
-        "verified": " ".join(f"{run}: {said}" if run else said for run, said in sentences.items()),
+        "verified": " ".join(
+            f"{run}: {sentence}" if run else sentence for run, sentence in sentences.items()
+        ),
         "problems": [
             f"{run}: {problem}" for run, facts in checked.items() for problem in facts["problems"]
         ],
         "commands": "\n".join(f"trajstore report {shlex.quote(run)}" for run in runs),
         "settings": "",
-        "made_of": "The page of each run has the command that records it again:",
+        "made_of": "The report of each run has the commands that reproduce it:",
         "provenance": [],
         "version": __version__,
     }
 
 
 def _summaries(runs: dict[str, xr.Dataset]) -> list[dict[str, Any]]:
-    """The table of summaries; none where a run has no step yet, or nothing to sum up."""
+    """Table of summaries; the reason if there is none, such as a run without steps."""
     try:
         found = {name: summary(ds).compute() for name, ds in runs.items()}
     except (VariableNotRecorded, InvalidArgument) as error:
-        return [html_table("Summary", ["there is none"], [[str(error)]])]
+        return [html_table("Summary", ["not available"], [[str(error)]])]
     return [html_table(*summary_table(found))]
 
 
 def _apart(runs: dict[str, xr.Dataset], labels: dict[str, str]) -> list[str]:
-    """A sentence about each run but the first."""
+    """One sentence for each run after the first."""
     (name, first), *others = runs.items()
     sentences = []
     for run, ds in others:
         try:
             found = divergence(first, ds).sel(population="all").compute()
         except (VariableNotRecorded, InvalidArgument) as error:
-            sentences.append(f"{labels[run]}: not compared with {name}, for {error}.")
+            sentences.append(f"{labels[run]}: not compared with {name}: {error}.")
             continue
         begin = int(found["first_difference"])
         if begin < 0:
-            sentences.append(f"{labels[run]}: W is that of {name} at every step, bit for bit.")
+            sentences.append(f"{labels[run]}: W equals that of {name} at every step, bit for bit.")
             continue
         last = found.isel(step=-1)
         sentences.append(
-            f"{labels[run]}: W differs from that of {name} since step {begin:,}; at step "
-            f"{int(last['step']):,} in {last['differing'].item():.1%} of its elements, with a "
-            f"distance of {last['distance'].item():.4g} (L2)."
+            f"{labels[run]}: W differs from that of {name} since step {begin:,}. At step "
+            f"{int(last['step']):,}, {last['differing'].item():.1%} of its elements differ; the "
+            f"distance is {last['distance'].item():.4g} (L2)."
         )
     return sentences

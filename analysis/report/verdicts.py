@@ -1,4 +1,4 @@
-"""What happened to the tokens of a run, in sentences with the numbers that carry them."""
+"""Sentences about the tokens of a run, with their numbers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["evidence", "verdicts"]
 
 
 def evidence(scan: Scan, min_unchanged: int) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
-    """What the sentences need, lazy, and by name what cannot be sentences, and why."""
+    """Lazy data for the sentences, and the reason for what is not available, by name."""
     questions: dict[str, Callable[[Scan], xr.Dataset]] = {
         "gradients": _gradients,
-        "rest": partial(_rest, min_unchanged=min_unchanged),
+        "freezing": partial(_freezing, min_unchanged=min_unchanged),
         "causes": _causes,
-        "seams": _seams,
+        "discontinuities": _discontinuities,
     }
     found: dict[str, xr.Dataset] = {}
     unknown: dict[str, str] = {}
@@ -46,13 +46,13 @@ def _gradients(scan: Scan) -> xr.Dataset:
     return xr.Dataset({"counts": counts.sum("step")})
 
 
-def _rest(scan: Scan, min_unchanged: int) -> xr.Dataset:
+def _freezing(scan: Scan, min_unchanged: int) -> xr.Dataset:
     names, groups = populations(scan.ds)
     facts = freeze(scan, min_unchanged)[["last_motion", "frozen_since", "moves"]]
     return facts.assign(member=(("population", "token"), groups)).assign_coords(population=names)
 
 
-def _seams(scan: Scan) -> xr.Dataset:
+def _discontinuities(scan: Scan) -> xr.Dataset:
     return discontinuities(scan)[["discontinuity"]]
 
 
@@ -62,22 +62,22 @@ def _causes(scan: Scan) -> xr.Dataset:
 
 
 def verdicts(found: dict[str, xr.Dataset], population: str, min_unchanged: int) -> list[str]:
-    """Sentences about one population.
+    """Write the sentences about one population.
 
     Parameters
     ----------
     found : dict
-        `evidence`, computed.
+        Computed `evidence`.
     population : str
-        That has tokens.
+        Name of a population with tokens.
     min_unchanged : int
-        As `evidence` got it.
+        As for `evidence`.
     """
     sentences: list[str] = []
     if "gradients" in found:
         sentences.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
-    if "rest" in found:
-        sentences.append(_of_rest(found["rest"], population, min_unchanged))
+    if "freezing" in found:
+        sentences.append(_of_freezing(found["freezing"], population, min_unchanged))
     if "causes" in found:
         sentences.append(_of_causes(found["causes"]["counts"].sel(population=population)))
     return [sentence for sentence in sentences if sentence]
@@ -86,63 +86,63 @@ def verdicts(found: dict[str, xr.Dataset], population: str, min_unchanged: int) 
 def _of_gradients(counts: xr.DataArray) -> str:
     other, zero = (int(number) for number in counts.values)
     if not zero:
-        return f"None of them ever had a gradient of zero, in {other:,} gradients (tokens × steps)."
+        return f"No gradient was zero, of {other:,} gradients (tokens × steps)."
     share = zero / (zero + other)
-    return f"{share:.1%} of their gradients were exactly zero: {zero:,} of {zero + other:,}."
+    return f"{share:.1%} of the gradients were exactly zero: {zero:,} of {zero + other:,}."
 
 
-def _of_rest(rest: xr.Dataset, population: str, min_unchanged: int) -> str:
-    member = rest["member"].sel(population=population).values
-    since, last = rest["frozen_since"].values[member], rest["last_motion"].values[member]
+def _of_freezing(freezing: xr.Dataset, population: str, min_unchanged: int) -> str:
+    member = freezing["member"].sel(population=population).values
+    since, last = freezing["frozen_since"].values[member], freezing["last_motion"].values[member]
     frozen = since >= 0
-    still = f"still for {min_unchanged:,} step{'s' * (min_unchanged > 1)} or more at the end"
+    unchanged = f"unchanged for the last {min_unchanged:,} step{'s' * (min_unchanged > 1)} or more"
     if not frozen.any():
-        return f"None of them was frozen: {still}."
+        return f"No token was frozen ({unchanged})."
     if frozen.all():
         first, final = int(since.min()), int(since.max())
         when = f"by step {final:,}" if first < final else f"at step {final:,}"
-        return f"All of them were frozen {when}, {still}" + (
+        return f"All tokens were frozen {when} ({unchanged})" + (
             f"; the first at step {first:,}." if first < final else "."
         )
     never = int((last < 0).sum())
     return (
-        f"{int(frozen.sum()):,} of {frozen.size:,} were frozen ({frozen.mean():.1%}), {still}, "
+        f"{int(frozen.sum()):,} of {frozen.size:,} were frozen, {frozen.mean():.1%} ({unchanged}); "
         f"the first at step {int(since[frozen].min()):,}"
-        + (f"; {never:,} never moved." if never else ".")
+        + (f"; {never:,} never changed." if never else ".")
     )
 
 
 def _of_causes(counts: xr.DataArray) -> str:
-    still = counts.drop_sel(cause="moved")
-    total = int(still.sum())
+    unchanged = counts.drop_sel(cause="moved")
+    total = int(unchanged.sum())
     if not total:
-        return "There was no step at which one of them stood still."
+        return "Every token changed at every step."
     parts = [
         f"{int(number) / total:.1%} {str(cause).replace('_', ' ')}"
-        for cause, number in zip(still["cause"].values, still.values, strict=True)
+        for cause, number in zip(unchanged["cause"].values, unchanged.values, strict=True)
         if number
     ]
-    return f"Of {total:,} steps without motion (tokens × steps): {', '.join(parts)}."
+    return f"Causes of {total:,} steps without change (tokens × steps): {', '.join(parts)}."
 
 
-def seam_verdict(found: dict[str, xr.Dataset]) -> str:
-    """Whether the history continues itself."""
-    if "seams" not in found:
+def discontinuity_verdict(found: dict[str, xr.Dataset]) -> str:
+    """Sentence about discontinuities of the motion."""
+    if "discontinuities" not in found:
         return ""
-    seam = found["seams"]["discontinuity"]
-    steps = seam["step"].values[seam.values]
+    found_at = found["discontinuities"]["discontinuity"]
+    steps = found_at["step"].values[found_at.values]
     if not steps.size:
-        return "The history continues itself at every step: no seam was found."
+        return "No discontinuity was found."
     shown = ", ".join(f"{step:,}" for step in steps[:10])
     return (
-        f"The motion changes its pace abruptly (seams) at {steps.size} steps: {shown}"
+        f"The speed changes abruptly at {steps.size} steps (discontinuities): {shown}"
         f"{', …' if steps.size > 10 else ''}."
     )
 
 
-def latest(rest: xr.Dataset, ds: xr.Dataset, most: int) -> list[dict[str, Any]]:
-    """Tokens that moved last of all, the latest first."""
-    last = rest["last_motion"].values
+def latest(freezing: xr.Dataset, ds: xr.Dataset, most: int) -> list[dict[str, Any]]:
+    """Tokens in the order of their last change, the latest first."""
+    last = freezing["last_motion"].values
     order = np.argsort(-last, kind="stable")[:most]
     texts = ds["token_text"].values if "token_text" in ds else None
     dead = ds["is_dead"].values if "is_dead" in ds else None
@@ -154,7 +154,7 @@ def latest(rest: xr.Dataset, ds: xr.Dataset, most: int) -> list[dict[str, Any]]:
             "kind": "" if dead is None else ("dead" if dead[at] else "live"),
             "count": "" if count is None or count[at] < 0 else f"{int(count[at]):,}",
             "last": "never" if last[at] < 0 else f"{int(last[at]):,}",
-            "moves": f"{int(rest['moves'].values[at]):,}",
+            "moves": f"{int(freezing['moves'].values[at]):,}",
         }
         for at in order
     ]

@@ -108,12 +108,12 @@ def test_a_run_is_explored_while_it_is_recorded(run: RunWriter, address: str) ->
             expect(cell).to_have_text(row)
             cell.click()
             expect(page.get_by_text(shown, exact=True)).to_be_visible()
-        expect(page.get_by_text("It never moved, in 7 rows: skipped.")).to_be_visible()
+        expect(page.get_by_text("Never changed, in 7 rows: skipped.")).to_be_visible()
 
         # A token in the plane: to the right are those that moved.
         plane = page.locator(".bk-Figure").first.bounding_box()
         page.mouse.click(plane["x"] + plane["width"] - 20, plane["y"] + plane["height"] / 2)
-        expect(page.get_by_text(re.compile("It moved last at step 5"))).to_be_visible()
+        expect(page.get_by_text(re.compile("Last change at step 5"))).to_be_visible()
 
         # New rows come by themselves; who looked at the last row looks at the new one.
         append(run, 12)

@@ -53,10 +53,18 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     before = contents(run)
     done = trajstore_cli("repair", run)
     assert done.stdout.startswith(
-        "Planned repair:\n  3 of 11 rows are dropped, those from row 8 on"
+        "Damaged: W, steps 8 to 10. Whole: step, grad, exp_avg, loss.\n"
+        "Planned repair:\n  3 of 11 rows are dropped, from row 8 on"
     )
-    assert "grad/zarr.json is written anew" in done.stdout
+    assert "grad/zarr.json is rewritten" in done.stdout
+    assert f"  trajstore repair {run} --fill-damaged\n" in done.stdout
+    assert f"cp -r {run} {run}.copy\n" in done.stdout
     assert f"trajstore repair {run} --yes" in done.stdout
+    done = trajstore_cli("repair", run, "--fill-damaged")
+    assert "\n  W becomes NaN in steps 8 to 10: W, block 2" in done.stdout
+    assert f"trajstore repair {run} --fill-damaged --yes" in done.stdout
+    done = trajstore_cli("repair", run, "--drop-array", "loss", rc=2)
+    assert "cannot drop loss: it is whole; damaged are: W" in done.stderr
     assert contents(run) == before
     facts = json.loads(trajstore_cli("repair", run, "--yes", "--json").stdout)
     assert (facts["done"], facts["rows_before"], facts["rows"]) == (True, 11, 8)

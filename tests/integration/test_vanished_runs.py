@@ -65,7 +65,7 @@ def test_what_has_gone_is_not_found_damaged_and_not_made_again(look: Any, whole:
     def go(*progress: int) -> None:
         shutil.rmtree(whole, ignore_errors=True)
 
-    with pytest.raises(RunNotFound, match="has gone while it was looked at"):
+    with pytest.raises(RunNotFound, match="disappeared during the check"):
         look(whole, threads=1, on_progress=go)
     assert not whole.exists()
 

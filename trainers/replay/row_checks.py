@@ -44,7 +44,7 @@ def check_skipped(rows: RecordedRows, findings: Findings) -> None:
     if "skipped" not in rows:
         return
     for number, step in enumerate(rows.steps[1:].tolist(), 1):
-        if rows.value("skipped", number) not in (0, 1):
+        if number not in rows.filled and rows.value("skipped", number) not in (0, 1):
             findings.add(Finding(kind="invalid", variable="skipped", step=step, tokens=0))
 
 
@@ -53,7 +53,7 @@ def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) 
 
     Other moments, or a gradient, give a finding. A run that starts later is not checked.
     """
-    if not rows.from_start:
+    if not rows.from_start or row.number in rows.filled:
         return row
     bits = dict(row.bits)
     for name in ("grad", *MOMENTS):

@@ -233,7 +233,7 @@ class CheckpointFolder:
             flush([file.parent])
 
     def discard(self) -> None:
-        """Remove a file that was staged, or placed before its run, because its run failed."""
+        """Remove a staged file, or one placed before its run, because the run failed."""
         if self._staged is not None:
             self._staged[0].unlink(missing_ok=True)
             self._staged = None

@@ -150,9 +150,9 @@ def fork(
         require_sound(advice)
     report_notes(source.notes(config, at), on_note)
     folder = CheckpointFolder(target, fsync=fsync)
-    # A new run gets its checkpoint before its name, so it is never without. A run that is replaced
-    # keeps its own checkpoints until then: a kill right after the exchange leaves a fork without a
-    # checkpoint, which `--resume` reports.
+    # A new run gets its checkpoint before its name, so it always has one. A replaced run keeps its
+    # own checkpoint until then: a kill right after that leaves a fork without a checkpoint, which
+    # `--resume` reports.
     after = folder.place if target.exists() else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:

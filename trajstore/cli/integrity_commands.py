@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -80,26 +81,49 @@ def _replay(run: str) -> Any:
 @click.command()
 @RUN
 @click.option("--yes", is_flag=True, help="Apply the repair. Without it, print what it would do.")
+@click.option(
+    "--fill-damaged",
+    is_flag=True,
+    help="Keep all rows: write NaN in place of the damaged values. Not for step, an integer.",
+)
+@click.option(
+    "--drop-array",
+    "drop_arrays",
+    metavar="NAME",
+    multiple=True,
+    help="Keep all rows: remove this damaged array. Can be repeated.",
+)
 @JSON
 @sentences
-def repair(run: str, yes: bool, as_json: bool) -> None:
+def repair(
+    run: str, yes: bool, fill_damaged: bool, drop_arrays: tuple[str, ...], as_json: bool
+) -> None:
     """Restore a damaged run to its last complete commit.
 
-    Prints the repair, and applies it with --yes. Exits with 1 if something cannot be repaired.
+    Prints the repair, and applies it with --yes. Copy the run first: dropped rows are lost. Exits
+    with 1 if something cannot be repaired.
 
     \b
     Example:
       trajstore repair gatsby.zarr
-      trajstore repair gatsby.zarr --yes
+      trajstore repair gatsby.zarr --fill-damaged --yes
     """
     from trajstore.integrity.repair import repair as mend
 
     with BytesProgress("checking") as progress:
-        found = mend(run, yes=yes, on_progress=progress.show)
+        found = mend(
+            run,
+            yes=yes,
+            fill_damaged=fill_damaged,
+            drop_arrays=drop_arrays,
+            on_progress=progress.show,
+        )
     if as_json:
         print_json(found.facts())
     else:
-        print_repair(found)
+        chosen = ["--fill-damaged"] if fill_damaged else []
+        chosen += [f"--drop-array {shlex.quote(name)}" for name in drop_arrays]
+        print_repair(found, chosen)
     if found.unrepaired:
         sys.exit(1)
 
@@ -160,11 +184,16 @@ def print_verification(found: Verification) -> None:
     )
 
 
-def print_repair(found: Repair) -> None:
-    """Print what `trajstore.integrity.repair.repair` did or would do."""
+def print_repair(found: Repair, chosen: Sequence[str] = ()) -> None:
+    """Print what `trajstore.integrity.repair.repair` did with these options, or would do."""
+    from trajstore.store.storage.remote_path import RemotePath
+
     if not found.actions and not found.unrepaired:
         out.print(Text(f"{found.path.name} is sound; nothing to repair."))
         return
+    if found.damaged:
+        damaged = (f"{name}, {where}" if where else name for name, where in found.damaged.items())
+        out.print(Text(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(found.whole)}."))
     if found.actions:
         out.print(Text("Repaired:" if found.done else "Planned repair:"))
     for action in found.actions:
@@ -173,6 +202,16 @@ def print_repair(found: Repair) -> None:
         out.print(Text("Cannot be repaired, because no other copy exists:"))
     for sentence in found.unrepaired:
         out.print(Text(f"  {sentence}."))
-    if found.actions and not found.done:
-        run = shlex.quote(str(found.path))
-        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {run} --yes"))
+    if found.done:
+        return
+    run, remote = shlex.quote(str(found.path)), isinstance(found.path, RemotePath)
+    if found.alternatives:
+        out.print(Text("To keep more, use instead:"))
+        for options in found.alternatives:
+            out.print(Text(f"  trajstore repair {run} {options}"))
+    if found.rows < found.rows_before and not remote:
+        copy = shlex.quote(f"{found.path}.copy")
+        out.print(Text(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}"))
+    if found.actions:
+        options = " ".join([run, *chosen, "--yes"])
+        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {options}"))

@@ -103,8 +103,12 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             raise FormatError(
                 f"zarr.json: codecs.0 is {reprlib.repr(data)}, expected {BLOCK} and a configuration"
             )
-        parsers = {"array": str, "chunk_shape": _lengths, "runs": _runs}
-        found = {}
+        parsers: dict[str, Callable[[Any], Any]] = {
+            "array": str,
+            "chunk_shape": _lengths,
+            "runs": _runs,
+        }
+        found: dict[str, Any] = {}
         for name, parser in parsers.items():
             try:
                 found[name] = parser(facts[name])

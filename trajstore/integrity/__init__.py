@@ -1,13 +1,15 @@
-"""What may be wrong with a run, and what can be done about it.
+"""Verification and repair of runs.
 
-``verify`` checks a run, ``repair`` carries out what ``repair_plan`` decides. Each finding is a
-``problem``. A new check goes where its files are read:
+``verify`` checks a run. ``repair`` applies the plan of ``repair_plan``. Each finding is a
+``problem``. ``damaged_shards`` finds damaged chunks and fills them with NaN.
+``replacement`` selects arrays to drop and chunks to fill, so that rows stay.
+
+A new check belongs to the module that reads its files:
 
 - metadata: ``metadata_checks``, with ``array_json_checks``, ``duplicate_metadata`` and
   ``root_attribute_checks``; the result is ``checked_metadata``
 - coordinates: ``coordinate_checks``
-- variables: ``array_checks``, of which ``chunk_checks`` reads every chunk against its checksum and
-  label
-- whether all of it is what was committed: ``fingerprint_checks``
-- checkpoints: ``checkpoint_checks``; files that belong to nothing: ``leftovers``
+- variables: ``array_checks``; ``chunk_checks`` compares every chunk with its checksum and label
+- digests of the commits: ``fingerprint_checks``
+- checkpoints: ``checkpoint_checks``; files outside the run: ``leftovers``
 """

@@ -1,12 +1,11 @@
-"""Checks of what the arrays of a run hold: shard by shard, in threads.
+"""Checks of the values of a run's arrays: shard by shard, in threads.
 
-Each job has the memory of a few chunks, and brings back what it has found; these are put together
-in the order of the arrays, whichever thread was first.
+Each job uses the memory of a few chunks. Findings are joined in the order of the arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, Remot
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["check_chunks"]
+__all__ = ["check_chunks", "in_steps"]
 
 Array = npt.NDArray[Any]
 
@@ -45,7 +44,7 @@ def check_chunks(
     metadata : CheckedMetadata
     threads : int, optional
     on_progress : callable, optional
-        Called with the bytes of the shards that are done, and those there are.
+        Called with the bytes of the checked shards, and of all shards.
     """
     total = 0 if on_progress is None else _size_of_shards(metadata)
     found = CheckedChunks()
@@ -57,13 +56,44 @@ def check_chunks(
             on_progress(found.bytes, max(found.bytes, total))
     found.problems += _check_steps(metadata, found.steps)
     if 0 not in found.steps or found.steps[0][0] != 0:
-        # A run that begins later holds no initial state in its first row.
+        # A run that begins later has no initial state in its first row.
         found.row0.clear()
     return found
 
 
+def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges of rows as steps, such as ``steps 96 to 111``; as rows if `step` is damaged.
+
+    Parameters
+    ----------
+    found : CheckedChunks
+    ranges : iterable of (int, int)
+        First row, and the row after the last; in any order.
+    """
+    merged: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((first, stop))
+    bounds = [(_step(found, first), _step(found, stop - 1)) for first, stop in merged]
+    known = all(step is not None for pair in bounds for step in pair)
+    pairs = bounds if known else [(first, stop - 1) for first, stop in merged]
+    shown = (str(first) if first == last else f"{first} to {last}" for first, last in pairs)
+    several = len(pairs) > 1 or pairs[0][0] != pairs[0][1]
+    return f"{'step' if known else 'row'}{'s' if several else ''} {', '.join(shown)}"
+
+
+def _step(found: CheckedChunks, row: int) -> int | None:
+    """Step of a row; None where `step` could not be read."""
+    for first, values in found.steps.items():
+        if first <= row < first + len(values):
+            return int(values[row - first])
+    return None
+
+
 def _size_of_shards(metadata: CheckedMetadata) -> int:
-    """Bytes of the shards of the committed rows, those that are there."""
+    """Bytes of the existing shards of the committed rows."""
     sizes = metadata.objects
     keys = [
         stored.key(block, part)
@@ -80,7 +110,7 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
 
 
 def _size(path: Location) -> int:
-    """Bytes of an object; 0 of one that is missing, which is a problem of its own."""
+    """Bytes of an object; 0 if it is missing, which another check reports."""
     try:
         return size_of(path)
     except ObjectStoreError:
@@ -101,7 +131,7 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
 
 
 def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:
-    """Steps must increase strictly, from at least 0."""
+    """Check that steps increase strictly, from at least 0."""
     last = -1
     for first, values in sorted(steps.items()):
         before = np.concatenate(([last], values[:-1]))

@@ -1,4 +1,4 @@
-"""The documents of a run's arrays, each by itself: read strictly, and judged by the schema."""
+"""Checks of each array's document alone: strict JSON that fits the schema."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
 
 
 _FOREIGN = (
-    "it is not stored as a recorder stores it, so its values cannot be checked; another program "
-    "has written it, or its metadata have been changed"
+    "its storage differs from that of a recorder, so its values cannot be checked; another "
+    "program wrote it or changed its metadata"
 )
 _ARRAY_KEYS = {
     "zarr_format",
@@ -44,12 +44,12 @@ _ARRAY_KEYS = {
 
 
 def is_canonical(document: Document) -> bool:
-    """Whether zarr would write the document as it is: it passes over names that it does not know.
+    """True if zarr would write the same document; zarr ignores unknown names.
 
     Raises
     ------
     FormatError
-        If zarr does not understand it.
+        If zarr cannot read it.
     """
     metadata = open_document(document).metadata
     written = metadata.to_buffer_dict(default_buffer_prototype())[DOCUMENT].to_bytes()
@@ -57,24 +57,24 @@ def is_canonical(document: Document) -> bool:
 
 
 def is_series(name: str) -> bool:
-    """Whether an array grows with the rows."""
+    """True if an array grows with the rows."""
     return name == STEP.name or name in VARIABLES
 
 
 def block_rows(document: Document) -> int:
-    """Rows that an array stores together: those of a shard, or of a chunk without shards."""
+    """Rows per block of an array: those of a shard, or of a chunk without shards."""
     return int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
 
 
 def with_rows(name: str, document: Document, rows: int) -> Document:
-    """The document with another number of rows, if it has any."""
+    """The document with another number of rows, if the array grows with rows."""
     if not is_series(name):
         return document
     return document | {"shape": [rows, *document["shape"][1:]]}
 
 
 def faults(name: str, document: Any) -> list[str]:
-    """What is wrong with a document of an array by itself."""
+    """Faults of an array's document alone."""
     if not isinstance(document, dict):
         return ["its document is no JSON object"]
     entry = entry_of(name)
@@ -118,7 +118,7 @@ def faults(name: str, document: Any) -> list[str]:
 
 
 def _is_one_chunk(document: Document, opened: zarr.Array[Any]) -> bool:
-    """Whether a coordinate is stored as a recorder stores it: one chunk, with a checksum."""
+    """True if a coordinate is stored as a recorder writes it: one chunk, with a checksum."""
     return (
         tuple(opened.chunks) == tuple(opened.shape)
         and opened.shards is None

@@ -1,4 +1,4 @@
-"""The documents of a run, once they are checked: what every other check and a repair go by."""
+"""Checked documents of a run, which every other check and a repair use."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ __all__ = ["CheckedMetadata"]
 
 @dataclass(kw_only=True)
 class CheckedMetadata:
-    """What the documents of a run say, and what is wrong with them.
+    """Documents of a run, and their problems.
 
     Attributes
     ----------
     path : Path or RemotePath
     objects : dict of str to int or None
-        Bytes of each object by its key, as an object store lists them; None of a folder, and of a
-        web server, which lists nothing.
+        Bytes of each object by its key, as an object store lists them; None for a folder or a web
+        server.
     root : dict or None
-        Document of the root as it is on disk; None if it cannot be read.
+        Stored document of the root; None if it cannot be read.
     own : dict
-        Document in each array's folder, without what it announces; None where it cannot be read.
+        Document in each array's folder, without announced attributes; None if it cannot be read.
     attributes : dict
-        Of the root; empty if it cannot be read.
+        Attributes of the root; empty if it cannot be read.
     copy : dict or None
-        The root's fixed attributes as `step` has them.
+        Copy of the root's fixed attributes in `step`.
     announced : bool
-        Whether the document of `step` also says what they are about to be.
+        True if the document of `step` announces new attributes.
+    dropped : set of str
+        Arrays that a repair dropped, as the root records.
     rows : int
         Committed rows.
     arrays : dict
-        The better document of each array; the growing ones with so many rows.
+        The better document of each array, with the committed rows.
     problems : list of Problem
     notes : list of str
-        What is not damage, and still worth knowing.
+        Remarks that are no damage.
     refused : bool
-        Whether the system did not let a document be read, which may be sound.
+        True if the system refused to read a document, which may be sound.
     """
 
     path: Location
@@ -53,6 +55,7 @@ class CheckedMetadata:
     attributes: Document = field(default_factory=dict)
     copy: Document | None = None
     announced: bool = False
+    dropped: set[str] = field(default_factory=set)
     rows: int = 0
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -62,11 +65,11 @@ class CheckedMetadata:
     def stored(self, name: str) -> StoredArray:
         """Reader of an array that grows with the rows."""
         stored = stored_array(self.path, name, open_document(self.arrays[name]))
-        assert stored is not None  # or its document had a fault
+        assert stored is not None  # otherwise its document has a fault
         return stored
 
     def consolidated(self) -> dict[str, Any] | None:
-        """Documents of the arrays in the root; None where they are lost."""
+        """Documents of the arrays in the root; None if they are lost."""
         block = (self.root or {}).get("consolidated_metadata")
         entries = block.get("metadata") if isinstance(block, dict) else None
         return entries if isinstance(entries, dict) else None
@@ -78,6 +81,6 @@ class CheckedMetadata:
         path: Location | None = None,
         remedy: Literal["rewrite", "none"] = "rewrite",
     ) -> None:
-        """Add a problem of a document: by default that of the array, or of the root."""
+        """Add a problem of a document: by default of the array, otherwise of the root."""
         path = path or self.path / (array or "") / DOCUMENT
         self.problems.append(Problem(array=array, path=path, message=message, remedy=remedy))

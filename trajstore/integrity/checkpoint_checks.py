@@ -1,8 +1,8 @@
 """Checks of the checkpoints beside a run: `NAME.ckpt/step-00000300.safetensors` and the like.
 
-Other files in that folder are somebody else's, and nobody's business here. The metadata of a
-checkpoint hold two texts: ``trajstore``, a JSON object that says dtype, shape and crc32c of every
-tensor under ``tensors``; and ``crc32c``, that of the first text, in decimal.
+Other files in that folder are ignored. The metadata of a
+checkpoint have two texts: ``trajstore``, a JSON object with dtype, shape and crc32c of every
+tensor under ``tensors``; and ``crc32c``, the checksum of the first text, in decimal.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ def check_checkpoints(run: Location) -> Iterator[Problem]:
     Parameters
     ----------
     run : Path or RemotePath
-        One in an object store is copied to a temporary file, one at a time; on a web server nobody
-        knows which there are.
+        A checkpoint in an object store is copied to a temporary file. A web server lists none.
 
     Yields
     ------
     Problem
-        Whose array is None; its path says which checkpoint it is in.
+        With array None; its path names the checkpoint.
     """
     folder: Location = checkpoint_folder(run)
     if isinstance(folder, RemotePath):
@@ -62,7 +61,7 @@ def _check_all(folder: Location, names: list[str]) -> Iterator[Problem]:
         except ObjectStoreError:
             raise
         except FileNotFoundError:
-            # A recording removes the older ones at any time.
+            # A recording removes older checkpoints at any time.
             if path.exists():
                 yield _unread(path, "it is no file")
         except OSError as error:
@@ -70,7 +69,7 @@ def _check_all(folder: Location, names: list[str]) -> Iterator[Problem]:
 
 
 def _check_file(path: Location, local: Path) -> Iterator[Problem]:
-    """Check a checkpoint, if need be a copy of it."""
+    """Check a checkpoint, or a local copy of it."""
     try:
         with SafetensorsFile(local) as file:
             for problem in _check(file):

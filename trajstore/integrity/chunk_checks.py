@@ -1,6 +1,6 @@
-"""One shard of a run, checked: its label, its index, and each chunk that the index names.
+"""Checks of one shard: its label, its index, and each chunk in the index.
 
-A shard is open while it is checked, and no longer. No more of it is in memory than a chunk.
+A shard is open only during its check. Memory holds one chunk at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trajstore.store.storage.remote_path import Location, ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
 
-__all__ = ["CheckedChunks", "check_shard"]
+__all__ = ["CheckedChunks", "check_shard", "whole_chunks"]
 
 Array = npt.NDArray[Any]
 
@@ -39,20 +39,20 @@ _ATTEMPTS = 4
 
 @dataclass(kw_only=True)
 class CheckedChunks:
-    """What the chunks hold that were checked, and what is wrong with them.
+    """Contents of checked chunks, and their problems.
 
     Attributes
     ----------
     problems : list of Problem
     row0 : list of str
-        Sentences on what row 0 holds, where it is the state before any step.
+        Sentences on unusual values in row 0, if it is the state before any step.
     notes : list of str
     steps : dict of int to ndarray
         Values of `step`, by their first row.
     labels : dict of (str, int, int) to BlockLabel
-        Of the shards that have one, by array, block and part.
+        Labels of shards, by array, block and part.
     digests : dict of (str, int, int) to bytes
-        Of what these shards hold, where all of it can be read.
+        Digests of the completely readable shards.
     shards, chunks, bytes : int
         Checked.
     """
@@ -68,7 +68,7 @@ class CheckedChunks:
     bytes: int = 0
 
     def add(self, other: CheckedChunks) -> None:
-        """Add what another check has found; a sentence on row 0 only once."""
+        """Add the findings of another check; each sentence on row 0 once."""
         self.problems += other.problems
         self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
         self.notes += other.notes
@@ -83,21 +83,21 @@ class CheckedChunks:
 def check_shard(
     stored: StoredArray, native: NativeType, block: int, part: int, *, finished: bool
 ) -> CheckedChunks:
-    """Check a shard of the committed rows; one that is replaced meanwhile, from the start again.
+    """Check a shard of the committed rows; restart if it is replaced during the check.
 
     Parameters
     ----------
     stored : StoredArray
     native : NativeType
-        That the values are of, by what the array says.
+        Type of the values, from the array's attributes.
     block, part : int
     finished : bool
-        Whether no more rows are expected.
+        True if no more rows are expected.
 
     Raises
     ------
     ObjectStoreError
-        If an object store does not answer, which is no damage.
+        If an object store does not respond, which is no damage.
     """
     for _ in range(_ATTEMPTS - 1):
         with suppress(ObjectReplaced):
@@ -127,15 +127,40 @@ def _check(
                 block=block,
                 path=path,
                 message="the shard is missing" if missing else f"cannot be read: {error}",
-                # What the system refuses today it may give tomorrow.
+                # A later attempt may succeed.
                 remedy="cut" if missing else "none",
             )
         )
     return found
 
 
+def whole_chunks(stored: StoredArray, block: int, part: int) -> dict[int, bytes]:
+    """Inner chunks of a shard that match their checksums, by their number.
+
+    Empty if the shard is missing, its label or index is broken, or the label is that of other
+    chunks.
+    """
+    found = CheckedChunks()
+    path = stored.path / stored.key(block, part)
+    whole: dict[int, bytes] = {}
+    try:
+        with held(path) as file:
+            shard = _Shard(stored, stored.chain.native, block, part, path, file, finished=False)
+            for chunk in _read_index(shard, found):
+                with suppress(ValueError, RuntimeError):
+                    data = _read_chunk(shard, chunk)
+                    stored.form.decoder.unpack(data)
+                    whole[chunk.number] = data
+    except FileNotFoundError:
+        return {}
+    if shard.label is not None and len(whole) == math.prod(stored.form.grid):
+        digest = digest_of(hashlib.sha256(whole[at]).digest() for at in sorted(whole))
+        return whole if digest == shard.label.digest else {}
+    return whole
+
+
 class _Shard:
-    """An open shard, and what is known of it so far."""
+    """An open shard with the findings so far."""
 
     def __init__(
         self,
@@ -166,7 +191,7 @@ class _Shard:
     def problem(
         self, message: str, first: int, stop: int, remedy: Literal["cut", "none"] = "cut"
     ) -> Problem:
-        """Problem with some of its bytes."""
+        """Problem in a range of its bytes."""
         return Problem(
             array=self.stored.name,
             block=self.block,
@@ -180,7 +205,7 @@ class _Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Place of a chunk in its shard: its number in the index, and its bytes."""
+    """Number of a chunk in the index, and its byte range."""
 
     number: int
     offset: int
@@ -188,12 +213,12 @@ class _Chunk:
 
     @property
     def stop(self) -> int:
-        """Byte of the shard behind it."""
+        """First byte after the chunk."""
         return self.offset + self.length
 
 
 def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
-    """Chunks that can be read, in the order of the file; report what does not cover the shard."""
+    """Readable chunks in file order; report gaps and overlaps."""
     stored, problems = shard.stored, found.problems
     form = stored.form
     chunks: list[_Chunk] = []
@@ -220,18 +245,18 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         return chunks
     shard.label = found.labels[shard.place] = tail.label
     if tail.label.block == ANYWHERE:
-        fault = "its label does not say where it belongs; another program has written it"
+        fault = "its label has no place; another program wrote it"
         problems.append(shard.problem(fault, end, size, "none"))
     needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
     if tail.label.rows < needed:
-        short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
+        short = f"it has {tail.label.rows} rows of the block, {needed} are committed"
         problems.append(shard.problem(short, end, size))
         return chunks
     written_by_us = tail.label.block != ANYWHERE
     if tail.label.rows > needed and shard.finished and written_by_us:
         longer = (
-            f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
-            "that is complete: documents of an older state have come back"
+            f"it has {tail.label.rows} rows of the block, {needed} are committed, in a complete "
+            "run: documents of an older state were restored"
         )
         problems.append(shard.problem(longer, end, size, "none"))
     index = tail.index
@@ -285,12 +310,12 @@ def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
 
 
 def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChunks) -> None:
-    """Check values whose checksum fits."""
+    """Check values with a matching checksum."""
     stored, native = shard.stored, shard.native
-    # Differences are of the native type by themselves.
+    # Differences are always of the native type.
     widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
     if widened and not _is_native(values, native):
-        message = f"holds values that are not {native.name}, as native_dtype says"
+        message = f"has values that are not {native.name}, the declared native_dtype"
         found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
     elif stored.name == STEP.name:
         first = shard.block * stored.shard[0] + chunk.number * stored.chunk[0]
@@ -303,7 +328,7 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
 
 
 def _is_native(values: Array, native: NativeType) -> bool:
-    """Whether bits of float32 are all of a 16-bit type."""
+    """True if all float32 bits are values of a 16-bit type."""
     if native.name == "bfloat16":
         return is_bfloat16(values)
     try:
@@ -314,7 +339,7 @@ def _is_native(values: Array, native: NativeType) -> bool:
 
 
 def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array | None:
-    """Values of the first row of the array in a chunk, without the padding."""
+    """Values of the array's first row in a chunk, without padding."""
     first, *at = (int(position) for position in np.unravel_index(number, stored.form.grid))
     if first:
         return None
@@ -335,21 +360,21 @@ def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array |
 
 
 def _row0_notes(name: str, row: Array) -> Iterator[str]:
-    """Sentences on what the first row holds, where it is not as by convention before any step."""
+    """Sentences on values of the first row that differ from the convention."""
     kind = VARIABLES[name].row0
     if kind == "nan" and not np.isnan(row).all():
-        yield f"{name} holds numbers in row 0, before any step; NaN is the convention"
+        yield f"{name} has numbers in row 0, before any step; the convention is NaN"
     elif kind == "zero" and row.any():
-        yield f"{name} is not 0 in row 0, before any step, as is the convention"
+        yield f"{name} is not 0 in row 0, before any step; the convention is 0"
 
 
 def _check_digest(shard: _Shard, found: CheckedChunks) -> None:
-    """Hold all that is stored against what the label says, where none of it is missing."""
+    """Compare the digest of all chunks with the label, if no chunk is missing."""
     if shard.label is None or len(shard.pieces) < math.prod(shard.stored.form.grid):
         return
     digest = digest_of(shard.pieces[chunk] for chunk in sorted(shard.pieces))
     found.digests[shard.place] = digest
     if digest != shard.label.digest:
         end = shard.file.size
-        message = "its chunks are not those that its label was written for"
+        message = "its label was written for other chunks"
         found.problems.append(shard.problem(message, 0, end))

@@ -1,4 +1,4 @@
-"""Checks of the coordinates: each can be read, names are distinct, and masks fit the counts."""
+"""Checks of the coordinates: checksums, distinct names, masks that match the counts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["CheckedCoordinates", "check_coordinates"]
 
 
 _LARGEST = 1 << 28
-"""Bytes of the values of a coordinate: texts of millions of tokens are far below."""
+"""Largest size of a coordinate in bytes: texts of millions of tokens are far below."""
 
 
 @dataclass(kw_only=True)
 class CheckedCoordinates:
-    """The coordinates of a run that can be read, and what is wrong with them.
+    """Readable coordinates of a run, and their problems.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class CheckedCoordinates:
 
 
 def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
-    """Read every coordinate of a run against its checksum, and compare them."""
+    """Compare every coordinate of a run with its checksum, and with each other."""
     found = CheckedCoordinates()
     for name in (*along_token(metadata.arrays), "parameter"):
         if name in metadata.arrays:
@@ -74,7 +74,7 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> No
             raise ValueError("the checksum does not fit")
         array = open_document(metadata.arrays[name], {key.partition("/")[2]: data})
         found.values[name] = np.asarray(array[...])
-    except Exception as error:  # whatever the codecs raise for bytes that nobody wrote
+    except Exception as error:  # codecs raise anything for foreign bytes
         found.problems.append(
             Problem(
                 array=name,
@@ -103,7 +103,7 @@ def _compare(metadata: CheckedMetadata, found: CheckedCoordinates) -> None:
             Problem(
                 array="is_dead",
                 path=metadata.path / chunk_key("is_dead", 0, 1),
-                message=f"{wrong.size} tokens are dead and occur, or live and never occur by "
-                f"token_count; the first is at position {wrong[0]}",
+                message=f"is_dead and token_count disagree for {wrong.size} tokens, the first at "
+                f"position {wrong[0]}",
             )
         )

@@ -1,4 +1,4 @@
-"""The two documents of each array, its own and its copy in the root: which is the better."""
+"""Choice between an array's own document and its copy in the root."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _OF_ROWS = sorted({dim for entry in VARIABLES.values() for dim in entry.dims[1:]
 
 
 def choose_documents(found: CheckedMetadata) -> None:
-    """Compare each array's two documents, report what is wrong, and take the better."""
+    """Compare each array's two documents, report problems, and choose the better."""
     consolidated = found.consolidated()
     copies = consolidated or {}
     whole = [item for item in (*found.own.values(), *copies.values()) if isinstance(item, dict)]
     lengths = agreed_lengths(whole)
-    # Writers keep an order of their own: the root's, where it is there.
+    # Writers keep the order of the root, if it has one.
     for name in dict.fromkeys([*copies, *found.own]):
         own, copy = found.own.get(name), copies.get(name)
         if copy is None and consolidated is not None:
@@ -64,13 +64,13 @@ def choose_documents(found: CheckedMetadata) -> None:
 def _better(
     found: CheckedMetadata, name: str, copy: Document, own: Document, lengths: dict[str, int]
 ) -> Document:
-    """The better of an array's two documents; report where they differ."""
+    """The better of an array's two documents; report differences."""
     if is_series(name):
         rows, copied = own["shape"][0], copy["shape"][0]
         if rows > copied:
             found.notes.append(
-                f"{name} is {rows - copied} rows ahead of the root, as a writer leaves it that "
-                "ends, or is, in the middle of a commit"
+                f"{name} is {rows - copied} rows ahead of the root; a writer is in a "
+                "commit, or died in one"
             )
         elif rows < copied:
             found.report(name, f"has {rows} rows in its own document, {copied} in the root's")
@@ -90,7 +90,7 @@ def _better(
 def _rank(
     found: CheckedMetadata, name: str, document: Document, lengths: dict[str, int]
 ) -> tuple[int, int]:
-    """What speaks against a document whose twin says something else; the less, the better."""
+    """Rank of a document that differs from its copy; lower is better."""
     entry = entry_of(name)
     assert entry is not None  # or it had a fault
     pairs = zip(entry.dims, document["shape"], strict=True)
@@ -121,12 +121,12 @@ def _rank(
 
 
 def _are_there(names: Iterable[str], found: CheckedMetadata) -> bool:
-    """Whether these are coordinates of the run."""
+    """True if these are coordinates of the run."""
     return all(coordinate(name) is not None and name in found.own for name in names)
 
 
 def agreed_lengths(documents: Iterable[Document]) -> dict[str, int]:
-    """Length that most documents agree on, of each dimension of a row."""
+    """Most common length of each dimension of a row."""
     seen: dict[str, Counter[int]] = {dim: Counter() for dim in _OF_ROWS}
     for document in documents:  # which may say anything
         dims, shape = document.get("dimension_names"), document.get("shape")

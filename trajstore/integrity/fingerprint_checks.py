@@ -1,4 +1,4 @@
-"""The fingerprint of a run, made again from all that is stored and held against the root's."""
+"""The fingerprint of the stored content, compared with the root's."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["check_fingerprint", "made_again"]
 
 
 def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[Problem]:
-    """Hold the fingerprint against what is stored.
+    """Compare the fingerprint with the stored content.
 
-    Where something else is wrong already, the fingerprint says nothing more.
+    After other problems the fingerprint adds nothing.
     """
     if metadata.problems or chunks.problems:
         return []
@@ -36,25 +36,25 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
-        return [_problem(metadata, f"the fingerprint cannot be made again: {error}")]
+        return [_problem(metadata, f"the fingerprint cannot be computed: {error}")]
     if found is None:
-        return [_problem(metadata, "the fingerprint cannot be made again: not all could be read")]
+        return [_problem(metadata, "the fingerprint cannot be computed: a part is not readable")]
     attributes = found.attributes()
     if attributes[CONTENT] != metadata.attributes[CONTENT]:
         return [
             _problem(
                 metadata,
-                "what is stored is not what was committed: each part is whole, and its content "
-                "digest is another; a block of an older state has come back, or the metadata or "
-                "coordinates of arrays have been changed throughout",
+                "the content digest differs from the committed one, although each part is whole; a "
+                "block of an older state was restored, or metadata or coordinates were changed in "
+                "all places",
             )
         ]
     if attributes[FINGERPRINT] != metadata.attributes[FINGERPRINT]:
         return [
             _problem(
                 metadata,
-                "the attributes of the root are not those that were committed: the fingerprint is "
-                "another; they have been changed in both places",
+                "the fingerprint differs from the committed one: attributes of the root were "
+                "changed in both places",
             )
         ]
     return []
@@ -63,7 +63,7 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
 def made_again(
     metadata: CheckedMetadata, chunks: CheckedChunks, *, rows: int, attributes: Document
 ) -> Fingerprint | None:
-    """Digests of the first rows, from what was read of them; None if that is not all.
+    """Digests of the first rows, from checked chunks; None if a chunk is missing.
 
     Parameters
     ----------
@@ -71,12 +71,12 @@ def made_again(
     chunks : CheckedChunks
     rows : int
     attributes : dict
-        Of the root, those that no commit changes.
+        Attributes of the root that no commit changes.
 
     Raises
     ------
     FormatError, OSError
-        If the last block has to be read again, and cannot be.
+        If the last block has to be read again and is not readable.
     """
     stored = {name: metadata.stored(name) for name in metadata.arrays if is_series(name)}
     if STEP.name not in stored:
@@ -103,7 +103,7 @@ def _digest_of_block(
             label, digest = chunks.labels.get(place), chunks.digests.get(place)
             if label is None or digest is None:
                 return None
-            if label.rows != rows:  # written, and not committed yet, or cut since
+            if label.rows != rows:  # not yet committed, or cut since
                 digest = array.digest_of_rows(block, part, rows)
             shards.append((name, part, rows, digest))
     return block_digest(shards)

@@ -1,4 +1,4 @@
-"""Files in the folder of a run that are no part of it: of a crash, or of somebody else."""
+"""Files in the folder of a run that are not part of it: of a crash, or foreign."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftover
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath
 
-__all__ = ["Leftovers", "find_leftovers"]
+__all__ = ["Leftovers", "files_of", "find_leftovers"]
 
 
 _NAMED = 5
@@ -23,50 +23,58 @@ _NAMED = 5
 
 @dataclass(kw_only=True)
 class Leftovers:
-    """Files of a run's folder that no reader of the run opens.
+    """Files in a run's folder that no reader opens.
 
     Attributes
     ----------
     temporaries : list of Path or RemotePath
-        Of writes that did not end, or have not ended yet.
+        Temporary files of unfinished writes.
     beyond : dict of str to list of Path or RemotePath
         Shards past the committed rows, by array.
+    dropped : list of Path or RemotePath
+        Files of arrays that a repair dropped.
     unknown : list of Path or RemotePath
     unlisted : list of str
-        A sentence on each folder that the system did not let be read.
+        A sentence for each folder that the system refused to read.
     lock : Path or RemotePath or None
-        The lock of a writer that died.
+        The lock of a dead writer.
     links : list of Path
-        In the run, which readers follow.
+        Links in the run, which readers follow.
     """
 
     temporaries: list[Location] = field(default_factory=list)
     beyond: dict[str, list[Location]] = field(default_factory=dict)
+    dropped: list[Location] = field(default_factory=list)
     unknown: list[Location] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
     lock: Location | None = None
     links: list[Path] = field(default_factory=list)
 
     def notes(self) -> list[str]:
-        """A sentence on each kind that is there."""
+        """A sentence for each kind of leftover."""
         notes = [
             f"{name} has shards past the commit ({len(paths)}), which no reader sees"
             for name, paths in self.beyond.items()
         ]
+        if self.dropped:
+            names = ", ".join(sorted({path.parent.name for path in self.dropped}))
+            notes.append(
+                f"files of a dropped array are left ({len(self.dropped)}, {names}): the repair "
+                "was interrupted, and another one removes them"
+            )
         if self.temporaries:
             named = [
                 f"{path.name} ({format_bytes(_size(path))})" for path in self.temporaries[:_NAMED]
             ]
             more = len(self.temporaries) - len(named)
             notes.append(
-                f"there are temporaries ({len(self.temporaries)}), as a writer leaves them that "
-                f"ends, or is, in the middle of a write: {', '.join(named)}"
-                + (f" and {more} more" if more else "")
+                f"temporary files ({len(self.temporaries)}) of a writer that is in a write, or "
+                f"died in one: {', '.join(named)}" + (f" and {more} more" if more else "")
             )
         if self.lock is not None:
             notes.append(
-                f"{self.lock.name} ({format_bytes(_size(self.lock))}) is the lock of a writer that "
-                "has ended; the next one removes it"
+                f"{self.lock.name} ({format_bytes(_size(self.lock))}) is the lock of a dead "
+                "writer; the next writer removes it"
             )
         notes += [f"{path.name} is not part of the run" for path in self.unknown]
         notes += [
@@ -78,27 +86,38 @@ class Leftovers:
 
 
 def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftovers:
-    """Look for files that are not part of the run.
+    """Find files that are not part of the run.
 
     Parameters
     ----------
     metadata : CheckedMetadata
     rows : int, optional
-        Rows of the run; those that are committed without it.
+        Rows of the run; by default the committed rows.
     """
     if isinstance(metadata.path, RemotePath) and metadata.objects is None:
-        unlisted = "a web server lists no files, so leftovers and checkpoints were not looked for"
+        unlisted = "a web server lists no files, so leftovers and checkpoints were not checked"
         return Leftovers(unlisted=[unlisted])
     found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
     for path in _entries(metadata, "", found):
-        if not _is_known(path) and path.name not in metadata.own:
+        if path.name in metadata.dropped:
+            found.dropped += files_of(metadata, path.name)
+        elif not _is_known(path) and path.name not in metadata.own:
             found.unknown.append(path)
     for name in metadata.own:
         _find_in_array(metadata, name, rows, found)
-    with contextlib.suppress(OSError):  # which the folder's note has
+    with contextlib.suppress(OSError):  # the folder's note reports it
         found.links = inner_links(metadata.path)
     return found
+
+
+def files_of(metadata: CheckedMetadata, name: str) -> list[Location]:
+    """Files in the folder of an array."""
+    return [
+        path
+        for path in _entries(metadata, name, Leftovers())
+        if isinstance(path, RemotePath) or not path.is_dir()
+    ]
 
 
 def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Leftovers) -> None:
@@ -120,13 +139,13 @@ def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Lefto
 
 
 def _entries(metadata: CheckedMetadata, name: str, found: Leftovers) -> list[Location]:
-    """What lies in the folder of an array, or in that of the run, in the order of the names."""
+    """Entries in the folder of an array, or of the run, sorted by name."""
     if metadata.objects is not None:
         prefix = f"{name}/" if name else ""
         inside = [key[len(prefix) :] for key in metadata.objects if key.startswith(prefix)]
         folder: Location = metadata.path / name
         return [folder / each for each in sorted({key.partition("/")[0] for key in inside})]
-    assert isinstance(metadata.path, Path)  # as others are listed, or not looked at
+    assert isinstance(metadata.path, Path)  # other places are listed or skipped
     folder = metadata.path / name
     try:
         return [folder / each for each in sorted(os.listdir(folder))]
@@ -138,7 +157,7 @@ def _entries(metadata: CheckedMetadata, name: str, found: Leftovers) -> list[Loc
 
 
 def _size(path: Location) -> int:
-    """Bytes of a file, or of all files of a folder; 0 of what has gone meanwhile."""
+    """Bytes of a file, or of all files in a folder; 0 if it was deleted meanwhile."""
     total = 0
     if isinstance(path, RemotePath):
         return int((path.stat() or {"size": 0})["size"])
@@ -149,6 +168,6 @@ def _size(path: Location) -> int:
 
 
 def _is_known(path: Location) -> bool:
-    """Whether it is a document, or temporary."""
+    """True for a document or a temporary file."""
     temporary = path.name.startswith(".") and path.name.endswith(PARTIAL_SUFFIX)
     return path.name == DOCUMENT or temporary

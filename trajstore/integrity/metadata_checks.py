@@ -1,8 +1,8 @@
-"""What the documents of a run say, read strictly and held against each other.
+"""Documents of a run, read strictly and compared with each other.
 
-Each fact about an array is written down twice: in its own `zarr.json` and in the root's
-consolidated metadata; the fixed attributes of the root have their copy in `step`. So a flipped bit
-in a document is seen, and mostly also which of the two is right.
+Each fact about an array is stored twice: in its own `zarr.json` and in the root's consolidated
+metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a document is
+detected, and mostly also which copy is right.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from trajstore.integrity.root_attribute_checks import check_attributes, settle_a
 from trajstore.schema import EXPORTED, MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import dropped_arrays
 from trajstore.store.reading.open_group import runs_beside
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
@@ -36,7 +37,7 @@ _MOST_MISSING = 1 << 16
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
-    """Read the documents of a run, and hold them against each other.
+    """Read the documents of a run and compare them.
 
     Parameters
     ----------
@@ -61,10 +62,12 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     else:
         folders = _named_arrays(place)
     found.root = _read(found, None)
-    for name in folders:
-        found.own[name] = _read(found, name)
     if found.root is not None:
         _check_root(found)
+    found.dropped = dropped_arrays(found.attributes) - (found.consolidated() or {}).keys()
+    for name in folders:
+        if name not in found.dropped:  # remains of an interrupted repair
+            found.own[name] = _read(found, name)
     settle_announced(found)
     choose_documents(found)
     _check_rows(found)
@@ -78,12 +81,10 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
 
 
 def _is_of_trajstore(found: CheckedMetadata) -> bool:
-    """Whether anything says that it is a run: others call their arrays step and W, too.
+    """True if the documents are those of a run; other programs use the names step and W, too.
 
-    An exported Zarr has arrays of a run, and an attribute that says who wrote it.
-    A result of an analysis has the run's coordinates, and ``step`` with its copy of the root's
-    attributes, and does not hold the recorded parameter. An exported Zarr holds it, in codecs
-    that are not of a run.
+    An exported Zarr has arrays of a run in other codecs, and an attribute of the exporter. A result
+    of an analysis has the run's coordinates and `step`, but no recorded parameter.
     """
     if "trajstore_format" in found.attributes:
         return True
@@ -102,12 +103,12 @@ def _no_run(found: CheckedMetadata, text: str) -> str:
     what = "is a Zarr group, but no run" if (found.path / DOCUMENT).exists() else "is not a run"
     inside = sorted(_runs_in(found))
     if inside:
-        return f"{text} {what}, and has runs in it: name one of {', '.join(inside[:9])}"
+        return f"{text} {what}, but contains runs: name one of {', '.join(inside[:9])}"
     return f"{text} {what}: it has no trajstore_format"
 
 
 def _runs_in(found: CheckedMetadata) -> list[str]:
-    """What lies in a folder and has steps."""
+    """Entries of a folder with steps."""
     key = f"{STEP.name}/{DOCUMENT}"
     if found.objects is not None:
         return [name.split("/")[0] for name in found.objects if name.endswith(f"/{key}")]
@@ -117,12 +118,12 @@ def _runs_in(found: CheckedMetadata) -> list[str]:
 
 
 def _array_folders(path: Path, text: str) -> list[str]:
-    """Folders that hold an array, or have the name of one.
+    """Folders with an array, or with the name of one.
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is nothing, or none of them and no document.
+        If there is nothing, or no array and no document.
     """
     if not path.exists():
         raise RunNotFound(f"there is no run at {text}{runs_beside(path)}")
@@ -137,7 +138,7 @@ def _array_folders(path: Path, text: str) -> list[str]:
 
 
 def _listed_arrays(objects: dict[str, int], place: RemotePath) -> list[str]:
-    """The same of what an object store lists."""
+    """The same for the keys of an object store."""
     if not objects:
         raise RunNotFound(f"there is no run at {place}")
     names = {key.partition("/")[0] for key in objects if "/" in key}
@@ -148,7 +149,7 @@ def _listed_arrays(objects: dict[str, int], place: RemotePath) -> list[str]:
 
 
 def _named_arrays(place: RemotePath) -> list[str]:
-    """Arrays that the root announces, where nothing can be listed."""
+    """Arrays in the root, for places without a listing."""
     root = read_document(place / DOCUMENT, None)
     if isinstance(root, Problem):
         raise RunNotFound(f"there is no run at {place}, or its root is broken: {root.message}")
@@ -160,7 +161,7 @@ def _named_arrays(place: RemotePath) -> list[str]:
 
 
 def _is_array(name: str) -> bool:
-    """Whether arrays of runs are called so."""
+    """True for names of arrays of a run."""
     return name in {STEP.name, *VARIABLES} or coordinate(name) is not None
 
 
@@ -178,13 +179,13 @@ def _read(found: CheckedMetadata, array: str | None) -> Document | None:
 
 
 def read_document(path: Location, array: str | None) -> Document | Problem:
-    """Read a JSON object, strictly; what is wrong where it is none.
+    """Read a JSON object strictly, or return the problem.
 
     Parameters
     ----------
     path : Path or RemotePath
     array : str or None
-        Whose document it is; None for the root.
+        Array of the document; None for the root.
     """
     first: int | None = None
     size = 0
@@ -200,7 +201,7 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
     except ObjectStoreError:
         raise
     except OSError as error:
-        # What the system refuses today it may give tomorrow: nothing is written in its place.
+        # A later attempt may succeed: do not replace the document.
         message = f"{DOCUMENT} cannot be read: {error.strerror or error}"
         return Problem(array=array, path=path, message=message, remedy="none")
     except UnicodeDecodeError as error:
@@ -226,8 +227,8 @@ def _check_root(found: CheckedMetadata) -> None:
     if found.consolidated() is None:
         found.report(
             None,
-            "the root has lost its consolidated metadata, by which readers know how many rows are "
-            "committed; setting an attribute with zarr does that",
+            "the root has lost its consolidated metadata, which give readers the number of "
+            "committed rows; zarr drops them when it sets an attribute",
         )
     attributes = root.get("attributes")
     if isinstance(attributes, dict):
@@ -235,7 +236,7 @@ def _check_root(found: CheckedMetadata) -> None:
 
 
 def _check_rows(found: CheckedMetadata) -> None:
-    """Settle how many rows are committed, and report who says otherwise."""
+    """Determine the committed rows, and report contradictions."""
     series = [name for name in found.arrays if is_series(name)]
     committed = found.attributes.get("committed_rows")
     if not is_length(committed):
@@ -251,7 +252,7 @@ def _check_rows(found: CheckedMetadata) -> None:
         best = max(votes.values())
         found.rows = min(rows for rows, count in votes.items() if count == best)
     elif series:
-        # Without a root: the shards of a block are written before any document grows.
+        # Without a root: a writer writes the shards before any document grows.
         found.rows = min(found.arrays[name]["shape"][0] for name in series)
     if committed is not None and committed != found.rows:
         found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
@@ -270,7 +271,7 @@ def _check_rows(found: CheckedMetadata) -> None:
 
 
 def _check_age(found: CheckedMetadata) -> None:
-    """Report a root that is older than all arrays, in a run that has no more rows to come."""
+    """Report a root that is older than all arrays of a complete run."""
     own = {
         document["shape"][0]
         for document in (found.own.get(name) for name in found.arrays if is_series(name))
@@ -280,7 +281,7 @@ def _check_age(found: CheckedMetadata) -> None:
         found.report(
             None,
             f"the root says that the run is complete with {found.rows} rows, the documents of all "
-            f"arrays that it has {own.pop()}; an older root has come back",
+            f"arrays that it has {own.pop()}; an older root was restored",
         )
 
 
@@ -290,18 +291,18 @@ def _has_shape(document: Any) -> bool:
 
 
 def _check_lengths(found: CheckedMetadata) -> None:
-    """Check that the arrays agree with each other, and that those are there that must be."""
+    """Check that required arrays exist, and that all lengths agree."""
     for name in (STEP.name, "token"):
         if name not in found.arrays and name not in found.own:
-            found.report(name, "it is missing, and every run has it", remedy="none")
+            found.report(name, "it is missing; every run needs it", remedy="none")
     there = found.arrays.keys() | found.own.keys()
     if not there.isdisjoint(MODEL) and "parameter" not in there:
-        message = "it is missing, and it names what the variables of the model are of"
+        message = "it is missing; it names the parameters of the model"
         found.report("parameter", message, remedy="none")
     if there.isdisjoint(TRAJECTORIES):
         found.report(
             "W",
-            "it is missing, and every run holds W, or its changes as delta, or its cells",
+            "it is missing; every run needs W, or delta, or cells",
             remedy="none",
         )
     lengths = agreed_lengths(found.arrays.values())
@@ -318,9 +319,9 @@ def _check_lengths(found: CheckedMetadata) -> None:
 
 
 def _check_extent(found: CheckedMetadata) -> None:
-    """Refuse documents that announce far more shards than there are: each would be looked for.
+    """Refuse documents with far more shards than files: a check would search for each.
 
-    Where nothing can be listed, nobody knows how many there are.
+    Places without a listing are not checked.
 
     Raises
     ------
@@ -344,7 +345,7 @@ def _check_extent(found: CheckedMetadata) -> None:
 
 
 def _files(found: CheckedMetadata, names: Iterable[str]) -> dict[str, int] | None:
-    """How many files each array has; None where nobody knows."""
+    """Number of files of each array; None for places without a listing."""
     if found.objects is not None:
         folders = Counter(key.partition("/")[0] for key in found.objects)
         return {name: folders[name] for name in names}
@@ -352,13 +353,13 @@ def _files(found: CheckedMetadata, names: Iterable[str]) -> dict[str, int] | Non
         return None
     counts = dict.fromkeys(names, 0)
     for name in counts:
-        with contextlib.suppress(OSError):  # which is a problem of its own
+        with contextlib.suppress(OSError):  # another check reports it
             counts[name] = len(os.listdir(found.path / name))
     return counts
 
 
 def is_outdated(metadata: CheckedMetadata) -> bool:
-    """Whether the root on disk is of fewer rows, another status or another run than was checked."""
+    """True if the stored root changed since the check: fewer rows, another status or run."""
     root = read_document(metadata.path / DOCUMENT, None)
     if isinstance(root, Problem) or not isinstance(root.get("attributes"), dict):
         return False

@@ -1,4 +1,4 @@
-"""What may be wrong with a run, as verification reports it and a repair reads it."""
+"""A problem of a run, from `verify` to `repair`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["Problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is wrong with a run.
+    """A problem of a run.
 
     Attributes
     ----------
     array : str or None
-        None for what concerns the run as a whole.
+        None if it concerns the whole run.
     block : int or None
-        Of the array, where it lies in one.
+        Block of the array, if it concerns one.
     first_byte, stop_byte : int or None
-        What is broken in the file, from the first byte up to, not including, the last.
+        Range of the broken bytes in the file; the last is excluded.
     path : Path or RemotePath
         The file.
     message : str
         One sentence.
     remedy : {'rewrite', 'cut', 'remove', 'none'}
-        What a repair can do: write the document anew from what else is known, drop the rows from
-        this block on, remove the file, or nothing.
+        Action of a repair: rewrite the document from other sources, cut the rows from this block
+        on, remove the file, or nothing.
     """
 
     array: str | None

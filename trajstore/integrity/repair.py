@@ -1,15 +1,15 @@
-"""`repair`: a damaged run brought back to its last whole commit.
+"""`repair`: restore a damaged run to its last complete commit.
 
-A repair settles first what the run shall say, as a whole, and then writes what differs: so it can
-be interrupted and begun again, and a sound run is left alone. The root is written first, so that no
-reader ever sees rows that are on their way out.
+A repair first determines all documents, and then writes the differences. So it can be interrupted
+and repeated, and a sound run stays unchanged. It writes the root first, so readers never see rows
+that it drops.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
+from trajstore.schema import STEP
+from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.storage.atomic import flush, flush_tree, put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
@@ -29,19 +31,25 @@ __all__ = ["Repair", "repair"]
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """What `repair` has done, or would do.
+    """Result of `repair`, applied or planned.
 
     Attributes
     ----------
     path : Path or RemotePath
     actions : tuple of str
-        One sentence each; empty if there is nothing to do.
+        One sentence each; empty for a sound run.
     unrepaired : tuple of str
-        What is wrong and stays so, as it is written down nowhere else.
+        Problems that stay, because no other copy exists.
     rows_before, rows : int
         Committed rows.
+    damaged : dict of str to str
+        Damaged arrays with their damaged steps; empty text for damage outside of steps.
+    whole : tuple of str
+        Names of the sound variables, with `step`.
+    alternatives : tuple of str
+        Options of `trajstore repair` that keep more; Python has the same as arguments.
     done : bool
-        Whether the actions have been carried out.
+        True if the actions were applied.
     """
 
     path: Location
@@ -49,6 +57,9 @@ class Repair:
     unrepaired: tuple[str, ...]
     rows_before: int
     rows: int
+    damaged: dict[str, str]
+    whole: tuple[str, ...]
+    alternatives: tuple[str, ...]
     done: bool
 
     def facts(self) -> dict[str, Any]:
@@ -57,6 +68,8 @@ class Repair:
             "path": str(self.path),
             "actions": list(self.actions),
             "unrepaired": list(self.unrepaired),
+            "whole": list(self.whole),
+            "alternatives": list(self.alternatives),
         }
 
 
@@ -64,24 +77,31 @@ def repair(
     path: RunPath,
     *,
     yes: bool = False,
+    fill_damaged: bool = False,
+    drop_arrays: Collection[str] = (),
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> Repair:
-    """Bring a run back to its last whole commit; by default only say how.
+    """Restore a run to its last complete commit; by default only return the plan.
 
-    Rows are cut back to before the first block that any array has lost. Shards past the commit
-    and temporaries are removed: no reader has ever seen them as part of the run. Documents are
-    rebuilt from their copies. A chunk that belongs to rows that stay is never touched.
+    All arrays are cut to the rows before the first damaged block, unless an option keeps the rows.
+    Shards past the commit and temporary files are removed; no reader sees them. Documents are
+    rebuilt from their copies. Sound chunks of the remaining rows stay unchanged.
 
     Parameters
     ----------
     path : path-like, str or RemotePath
     yes : bool
-        Do it. Twice does no harm, also after a first time that was interrupted.
+        Apply the repair. It can be repeated, also after an interruption.
+    fill_damaged : bool
+        Keep all rows: write NaN in place of damaged values. `step` has no NaN; its damage still
+        costs rows.
+    drop_arrays : collection of str
+        Keep all rows: remove these damaged arrays.
     threads : int, optional
-        That read the run; without it as many as there are processors, at most 8.
+        Threads that read the run; by default the number of processors, at most 8.
     on_progress : callable, optional
-        Called with the bytes that have been checked, and those there are.
+        Called with the bytes of the checked shards, and of all shards.
 
     Raises
     ------
@@ -90,33 +110,33 @@ def repair(
     RunLocked
         If another process writes to it.
     InvalidArgument
-        If `path` is on a web server, which takes nothing.
+        If `path` is on a web server; if an array of `drop_arrays` is whole or required.
     OSError
-        If something could not be written; another repair goes on from there.
+        If a write failed; another repair continues.
 
     Examples
     --------
     >>> from pathlib import Path
-    >>> Path("gatsby.zarr/W/c.2.0.0").unlink()  # a block of rows is lost
+    >>> Path("gatsby.zarr/W/c.2.0.0").unlink()  # lose a block of rows
     >>> planned = repair("gatsby.zarr")
     >>> planned.rows_before, planned.rows, planned.done
     (21, 16, False)
     >>> repair("gatsby.zarr", yes=True).done
     True
-    >>> repair("gatsby.zarr").actions  # nothing is left to do
+    >>> repair("gatsby.zarr").actions  # nothing remains
     ()
     """
     run = location(path).absolute()
     if isinstance(run, RemotePath) and not run.listed:
         raise InvalidArgument(
-            f"cannot repair {run}: a web server takes nothing; copy the run to a folder, repair "
-            "that, and put it in the place of this one"
+            f"cannot repair {run}: a web server is read-only; copy the run to a folder, repair the "
+            "copy, and upload it"
         )
-    check_metadata(path)  # before a lock is made beside what is no run
+    check_metadata(path)  # before it makes a lock for something else
     refuse_links(run)
     with RunLock.acquire(run) if yes or _has_place_for_lock(run) else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
-        plan = plan_repair(checked)
+        plan = plan_repair(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
         if yes:
             if isinstance(lock, RemoteLock) and not lock.is_held():
                 raise taken_over(run)
@@ -127,35 +147,43 @@ def repair(
         unrepaired=plan.unrepaired,
         rows_before=checked.metadata.rows,
         rows=plan.rows,
+        damaged=plan.damaged,
+        whole=plan.whole,
+        alternatives=plan.alternatives,
         done=yes,
     )
 
 
 def _has_place_for_lock(run: Location) -> bool:
-    """Whether to lock what is only looked at: not on a medium that cannot be written to.
-
-    Of an object store, where that is no matter of course, it is never asked for.
-    """
+    """True if a dry run can take the lock: the folder is local and writable."""
     return isinstance(run, Path) and os.access(run.parent, os.W_OK)
 
 
 @contextlib.contextmanager
 def _unlocked(run: Location) -> Iterator[None]:
     if isinstance(run, RemotePath) and is_written_to(run):
-        raise RunLocked(f"{run} is being written to by another process; wait for it, or end it")
+        raise RunLocked(f"another process is writing to {run}; wait for it, or end it")
     yield
 
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
+    if plan.announcement is not None:
+        put(run / STEP.name / DOCUMENT, [plan.announcement])
     for target, data in plan.documents.items():
-        if isinstance(target, Path) and target.parent != run:  # a run that has gone stays gone
+        if isinstance(target, Path) and target.parent != run:  # do not recreate a deleted run
             target.parent.mkdir(exist_ok=True)
         put(target, [data])
+    # The root already records them: after an interruption here, the next repair continues.
+    for target, shard in plan.shards.items():
+        put(target, shard)
     for path in plan.removed:
         path.unlink(missing_ok=True)
+    for folder in {path.parent for path in plan.removed if isinstance(path, Path)}:
+        if folder != run and folder.parent == run and not any(folder.iterdir()):
+            folder.rmdir()
     if plan.sweeps:
         sweep(run)
     if isinstance(run, Path) and plan.actions:
-        # Also the run's name and the rows that stay, which a writer may have left to the system.
+        # The writer may have left the run's name and the rows that stay to the system.
         flush_tree(run)
         flush([run.parent])

@@ -1,21 +1,22 @@
-"""What a repair shall do: decided whole, from what is known of a run, before anything is written.
+"""The plan of a repair, complete before anything is written.
 
-What can be rebuilt is rebuilt from what is written down twice; what cannot costs the rows from
-there on. Each decision comes with the sentences that say it.
+Documents are rebuilt from their copies. A damaged block costs the rows from there on, unless
+``replacement`` keeps them. Each decision has a sentence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.fingerprint_checks import made_again
-from trajstore.integrity.leftovers import find_leftovers
+from trajstore.integrity.leftovers import files_of, find_leftovers
 from trajstore.integrity.problem import Problem
+from trajstore.integrity.replacement import Replacement, alternatives, damage_by_array
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import ENCODING, FORMAT, STEP
@@ -29,6 +30,8 @@ from trajstore.store.metadata.document_form import (
 )
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import with_repairs, without_later_repairs
+from trajstore.store.metadata.shard import Shard
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
@@ -39,52 +42,88 @@ __all__ = ["RepairPlan", "plan_repair"]
 
 @dataclass(frozen=True, kw_only=True)
 class RepairPlan:
-    """What shall be written and removed, in this order, and why.
+    """Files to write and to remove, in this order, with the reasons.
 
     Attributes
     ----------
     rows : int
-        That stay.
+        Remaining rows.
+    announcement : bytes or None
+        Document of `step` to write first: it announces the new attributes of the root.
     documents : dict of Path or RemotePath to bytes
-        To be written.
+        Documents to write.
+    shards : dict of Path or RemotePath to Shard
+        Shards to write, with NaN in place of damaged values.
     removed : tuple of Path or RemotePath
-        To be removed.
+        Files to remove.
     sweeps : bool
-        Whether there are temporaries to be removed.
+        True if there are temporary files to remove.
     actions : tuple of str
-        One sentence each; empty if there is nothing to do.
+        One sentence each; empty for a sound run.
     unrepaired : tuple of str
-        What is wrong and stays so.
+        Problems that stay.
+    damaged : dict of str to str
+        Damaged arrays with their damaged steps; empty text for damage outside of steps.
+    whole : tuple of str
+        Names of the sound variables, with `step`.
+    alternatives : tuple of str
+        Options of `trajstore repair` that keep more.
     """
 
     rows: int
-    documents: dict[Location, bytes]
-    removed: tuple[Location, ...]
-    sweeps: bool
-    actions: tuple[str, ...]
+    announcement: bytes | None = None
+    documents: dict[Location, bytes] = field(default_factory=dict)
+    shards: dict[Location, Shard] = field(default_factory=dict)
+    removed: tuple[Location, ...] = ()
+    sweeps: bool = False
+    actions: tuple[str, ...] = ()
     unrepaired: tuple[str, ...]
+    damaged: dict[str, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
 
-def plan_repair(checked: CheckedRun) -> RepairPlan:
-    """Decide how a run is brought back to its last whole commit."""
+def plan_repair(
+    checked: CheckedRun, *, fill_damaged: bool = False, drop_arrays: Collection[str] = ()
+) -> RepairPlan:
+    """Plan the repair of a run.
+
+    Parameters
+    ----------
+    checked : CheckedRun
+    fill_damaged : bool
+        Fill damaged inner chunks with NaN; by default their rows are dropped.
+    drop_arrays : collection of str
+        Damaged arrays to drop.
+
+    Raises
+    ------
+    InvalidArgument
+        If an array cannot be dropped.
+    """
     metadata = checked.metadata
-    # A document that the system refuses may be sound: nothing is written in its place, and no row
-    # is dropped by what the others say.
+    # A document that the system refuses to read may be sound: do not replace it, drop no rows.
     if metadata.refused or STEP.name not in metadata.arrays:
-        return RepairPlan(
-            rows=metadata.rows,
-            documents={},
-            removed=(),
-            sweeps=False,
-            actions=(),
-            unrepaired=tuple(map(str, checked.found.problems)),
-        )
-    lost = _lost_blocks(checked)
+        return RepairPlan(rows=metadata.rows, unrepaired=tuple(map(str, checked.found.problems)))
+    wanted = Replacement.planned(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
+    lost = _lost_blocks(checked, wanted)
     rows = min((row for row, _ in lost), default=metadata.rows)
+    replaced = wanted.before(rows)
+    on_replaced, damaged = replaced.sentences(checked), damage_by_array(checked)
+    options = alternatives(checked, replaced)
+    left_over = [path for name in sorted(replaced.dropped) for path in files_of(metadata, name)]
+    checked = replaced.applied(checked)
+    metadata = checked.metadata
     attributes, on_attributes = _attributes(metadata)
+    repaired = _with_repairs(attributes, replaced, rows)
+    digests, on_digests = _digests(
+        checked, rows, repaired, changed=bool(on_attributes), replaced=bool(replaced)
+    )
     status = _status(metadata, rows)
-    digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
-    changed = _changed_documents(metadata, rows, attributes, status, digests)
+    changed = _changed_documents(metadata, rows, repaired, status, digests, replaced.dropped)
+    announcement = None
+    if not same(repaired, attributes):
+        announcement = RunMetadata(metadata.arrays, repaired).announcement()
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
@@ -94,9 +133,12 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
             path: json.dumps(document, indent=1, allow_nan=False).encode()
             for path, document in changed.items()
         },
-        removed=(*beyond, *broken),
+        announcement=announcement,
+        shards=replaced.shards(metadata),
+        removed=(*beyond, *broken, *left_over, *checked.leftovers.dropped),
         sweeps=bool(checked.leftovers.temporaries),
         actions=(
+            *on_replaced,
             *_on_rows(metadata, rows, lost),
             *on_attributes,
             *on_digests,
@@ -105,16 +147,21 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
             *_on_removed(checked, beyond, broken),
         ),
         unrepaired=tuple(map(str, lasting)),
+        damaged=damaged,
+        alternatives=options,
+        whole=tuple(name for name in metadata.arrays if is_series(name) and name not in damaged),
     )
 
 
-def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
-    """Problems that cost rows, and the first row that each costs."""
+def _lost_blocks(checked: CheckedRun, replaced: Replacement) -> list[tuple[int, Problem]]:
+    """Problems that cost rows, with the first lost row."""
     arrays = checked.metadata.arrays
+    filled = {problem.path for _, problem in replaced.filled}
     return [
         (problem.block * block_rows(arrays[problem.array]), problem)
         for problem in checked.found.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
+        if problem.array not in replaced.dropped and problem.path not in filled
     ]
 
 
@@ -127,55 +174,57 @@ def _on_rows(
     rest = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     left = f"{rows} stay" if rows else "none stay"
     yield (
-        f"{metadata.rows - rows} of {metadata.rows} rows are dropped, those from row {rows} on; "
+        f"{metadata.rows - rows} of {metadata.rows} rows are dropped, from row {rows} on; "
         f"{left}: {first}{rest}"
     )
 
 
 def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
-    """Fixed attributes of the root, and what is done to them.
+    """Fixed attributes of the root after the repair, and the actions.
 
-    Its own where nothing speaks against them, or their copy's.
+    The root's own attributes win, unless only the copy is plausible.
     """
     own, copy = fixed_attributes(metadata.attributes), metadata.copy or {}
     settled, actions = dict(own), []
     for key, value in copy.items():
         if key not in own:
             if metadata.root is not None:
-                actions.append(f"the attribute {key} comes back from its copy in step")
+                actions.append(f"the attribute {key} is restored from its copy in step")
             settled[key] = value
         elif not same(own[key], value):
-            # zarr drops the consolidated metadata when somebody sets an attribute: where they are
-            # lost, the change was meant; where they are not, it is damage.
+            # zarr drops the consolidated metadata when a user sets an attribute. Without them,
+            # a change is intended; with them, it is damage.
             if metadata.consolidated() is None:
-                actions.append(f"the copy in step takes over the attribute {key}")
+                actions.append(f"the copy in step receives the attribute {key}")
             else:
-                actions.append(f"the attribute {key} is put back to what its copy in step says")
+                actions.append(f"the attribute {key} is restored from its copy in step")
                 settled[key] = value
     if metadata.copy is not None and metadata.root is not None:
         for key in sorted(own.keys() - copy.keys()):
             lost = [name for name in copy.keys() - own.keys() if same(copy[name], own[key])]
             if lost:
-                actions.append(f"the attribute {key} goes: it is {lost[0]} with a broken name")
+                actions.append(
+                    f"the attribute {key} is removed: it is {lost[0]} with a broken name"
+                )
                 del settled[key]
             else:
-                actions.append(f"the copy in step takes over the attribute {key}")
+                actions.append(f"the copy in step receives the attribute {key}")
     if metadata.root is None and metadata.copy is None:
         actions.append(
-            "the attributes of the root are lost, and this run has no copy of them: what config, "
-            "optimizer and provenance said is gone"
+            "the attributes of the root are lost, without a copy: config, optimizer and provenance "
+            "are lost"
         )
     for key, value in _least_attributes(metadata).items():
         if key not in settled or not is_possible(key, settled[key]):
             if metadata.root is not None or metadata.copy is not None:
                 actions.append(f"the attribute {key} is lost; it becomes {value!r}")
             settled[key] = value
-    # In the order of the copy, whose text stays as it is where nothing has changed.
+    # In the order of the copy, so that its text stays the same without changes.
     return {key: settled[key] for key in (*copy, *settled)}, actions
 
 
 def _least_attributes(metadata: CheckedMetadata) -> Document:
-    """What every root says at least, as far as the arrays tell it."""
+    """Required attributes of a root that the arrays determine."""
     form = metadata.stored(STEP.name).form
     values = {
         "trajstore_format": FORMAT,
@@ -190,30 +239,41 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
     return {key: values[key] for key in REQUIRED if key in values}
 
 
-def _digests(
-    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool
-) -> tuple[dict[str, str], list[str]]:
-    """Content digest and fingerprint of the run afterwards, and what is done to them.
+def _with_repairs(attributes: Document, replaced: Replacement, rows: int) -> Document:
+    """Attributes that record this repair, and earlier ones of remaining rows."""
+    new = replaced.new()
+    if replaced.dropped or new:
+        attributes = with_repairs(attributes, filled=new, dropped=replaced.dropped, time=utc_now())
+    return without_later_repairs(attributes, rows)
 
-    Those of the root where they can be right: what has changed in secret is not made good.
+
+def _digests(
+    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool, replaced: bool
+) -> tuple[dict[str, str], list[str]]:
+    """Content digest and fingerprint after the repair, and the actions.
+
+    The root's digests stay if they can be right, so tampering remains detectable.
     """
     metadata = checked.metadata
     kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
     lost = not all(map(is_digest, kept.values()))
     as_before = {key: str(value) for key, value in kept.items()}
     keeps_rows = not lost and rows == metadata.rows and metadata.consolidated() is not None
+    keeps_rows = keeps_rows and not replaced
     if keeps_rows and not changed:
         return as_before, []
     found = made_again(metadata, checked.read, rows=rows, attributes=attributes)
     if keeps_rows and (found is None or found.attributes()[CONTENT] != kept[CONTENT]):
         return as_before, []
     if found is None:
-        return {}, ["the fingerprint is lost: not all that it is made of can be read"]
-    return found.attributes(), ["the fingerprint is made again, of what is stored"] if lost else []
+        return {}, ["the fingerprint is lost: a part of the content is not readable"]
+    return found.attributes(), [
+        "the fingerprint is computed again from the stored content"
+    ] if lost else []
 
 
 def _status(metadata: CheckedMetadata, rows: int) -> Status:
-    """Status of the run afterwards: that of a recording that did not end, unless all is there."""
+    """Status after the repair: interrupted, unless all rows remain."""
     status = metadata.attributes.get("status")
     if status not in STATUSES or status == "recording" or rows < metadata.rows:
         return "interrupted"
@@ -222,7 +282,7 @@ def _status(metadata: CheckedMetadata, rows: int) -> Status:
 
 def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
     if metadata.attributes.get("status") == "recording":
-        yield "its status becomes interrupted: nobody is recording it any more"
+        yield "the status becomes interrupted: no process is recording the run"
 
 
 def _changed_documents(
@@ -231,17 +291,18 @@ def _changed_documents(
     attributes: Document,
     status: Status,
     digests: dict[str, str],
+    dropped: Collection[str],
 ) -> dict[Location, Document]:
-    """Documents that say something else than they shall, as they shall be, the root first."""
+    """New versions of the documents that change, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
     documents = RunMetadata(arrays, attributes)
     root = json.loads(documents.root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
-    # What is somebody else's, or unreadable in both places, stays to the letter.
+    # Foreign entries, and entries unreadable in both places, stay unchanged.
     strange = {
         name: entry
         for name, entry in listed.items()
-        if name not in arrays and not _is_dropped(metadata, name)
+        if name not in arrays and name not in dropped and not _is_dropped(metadata, name)
     }
     order = dict.fromkeys([*listed, *targets])
     targets |= strange
@@ -259,14 +320,14 @@ def _changed_documents(
 
 
 def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
-    """Whether an array is an entry of the root and nothing else, of a name that nobody knows."""
+    """True for an unknown name in the root without a folder."""
     return (
         name not in metadata.arrays and not is_series(name) and not (metadata.path / name).exists()
     )
 
 
 def _same_root(target: dict[str, Any], root: Document | None) -> bool:
-    """Whether a root needs no writing; the time of its last change is no reason to."""
+    """True if the root stays the same, apart from the time of its last change."""
     if root is None or not isinstance(root.get("attributes"), dict):
         return False
     moment = root["attributes"].get("updated")
@@ -288,14 +349,14 @@ def _on_documents(
         ]
         own = metadata.own.get(path.parent.name) if path.parent != metadata.path else None
         if reasons:
-            yield f"{what} is written anew: {'; '.join(reasons)}"
+            yield f"{what} is rewritten: {'; '.join(reasons)}"
         elif own is not None and own["shape"][0] > metadata.rows:
             yield (
-                f"{what} goes back from {own['shape'][0]} rows to {rows}: the others were never "
+                f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
         elif metadata.announced:
-            yield f"{what} no longer says what a writer was about to make of the root's attributes"
+            yield f"{what} no longer announces attributes of the root"
 
 
 def _on_removed(
@@ -303,22 +364,21 @@ def _on_removed(
 ) -> Iterator[str]:
     past = sum(map(len, checked.leftovers.beyond.values()))
     if past:
-        yield (
-            f"shards past the commit are removed ({past}): no reader has ever seen them as part of "
-            "the run"
-        )
+        yield (f"shards past the commit are removed ({past}): no reader sees them")
+    if checked.leftovers.dropped:
+        yield f"files of a dropped array are removed ({len(checked.leftovers.dropped)})"
     if len(beyond) > past:
         yield f"shards of the dropped rows are removed ({len(beyond) - past})"
     if checked.leftovers.temporaries:
         count = len(checked.leftovers.temporaries)
-        yield f"temporaries of writes that did not end are removed ({count})"
+        yield f"temporary files of unfinished writes are removed ({count})"
     for path in broken:
         faults = [problem.message for problem in checked.found.problems if problem.path == path]
         yield f"{path.parent.name}/{path.name} is removed: {'; '.join(faults)}"
 
 
 def _is_lasting(metadata: CheckedMetadata, problem: Problem) -> bool:
-    """Whether no repair can help."""
+    """True if no repair is possible."""
     if problem.remedy != "rewrite":
         return problem.remedy == "none"
     name = problem.array

@@ -1,4 +1,4 @@
-"""The attributes of a run's root: which it has, what they can be, and their copy in `step`."""
+"""Checks of the root's attributes: presence, values, and the copy in `step`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def settle_announced(found: CheckedMetadata) -> None:
-    """Have the copy in `step` be that of the root's attributes, if they were just being changed."""
+    """Choose the copy in `step` that matches the root, after an interrupted change."""
     own = found.own.get(STEP.name)
     attributes = None if own is None else own.get("attributes")
     if own is None or not isinstance(attributes, dict) or COMING not in attributes:
@@ -35,13 +35,12 @@ def settle_announced(found: CheckedMetadata) -> None:
     found.own[STEP.name] = own | {"attributes": settled}
     found.announced = True
     found.notes.append(
-        "the attributes of the root are being changed, as a writer leaves it that ends, or is, in "
-        "the middle of a resume"
+        "the attributes of the root are being changed; a writer is in a resume, or died in one"
     )
 
 
 def check_attributes(found: CheckedMetadata) -> None:
-    """Hold the attributes of the root against their copy, and against what they can be.
+    """Compare the attributes of the root with their copy and their possible values.
 
     Raises
     ------
@@ -65,7 +64,7 @@ def check_attributes(found: CheckedMetadata) -> None:
             elif not same(fixed[key], found.copy[key]):
                 found.report(
                     None,
-                    f"the attribute {key} is not as in its copy in {STEP.name}: "
+                    f"the attribute {key} differs from its copy in {STEP.name}: "
                     f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
     _check_identity(found)
@@ -87,22 +86,22 @@ def check_attributes(found: CheckedMetadata) -> None:
 
 
 def _check_identity(found: CheckedMetadata) -> None:
-    """The arrays must say of whose blocks they are as the root does."""
+    """Check that the arrays name the same runs as the root."""
     if not is_possible("runs", found.attributes.get("runs")):
         return  # which is reported
     runs = run_identity(found.attributes)
     for name in filter(is_series, found.arrays):
         if found.stored(name).form.runs != runs:
-            found.report(name, "its metadata say it is of another run than the root says")
+            found.report(name, "its metadata name another run than the root")
 
 
 def fixed_attributes(attributes: Document) -> Document:
-    """Those that no commit changes."""
+    """Attributes that no commit changes."""
     return {key: value for key, value in attributes.items() if key not in CHANGING}
 
 
 def parsed_copy(text: Any) -> Document | None:
-    """The fixed attributes as the attribute of `step` has them; None if it holds none."""
+    """The fixed attributes from their copy in `step`; None if it is no JSON object."""
     try:
         value = parse(text)
     except (TypeError, ValueError):

@@ -1,11 +1,12 @@
-"""`verify`: every stored byte of a run is read, checked and decoded; nothing is changed.
+"""`verify`: read, check and decode every stored byte of a run, and change nothing.
 
-Chunks are checked in parallel, each in the memory of the thread that does it, so memory stays flat
-whatever the size of the run. What is broken is named, and the rest is checked all the same.
+Threads check the chunks, each with the memory of one chunk, for runs of any size. A problem does
+not end the check.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
-from trajstore.integrity.array_checks import check_chunks
+from trajstore.integrity.array_checks import check_chunks, in_steps
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
 from trajstore.integrity.chunk_checks import CheckedChunks
@@ -23,8 +24,10 @@ from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import dropped_arrays, filled_rows, filled_shards
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.strict_json import Document
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
@@ -36,21 +39,21 @@ _ATTEMPTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes
     ----------
     path : Path or RemotePath
     problems : tuple of Problem
-        What is wrong; empty for a sound run.
+        Empty for a sound run.
     notes : tuple of str
-        What is not damage, and still worth knowing: what a crash leaves, what could not be checked.
+        Remarks that are no damage: leftovers of a crash, parts without a check.
     rows : int
         Committed rows.
     arrays, shards, chunks : int
-        Checked.
+        Number of checked ones.
     bytes : int
-        Read.
+        Bytes read.
     """
 
     path: Location
@@ -64,7 +67,7 @@ class Verification:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """True without problems."""
         return not self.problems
 
     def facts(self) -> dict[str, Any]:
@@ -80,17 +83,16 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """All that is known of a run when everything that is stored of it has been checked.
+    """Facts about a completely checked run.
 
     Attributes
     ----------
     metadata : CheckedMetadata
     leftovers : Leftovers
     read : CheckedChunks
-        What the arrays hold.
+        Contents of the arrays.
     found : Verification
-        Its problems are those of the documents first, then of what the arrays hold, then of the
-        checkpoints.
+        Problems of the documents first, then of the arrays, then of the checkpoints.
     """
 
     metadata: CheckedMetadata
@@ -105,20 +107,20 @@ def verify(
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> Verification:
-    """Check everything that is stored of a run, also while it is being recorded.
+    """Check every stored byte of a run, also during its recording.
 
-    Every chunk of every committed block is read, checked against its checksum and decompressed;
-    the chunks of a shard must cover it without gaps. The documents are held against each other,
-    and against the table of variables; checkpoints beside the run are checked too.
+    Every chunk of every committed block is read, compared with its checksum and decompressed. The
+    chunks of a shard must cover it without gaps. Documents are compared with each other and with
+    the schema. Checkpoints of the run are checked, too.
 
     Parameters
     ----------
     path : path-like, str or RemotePath
-        On a web server nothing is listed: only what the root announces is checked.
+        On a web server, which lists nothing, only the contents of the root are checked.
     threads : int, optional
-        Without it as many as there are processors, at most 8; of an object store, 16.
+        By default the number of processors, at most 8; 16 for an object store.
     on_progress : callable, optional
-        Called with the bytes of the shards that are done, and those there are.
+        Called with the bytes of the checked shards, and of all shards.
 
     Returns
     -------
@@ -128,13 +130,13 @@ def verify(
     Raises
     ------
     RunNotFound
-        If there is nothing at `path`, or nothing any more.
+        If there is nothing at `path`, or it was deleted meanwhile.
     FormatError
-        If it is not a run, or one of a newer format.
+        If it is no run, or a run of a newer format.
     InvalidArgument
         If `threads` is not positive.
     ObjectStoreError
-        If an object store does not answer: that is no damage.
+        If an object store does not respond; that is no damage.
 
     Examples
     --------
@@ -153,10 +155,9 @@ def check_run(
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> CheckedRun:
-    """Check a run; the details of `verify`, for whoever goes on from there.
+    """Check a run, and return all details.
 
-    Readers take no lock. What looks broken because a writer has cut the run or made it anew since
-    its root was read is looked at again.
+    Readers take no lock. If a writer cut or replaced the run during the check, the check restarts.
     """
     for _ in range(_ATTEMPTS):
         checked = _check_once(path, threads, on_progress)
@@ -164,13 +165,13 @@ def check_run(
         if found.clean or not is_outdated(checked.metadata):
             break
     if not found.clean and isinstance(place := found.path, Path) and not place.exists():
-        raise RunNotFound(f"{place} has gone while it was looked at: moved, removed or unmounted")
+        raise RunNotFound(f"{place} disappeared during the check: moved, deleted or unmounted")
     return checked
 
 
 def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None) -> CheckedRun:
     metadata = check_metadata(path)
-    # Before what takes long: a shard that a recording commits meanwhile would be no leftover.
+    # First, because a recording may commit shards during the slow checks.
     leftovers = find_leftovers(metadata)
     coordinates = check_coordinates(metadata)
     chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
@@ -178,7 +179,9 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     sound = not coordinates.problems
     fingerprint = check_fingerprint(metadata, chunks) if sound else []
     whole = sound and not metadata.problems and not chunks.problems
-    cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
+    cells: list[Problem] = []
+    if whole and "cells" in metadata.arrays:
+        cells = _check_cells(metadata.path, metadata.attributes)
     found = Verification(
         path=metadata.path,
         problems=(
@@ -189,7 +192,13 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
             *cells,
             *checkpoints,
         ),
-        notes=(*metadata.notes, *leftovers.notes(), *chunks.notes, *chunks.row0),
+        notes=(
+            *metadata.notes,
+            *_repair_notes(metadata, chunks),
+            *leftovers.notes(),
+            *chunks.notes,
+            *chunks.row0,
+        ),
         rows=metadata.rows,
         arrays=len(metadata.arrays),
         shards=chunks.shards,
@@ -199,24 +208,38 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
 
 
-def _check_cells(path: Location) -> list[Problem]:
-    """Hold ``cells`` against W rounded to bfloat16, to nearest even, a tile at a time.
+def _repair_notes(metadata: CheckedMetadata, chunks: CheckedChunks) -> Iterator[str]:
+    """Sentences about earlier repairs."""
+    for name in sorted(dropped_arrays(metadata.attributes)):
+        yield f"{name} is missing: a repair dropped it"
+    shards = filled_shards(metadata.attributes)
+    for name in dict.fromkeys(shard.array for shard in shards):
+        where = in_steps(chunks, [shard.rows for shard in shards if shard.array == name])
+        yield f"{name} has NaN in {where}: a repair filled what was damaged"
+
+
+def _check_cells(path: Location, attributes: Document) -> list[Problem]:
+    """Compare ``cells`` with W rounded to bfloat16, to nearest even, tile by tile.
 
     Parameters
     ----------
     path : Path or RemotePath
-        Of a run of which every chunk can be read.
+        A run with readable chunks.
+    attributes : dict
+        Of its root.
     """
     where = path / "cells" / DOCUMENT
     try:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():
             return []
-        count, step, token = _wrong_cells(run)
+        count, step, token = _wrong_cells(
+            run, filled_rows(attributes, len(run.steps), ("W", "cells"))
+        )
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
-        message = f"they cannot be held against W: {error}"
+        message = f"they cannot be compared with W: {error}"
         return [Problem(array="cells", path=where, message=message)]
     if not count:
         return []
@@ -227,17 +250,18 @@ def _check_cells(path: Location) -> list[Problem]:
     return [Problem(array="cells", path=where, message=message)]
 
 
-def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:
-    """How many cells are not those of W, and step and token of the first."""
+def _wrong_cells(run: TiledRun, filled: set[int]) -> tuple[int, int, int]:
+    """Number of wrong cells outside filled rows, and step and token of the first."""
     W, cells, bfloat16 = run.series["W"], run.series["cells"], NATIVE_TYPES["bfloat16"]
     rows, count, first = np.arange(len(run.steps)), 0, (0, 0)
     for tile in W.tiles(rows, None):
         expected, _ = convert(tile.read(), W.native, bfloat16)
         held = cells.bits(tile.where)
         wrong = (held != expected) & ~(is_nan(held, bfloat16) & is_nan(expected, bfloat16))
+        at, among = tile.where
+        wrong[[row in filled for row in rows[at]]] = False
         if wrong.any() and not count:
             row, token, _ = np.argwhere(wrong)[0]
-            at, among = tile.where
             ids = run.coordinates["token"]
             first = int(run.steps[at.start + row]), int(ids[among.start + token])
         count += int(np.count_nonzero(wrong))

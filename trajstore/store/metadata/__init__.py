@@ -8,6 +8,8 @@
     What a fork's provenance says of the optimizers that made its steps.
 ``object_keys``
     Names of the objects of a run, and of the files beside it.
+``repairs``
+    Values and arrays that repairs removed from a run.
 ``schema_check``
     Whether the arrays of a run are described as the schema has them, and so read as recorded.
 ``shard``

@@ -24,6 +24,7 @@ from trajstore.schema import STEP, coordinate, room_for_examples
 from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
@@ -187,10 +188,11 @@ class _Branch:
         arrays |= series_metadata(changed, coordinates)
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
         fixed["runs"] = [list(entry) for entry in runs]
+        fixed |= {"created": utc_now(), **attributes}
         return cls(
             stored=stored,
             path=path,
-            metadata=RunMetadata(arrays, {**fixed, "created": utc_now(), **attributes}),
+            metadata=RunMetadata(arrays, without_later_repairs(fixed, stored.rows)),
             kept=kept,
             changed=changed,
         )

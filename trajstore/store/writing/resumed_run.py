@@ -22,6 +22,7 @@ from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
+from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import check_own_documents, open_group, run_identity
@@ -208,7 +209,8 @@ def resumed_run(
         raise InvalidArgument(
             f"{path} has {committed} committed rows, so it cannot go on after {keep}"
         )
-    metadata = RunMetadata.stored(root, attributes)
+    lasting = {**root["attributes"], **(attributes or {})}
+    metadata = RunMetadata.stored({**root, "attributes": without_later_repairs(lasting, keep)})
     found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
     _check_content(path, root, found[-1])
     own = layout if share is None else share.of_layout(layout)

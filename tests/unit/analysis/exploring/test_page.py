@@ -38,6 +38,8 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
     page._player.value = 3
     assert "step 3 of 7, loss 4.7" in page._step.object
     assert {span.location for span in page._steps} == {3}
+    here = plots.here_plot(page._one, 3)
+    np.testing.assert_array_equal(here.dimension_values(0), page._one["position"][3, 0])
     assert len(page._steps) == 8  # hops and gradient of a token, layers, five curves
     shown = page._points()
     position = page._seen.history.position.values[3]
@@ -46,14 +48,14 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
     assert len(page._table.value) == 1
     page._choose(0)
     assert "&#x27;&lt;script&gt;alert(1)&lt;/script&gt;&#x27; (0)" in page._token.object
-    assert "moved last at step 5" in page._token.object
+    assert "Last change at step 5" in page._token.object
     assert page._ranks[0].location == page._seen.history.rank(0) + 0.5
     page._go_to(5.4)
     assert page._player.value == 5
     page._go_to(float("nan"))
     assert page._player.value == 5
     page._tapped(*page._seen.history.position.values[5, 4])
-    assert "never moved" in page._token.object
+    assert "Never changed" in page._token.object
 
 
 def test_the_axes_of_a_token_follow_it(page: Page) -> None:

@@ -22,8 +22,8 @@ def ds(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
 
 
 @pytest.fixture(autouse=True)
-def short_stillness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of runs that are shorter than the default."""
+def short_min_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs that are shorter than the default."""
     monkeypatch.setattr(run_history, "MIN_UNCHANGED", 3)
 
 
@@ -37,18 +37,18 @@ def check_against_analysis(history: run_history.RunHistory, ds: xr.Dataset) -> N
     layers = analysis.heatmap(ds).compute()
     assert history.layers.drop_attrs().identical(layers.drop_attrs())
     curves, shown = history.curves, history.populations
-    for name, source in (("still", "unchanged_fraction"), ("frozen", "frozen_fraction")):
-        told = curves[name].isel(step=slice(1, None))
-        assert np.array_equal(told, rest[source].sel(population=shown))
+    for name, source in (("unchanged", "unchanged_fraction"), ("frozen", "frozen_fraction")):
+        found = curves[name].isel(step=slice(1, None))
+        assert np.array_equal(found, rest[source].sel(population=shown))
     np.testing.assert_array_equal(curves["loss"], ds["loss"])
     for name, values in (
         ("gradient", analysis.grad_norms(ds)),
         ("displacement", analysis.displacement(ds)),
     ):
         table = analysis.by_population(values, (0.05, 0.95)).sel(population=shown)
-        told = curves[name].transpose("step", "population", "statistic")
-        np.testing.assert_array_equal(told[..., 0], table["mean"])
-        np.testing.assert_array_equal(told[..., 1:], table["quantiles"])
+        found = curves[name].transpose("step", "population", "statistic")
+        np.testing.assert_array_equal(found[..., 0], table["mean"])
+        np.testing.assert_array_equal(found[..., 1:], table["quantiles"])
 
 
 def test_what_is_held_is_what_the_analysis_finds(ds: xr.Dataset) -> None:
@@ -123,7 +123,7 @@ def test_a_run_that_cannot_be_explored_is_refused(
 ) -> None:
     with pytest.raises(VariableNotRecorded, match="W"):
         prepare(ds.drop_vars("W"))
-    with pytest.raises(InvalidArgument, match="at least 2 rows, and the run has 1"):
+    with pytest.raises(InvalidArgument, match="at least 2 rows, got 1"):
         prepare(ds.isel(step=slice(1)))
     monkeypatch.setattr(run_history, "MAP_BYTES", 1000)
     with pytest.raises(InvalidArgument, match=r"21 rows of 128 tokens.*trajstore export"):

@@ -20,17 +20,19 @@ def tokens(*texts: str) -> TokenList:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("the", [3, 0, 1, 2]),  # it itself, then what begins with it, then what holds it
-        (" THE ", [3]),
+        ("the", [6, 3, 5, 0, 1, 2]),  # exact, but blanks, but case, begins with it, contains it
+        ("The", [5, 3, 6, 0, 1, 2]),
+        (" the ", [3, 6, 5]),
+        (" THE ", [3, 5, 6]),
         ("20", [2, 4]),  # the id, then the text
         ("40", [4]),
-        ("", [0, 1, 2, 3, 4]),
+        ("", [0, 1, 2, 3, 4, 5, 6]),
         ("xyz", []),
         ("²", []),  # which is a digit, and no number
     ],
 )
 def test_tokens_are_found_by_text_and_id_the_best_first(text: str, found: list[int]) -> None:
-    known = tokens("they", "Then", "bathed", " the ", "a20")
+    known = tokens("they", "Then", "bathed", " the ", "a20", "The", "the")
     assert sorted(known.find(text)) == sorted(found)
     assert known.find(text).tolist() == found
 
@@ -52,12 +54,12 @@ def test_nothing_in_a_text_is_obeyed(tmp_path: Path) -> None:
     assert known.find("<script>").tolist() == [0]
     assert known.find(HOSTILE[1]).tolist() == [1]
     columns = known.columns(np.array([4, 0]), prepare(ds))
-    assert list(columns) == ["id", "text", "kind", "last motion", "moves"]
+    assert list(columns) == ["id", "text", "kind", "last change", "changes"]
     assert columns["id"].tolist() == [12, 0]
     assert columns["text"] == ["'b'", "'<script>alert(1)</script>'"]
     assert columns["kind"].tolist() == ["dead", "live"]
-    np.testing.assert_array_equal(columns["last motion"], [np.nan, 5])
-    assert columns["moves"].tolist() == [0, 5]
+    np.testing.assert_array_equal(columns["last change"], [np.nan, 5])
+    assert columns["changes"].tolist() == [0, 5]
 
 
 def test_the_nearest_is_so_on_the_screen() -> None:

@@ -53,25 +53,27 @@ def test_what_was_not_recorded_is_left_out(run: Path, history: RunHistory) -> No
 
 
 @pytest.mark.parametrize(
-    ("hops", "causes", "told"),
+    ("hops", "causes", "sentences"),
     [
-        ([3, 2], [0, 0], ["It moved at the last row."]),
-        ([0, 0], [2, 2], ["It never moved, in 2 rows: lost update."]),
+        ([3, 2], [0, 0], ["Changed at the last row."]),
+        ([0, 0], [2, 2], ["Never changed, in 2 rows: lost update."]),
         (
             [0, 4, 0, 0, 0],
             [1, 0, 2, 2, 3],
             [
-                "It moved last at step 20, and has stood still for 3 rows since: "
+                "Last change at step 20; unchanged for 3 rows since: "
                 "66.7% lost update, 33.3% learning rate.",
-                "Before that it stood still in 1 row of 2: no gradient.",
+                "Before that, unchanged in 1 row of 2: no gradient.",
             ],
         ),
-        ([float("nan")], [0], ["It moved at the last row."]),  # came to be NaN
+        ([float("nan")], [0], ["Changed at the last row."]),  # came to be NaN
     ],
 )
-def test_rest_is_told_in_sentences(hops: list[float], causes: list[int], told: list[str]) -> None:
+def test_unchanged_steps_in_sentences(
+    hops: list[float], causes: list[int], sentences: list[str]
+) -> None:
     token = xr.Dataset(
         {"hop": ("step", [np.nan, *hops]), "cause": ("step", [-1, *causes])},
         {"step": 10 * np.arange(len(hops) + 1)},
     )
-    assert cause_sentences(token) == told
+    assert cause_sentences(token) == sentences

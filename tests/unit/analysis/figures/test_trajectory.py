@@ -67,6 +67,5 @@ def test_names_are_written_where_they_cover_nothing(run):
 def test_axes_fit_the_paths(run):
     position = analysis.pca(run, components=2).scores.values
     ax = FIGURES["trajectory"](run, Canvas().subplots())
-    spans = np.ptp(position, axis=(0, 1))
-    for limits, span in zip((ax.get_xlim(), ax.get_ylim()), spans, strict=True):
+    for limits, span in zip((ax.get_xlim(), ax.get_ylim()), np.ptp(position, (0, 1)), strict=True):
         np.testing.assert_allclose(np.diff(limits), 1.1 * span)

@@ -1,4 +1,4 @@
-"""The page says what is so, asks nothing of anybody, and shows odd texts harmlessly."""
+"""The report prints results, loads nothing, and shows control characters as symbols."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Page(HTMLParser):
         self.text += data
 
     @property
-    def told(self) -> str:
+    def shown(self) -> str:
         return " ".join(self.text.split())
 
 
@@ -82,19 +82,23 @@ def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> No
     ds = open_run(letters)
     rest = analysis.freeze(ds, min_unchanged=3).compute()
     dead = ds.is_dead.values
-    assert "118 dead tokens" in page.told
+    assert "118 dead tokens" in page.shown
     when = rest.frozen_since.values[dead].max()
     assert (
-        f"All of them were frozen at step {when}, still for 3 steps or more at the end" in page.told
+        f"All tokens were frozen at step {when} (unchanged for the last 3 steps or more)"
+        in page.shown
     )
     cause = analysis.freeze_cause(ds).values[:, dead]
     still = cause[cause > 0]
     share = f"{(still == analysis.CAUSES.index('lost_update')).mean():.1%}"
-    assert f"Of {still.size:,} steps without motion (tokens × steps): {share} lost" in page.told
+    assert (
+        f"Causes of {still.size:,} steps without change (tokens × steps): {share} lost"
+        in page.shown
+    )
     norms = analysis.grad_norms(ds).values[1:, dead]
     assert (norms > 0).all()
-    assert f"None of them ever had a gradient of zero, in {norms.size:,} gradients" in page.told
-    assert "Nothing was verified for this page" in page.told
+    assert f"No gradient was zero, of {norms.size:,} gradients" in page.shown
+    assert "Not verified." in page.shown
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"script", "link", "iframe", "object", "a"}
     sources = [a[key] for _, a in page.elements for key in ("src", "srcset") if key in a]
@@ -109,16 +113,16 @@ def test_a_window_is_of_the_figures_or_of_the_whole_page(
     only = {"loss": FIGURES["loss"], "freeze": FIGURES["freeze"]}
     monkeypatch.setattr(report_page, "FIGURES", only)
 
-    def told(name: str, **options: Any) -> str:
-        return Page(write_report(letters, tmp_path / name, **options).read_text()).told
+    def shown_text(name: str, **options: Any) -> str:
+        return Page(write_report(letters, tmp_path / name, **options).read_text()).shown
 
-    shown = told("shown.html", steps="12:19")
-    assert "The figures show some of the steps; every number is that of the whole run." in shown
-    assert "None of them was frozen: still for 50 steps or more at the end." in shown
+    shown = shown_text("shown.html", steps="12:19")
+    assert "The figures show a window of steps; all other numbers describe the whole run." in shown
+    assert "No token was frozen (unchanged for the last 50 steps or more)." in shown
     assert "Displacement from step 0 to 20" in shown
-    within = told("within.html", steps="12:19", within=True, min_unchanged=1)
-    assert "are computed from steps 12 to 18 alone." in within
-    assert "still for 1 step or more" in within
+    within = shown_text("within.html", steps="12:19", within=True, min_unchanged=1)
+    assert "figures use steps 12 to 18 alone." in within
+    assert "unchanged for the last 1 step or more" in within
     assert "Displacement from step 12 to 18" in within
 
 
@@ -137,11 +141,11 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
     assert page.text.count(ODD) >= 3  # token, corpus, provenance: as text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", html)
     assert "␛[31mred␇" in page.text
-    assert "This is a what-if run (a=1): These are open loop." in page.told
-    assert "Every stored byte was held against its checksum, and is sound: 4 rows" in page.told
-    assert "gradients: grad" in page.told or "gradients: " in page.told
-    assert "The run was made of another one" in page.told
-    assert "run.toml" not in page.told
+    assert "This is a what-if run (a=1): These are open loop." in page.shown
+    assert "Every stored byte was compared with its checksum: sound; 4 rows" in page.shown
+    assert "gradients: grad" in page.shown or "gradients: " in page.shown
+    assert "This run begins with rows of another run" in page.shown
+    assert "run.toml" not in page.shown
 
 
 @pytest.mark.parametrize("name", ["my text.txt", "gatsby stand-in (embedded)"])
@@ -150,25 +154,25 @@ def test_how_a_run_is_made_again(tmp_path: Path, name: str) -> None:
     text = {"name": name, "bytes": 12345, "sha256": "ab" * 32}
     run = small_run(tmp_path / "run.zarr", config=config, provenance={"corpus": text})
     page = Page(write_report(run, tmp_path / "page.html").read_text())
-    toml = page.text.split("as run.toml:")[1].split("Where it comes from")[0]
+    toml = page.text.split("as run.toml:")[1].split("Provenance")[0]
     assert tomllib.loads(toml) == {
         "data": {"corpus": ODD, "size": 1e-05}, "training": {"on": True}
     }  # fmt: skip
     given = name == "my text.txt"
-    assert ("--config run.toml --corpus 'my text.txt' -o again.zarr" in page.told) == given
-    assert (f"The text had 12,345 bytes, SHA-256 {'ab' * 32}." in page.told) == given
-    assert ("--config run.toml -o again.zarr" in page.told) != given
+    assert ("--config run.toml --corpus 'my text.txt' -o again.zarr" in page.shown) == given
+    assert (f"The text has 12,345 bytes, SHA-256 {'ab' * 32}." in page.shown) == given
+    assert ("--config run.toml -o again.zarr" in page.shown) != given
 
 
 def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
     page = Page(write_report(small_run(tmp_path / "a.zarr"), tmp_path / "a.html").read_text())
-    assert "The run does not say with which configuration" in page.told
-    assert "Not told: causes, for" in page.told
+    assert "The run has no recorded configuration" in page.shown
+    assert "Not computed: causes, because" in page.shown
     page = Page(
         write_report(small_run(tmp_path / "b.zarr", rows=0), tmp_path / "b.html").read_text()
     )
-    assert "0 rows" in page.told
-    assert "none of these figures can be drawn" in page.told
+    assert "0 rows" in page.shown
+    assert "none of these figures can be drawn" in page.shown
 
 
 def test_what_is_refused(letters: Path, tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_what_is_refused(letters: Path, tmp_path: Path) -> None:
         write_report(tmp_path / "none.zarr", tmp_path / "page.html")
     page = tmp_path / "page.html"
     page.write_text("mine")
-    with pytest.raises(RunExists, match="already there"):
+    with pytest.raises(RunExists, match="already exists"):
         write_report(letters, page)
     assert page.read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

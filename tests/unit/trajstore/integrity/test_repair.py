@@ -155,8 +155,8 @@ def test_metadata_ahead_of_the_commit_go_back(run: Path, whole: Path) -> None:
         edit(run / name / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
     found = mended(run)
     assert found.actions == (
-        "step/zarr.json goes back from 15 rows to 11: the others were never committed",
-        "W/zarr.json goes back from 15 rows to 11: the others were never committed",
+        "step/zarr.json is reset from 15 rows to 11: the others were never committed",
+        "W/zarr.json is reset from 15 rows to 11: the others were never committed",
     )
     assert_first_rows(run, whole, 11)
 
@@ -168,7 +168,7 @@ def test_data_ahead_of_the_commit_and_temporaries_go(run: Path, whole: Path) -> 
     found = mended(run)
     assert [action.split(" (")[0] for action in found.actions] == [
         "shards past the commit are removed",
-        "temporaries of writes that did not end are removed",
+        "temporary files of unfinished writes are removed",
     ]
     assert_first_rows(run, whole, 11)
     assert attributes(run)["status"] == "complete"
@@ -218,9 +218,7 @@ def test_a_lost_document_of_an_array_is_rebuilt(
 ) -> None:
     damage(run / name / "zarr.json")
     found = mended(run)
-    assert found.actions[0].startswith(
-        f"{name}/zarr.json is written anew: zarr.json cannot be read"
-    )
+    assert found.actions[0].startswith(f"{name}/zarr.json is rewritten: zarr.json cannot be read")
     assert_first_rows(run, whole, 11)
     expected = json.loads((whole / name / "zarr.json").read_bytes())
     assert json.loads((run / name / "zarr.json").read_bytes()) == expected

@@ -210,7 +210,7 @@ def test_values_that_are_not_of_the_native_type_are_found(tmp_path: Path) -> Non
             writer.append(step, W=np.zeros((1, 1), "f4"), loss=np.zeros((), "f4"))
     set_with_zarr(run, "loss", 2, 0.1)
     foreign, problem = verify(run).problems
-    assert "another program has written it" in foreign.message
+    assert "another program wrote it" in foreign.message
     assert (problem.array, problem.block) == ("loss", 1)
     assert "bfloat16" in problem.message
 
@@ -333,7 +333,7 @@ def test_a_lost_consolidated_block_is_named(run: Path) -> None:
         ("committed_rows", "11", "committed_rows is '11'"),
         ("updated", "yesterday", "updated"),
         ("updated", "2026-01-01 00:00:00", "updated"),
-        ("created", "2020-01-01T00:00:00+00:00", "created is not as in its copy"),
+        ("created", "2020-01-01T00:00:00+00:00", "created differs from its copy"),
         ("encoding", "none", "encoding"),
         ("timeline", "pre-step", "timeline"),
         ("config", {"why": "a tess", "lr": 1.5e-05}, "config.why"),
@@ -364,7 +364,7 @@ def test_what_a_crash_leaves_is_a_note(run: Path) -> None:
     found = verify(run)
     assert found.clean
     assert "W has shards past the commit (1)" in found.notes[0]
-    assert "temporaries (1)" in found.notes[1]
+    assert "temporary files (1)" in found.notes[1]
     assert found.notes[2] == "notes.txt is not part of the run"
 
 
@@ -388,7 +388,9 @@ def test_an_array_that_no_recorder_wrote_is_a_problem(run: Path) -> None:
         )  # fmt: skip
     zarr.consolidate_metadata(run)
     for found in (verify(run).problems, repair(run, yes=True).unrepaired):
-        foreign = [item for item in map(str, found) if "not stored as a recorder stores it" in item]
+        foreign = [
+            item for item in map(str, found) if "storage differs from that of a recorder" in item
+        ]
         assert {item.partition(":")[0] for item in foreign} == {"W", "token"}
 
 
