@@ -268,8 +268,8 @@ class Figure:
             )
         scans = [prepared(run, [self], chosen) for run in runs]
         found = compute_together(self.data(scans, chosen))
+        target = new_axes(style, size) if ax is None else ax
         with in_style(style):
-            target = new_axes(size) if ax is None else ax
             self.draw_groups(target, found, groups, style=style, log=log)
             about = titled_runs(runs, labels)
             set_title(target, title or f"{self.title}\n{about}")
@@ -450,8 +450,14 @@ def in_style(name: str) -> Any:
     return rc_context(settings)
 
 
-def new_axes(size: tuple[float, float] | None = None) -> Axes:
-    """Axes of a new figure, which a notebook shows."""
+def new_axes(name: str, size: tuple[float, float] | None = None) -> Axes:
+    """Axes of a new figure in a style; a notebook shows the figure."""
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=size or SIZE, dpi=150, layout="constrained")[1]
+    # Outside of the context: the first figure of a notebook loads its backend, which turns
+    # interactive mode on, and the context would turn it off again.
+    figure = pyplot.figure(
+        figsize=size or SIZE, dpi=150, layout="constrained", facecolor=style(name).ground
+    )
+    with in_style(name):
+        return figure.add_subplot()

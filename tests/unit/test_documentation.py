@@ -5,7 +5,7 @@ of the examples as ``gatsby.zarr``, ``other.zarr`` and ``run.zarr``. So do the l
 begin with ``trajstore`` and neither train nor take long. All are held against the options that
 there are. A comment ``<!-- not run: why -->`` before a block leaves it at being read: Python is
 parsed, and the names that it imports of these packages must be there. ``<!-- run: name -->`` is for
-other tests.
+other tests. The cells of the notebook run in their order, in an empty folder.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -246,6 +247,21 @@ def test_a_page_runs(
             if words[0] not in READ and not {"all", *LONG} & {*words}:
                 done = CliRunner().invoke(main, words)
                 assert done.exit_code == 0, f"{block.where}: {shlex.join(words)}: {done.output}"
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "docs" / "notebooks" / "first-freeze.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert Path("gatsby.safetensors").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def _print_matches(lines: Iterable[Detection]) -> None:
     printed = table("", "in the file", "type", "shape", "imported as", "reason", words=range(5))
     for line in lines:
         shape = "×".join(map(str, line.shape)) or "—"
-        kind = Text(line.kind) if line.kind else Text("left out", style="dim")
+        kind = Text(line.kind) if line.kind else Text("omitted", style="dim")
         printed.add_row(Text(line.name), line.dtype, shape, kind, Text(line.why))
     print_table(printed)
 

@@ -119,7 +119,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
                     f"zarr.json: {member}.{name} is {reprlib.repr(facts[name])}: {error}"
                 ) from error
         try:
-            chain = Chain.from_facts({name: facts[name] for name in facts.keys() - parsers.keys()})
+            chain = Chain.from_facts({name: facts[name] for name in facts.keys() - _PARSERS.keys()})
         except (TypeError, ValueError) as error:
             raise FormatError(f"zarr.json: {member}: {error}") from error
         return cls(chain=chain, **found)
@@ -193,6 +193,10 @@ def _lengths(value: Any) -> tuple[int, ...]:
 
 def _runs(value: Any) -> Runs:
     return tuple((int(at), str(run)) for at, run in value)
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {"array": str, "chunk_shape": _lengths, "runs": _runs}
+"""Of the configuration, apart from that of the chain."""
 
 
 @lru_cache(maxsize=256)

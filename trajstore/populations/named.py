@@ -37,7 +37,7 @@ def with_populations(
         Populations by name. A value is one of: a mask, bool (token); token ids, whole numbers as in
         ``token`` (also a set); labels, one text per token, where each label except the empty one
         becomes a population NAME_LABEL; an expression, a str such as
-        ``token_count < quantile(token_count, 0.25)`` (`trajstore.populations.expressions`).
+        ``token_count < quantile(token_count, 0.25)`` (docs/reference/variables.md).
     **named
         Further populations.
 

@@ -1,4 +1,4 @@
-"""A selection of a run as a run again, with blocks of another size."""
+"""A selection of a run as a new run, with blocks of another size."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def write_run(
 ) -> None:
     """Write a selection as a new run.
 
-    What is read goes straight into the buffer of the writer, a block of it at a time; where the new
-    blocks are smaller, a block of the old run is held between. Where `memory` does not hold a block
-    of the old run, its chunks are decoded more than once, and memory stays flat.
+    Rows are decoded straight into the buffer of the writer, one block at a time. If the new blocks
+    are smaller, a block of the old run is held in between. If `memory` does not hold a block of the
+    old run, its chunks are decoded more than once, and memory stays constant.
 
     Parameters
     ----------
     path : Path
-        Where nothing is yet.
+        A path that does not exist yet.
     run : TiledRun
     selection : Selection
     block_rows : int, optional
     memory : int or str
-        For the buffer of the writer, and what is held between.
+        Memory for the buffer of the writer and the rows held in between.
     on_progress : callable, optional
 
     Raises
@@ -68,7 +68,7 @@ def write_run(
         block_rows=block_rows,
         buffers=1,
         commit_every=None,
-        fsync=False,  # the whole of it is flushed before it gets its name
+        fsync=False,  # the caller flushes the whole run before it gets its name
         attributes={key: run.attributes[key] for key in KEPT_ATTRIBUTES if key in run.attributes},
         populations={
             name: selection.along_token(values) for name, values in run.populations.items()
@@ -86,12 +86,12 @@ def _copy(
     spare: int,
     on_progress: Progress | None,
 ) -> None:
-    """Copy the selected rows; `spare` bytes are left for those that are held between."""
+    """Copy the selected rows. `spare` bytes are left for rows held in between."""
     steps = run.steps[selection.rows]
     arrays = {name: array for name, array in new.layout.arrays.items() if name != STEP.name}
     row_bytes = sum(array.row_bytes for array in arrays.values())
-    # Where the new blocks are smaller, rows of a whole old block are held between the two, as many
-    # as what is left of the memory holds.
+    # If the new blocks are smaller, up to one old block of rows is held in between, as far as the
+    # spare memory allows.
     block = max(variable.tile[0] for variable in run.series.values())
     most = min(block, spare // row_bytes, len(steps))
     if most <= new.layout.block_rows:

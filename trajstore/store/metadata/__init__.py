@@ -2,6 +2,8 @@
 
 ``block_plan``
     The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
+``document_form``
+    The form of a run's documents: their members, types and values.
 ``fingerprint``
     What tells one run from another: digests of all that is stored of it, row by row.
 ``fork_provenance``

@@ -177,18 +177,23 @@ def root_faults(root: Any) -> Iterator[Fault]:
         yield Fault("consolidated_metadata.metadata", "an object", arrays)
 
 
-def array_faults(document: Any) -> Iterator[Fault]:
+def array_faults(document: Any, required: Collection[str] = ()) -> Iterator[Fault]:
     """What is wrong with the document of an array by itself.
 
     Parameters
     ----------
     document : object
         Value of a JSON text.
+    required : collection of str
+        Members that it must have, of those that Zarr lets it leave out.
     """
     if not isinstance(document, dict):
         yield Fault("", "an object", document)
         return
     yield from _node_faults(document, "array")
+    for name in required:
+        if name not in document:
+            yield Fault(name, "a member of that name")
     shape = document.get("shape", _MISSING)
     if not _are_lengths(shape):
         yield Fault("shape", "a list of lengths", shape)

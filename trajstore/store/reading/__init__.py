@@ -2,6 +2,8 @@
 
 ``array_reader``
     The arrays of a run as their shards hold them: native bits, labels, indices.
+``checked_documents``
+    The documents of a run as they are read: checked, and compared with the stored objects.
 ``open_group``
     The Zarr group that a run is, checked.
 ``open_run``
@@ -13,7 +15,7 @@
 ``run_paths``
     Which runs are meant: names, patterns, and folders of sweeps.
 ``run_settings``
-    Settings of several runs: those that differ, and the labels that these make.
+    Settings of runs: one by its path, those that differ between runs, and labels of these.
 ``run_table``
     Several runs as a table: what each is, and in which settings they differ.
 ``tiled_reader``

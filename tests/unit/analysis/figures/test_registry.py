@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import matplotlib
 import pytest
+from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
@@ -107,3 +109,16 @@ def test_kinds_by_name():
     assert len(figures_named(["all"], runs=2)) == len(FIGURES)
     with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.*, expected some of all, loss"):
         figures_named(["lss"])
+
+
+def test_the_first_figure_of_a_notebook_leaves_it_interactive(run, monkeypatch):
+    make = pyplot.figure
+
+    def load_backend(*args, **kwargs):
+        matplotlib.interactive(True)
+        return make(*args, **kwargs)
+
+    monkeypatch.setitem(matplotlib.rcParams, "interactive", False)
+    monkeypatch.setattr(pyplot, "figure", load_backend)
+    assert FIGURES["loss"](run, style="dark").figure.get_facecolor()[:3] == (0, 0, 0)
+    assert matplotlib.is_interactive()
