@@ -108,7 +108,10 @@ class CompiledLoop:
         return True
 
     def _load(self) -> Callable[..., None] | None:
-        """The function, to be compiled when it is called; None without numba."""
+        """The function, to be compiled when it is called; None without numba.
+
+        A division by 0 gives what it gives in NumPy, and raises nothing.
+        """
         if find_spec("numba") is None:
             return None
         numba = import_module("numba")
@@ -116,9 +119,11 @@ class CompiledLoop:
             return None
         function = getattr(import_module(self._module), self._name)
         try:
-            compiled: Callable[..., None] = numba.njit(cache=True, nogil=True)(function)
+            compiled: Callable[..., None] = numba.njit(cache=True, nogil=True, error_model="numpy")(
+                function
+            )
         except RuntimeError:  # there is no folder to keep it in: it is compiled by each process
-            compiled = numba.njit(nogil=True)(function)
+            compiled = numba.njit(nogil=True, error_model="numpy")(function)
         return compiled
 
 
