@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "CorpusError",
+    "FlushedSubnormals",
     "FormatError",
     "InvalidArgument",
     "MissingExtra",
@@ -75,6 +76,10 @@ class FormatError(TrajstoreError, ValueError):
 
 class ObjectStoreError(TrajstoreError, OSError):
     """An object store or web server refuses, or has not answered for long; see what it says."""
+
+
+class FlushedSubnormals(TrajstoreError, FloatingPointError):
+    """This thread replaces subnormal numbers by 0; switch that off."""
 
 
 class CorpusError(TrajstoreError, ValueError):

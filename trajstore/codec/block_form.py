@@ -379,7 +379,9 @@ class _OpenUnit:
         windows = windows_of(picks)
         labels = tuple(self._open(name)[1].label.digest for name in self._names)
         bounds = tuple((part.start, part.stop) for part in windows[1:])
-        key = (labels, entry, bounds)
+        # Other rules may have stored the same bytes.
+        stored = self._form.chain.rule, self._form.shape, self._form.chunk
+        key = (stored, labels, entry, bounds)
         return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
 
     @property

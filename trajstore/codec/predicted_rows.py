@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.values.native_types import NativeType, narrow, widen
-from trajstore.values.rounding import cast, result_bits
+from trajstore.values.rounding import cast, check_subnormals, result_bits
 
 __all__ = ["coefficients_and_differences", "decode_rows"]
 
@@ -45,6 +45,7 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     or None
         If no prediction makes any row smaller.
     """
+    check_subnormals()
     rows, tokens, hidden = bits.shape
     with np.errstate(all="ignore"):
         made = [_terms(widen(bits[row], native), native) for row in range(rows)]
@@ -74,6 +75,7 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
         Of the same ones.
     native : NativeType
     """
+    check_subnormals()
     bits = np.empty(differences.shape, native.bits)
     for row, folded in enumerate(differences):  # one row stays in the cache
         predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xarray as xr
 from zarr.storage import MemoryStore
@@ -12,6 +13,7 @@ from zarr.storage import MemoryStore
 from trajstore import RunWriter, open_run, repair, sample_run, verify
 from trajstore.codec.computed_rows import cache
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.values.optimizer_rule import OptimizerRule, Rates
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ROWS, BLOCK = 40, 16
@@ -93,6 +95,48 @@ def test_a_damaged_array_is_named(run: Path, history: xr.Dataset) -> None:
     with pytest.raises(FormatError, match=r"W, block 1.*grad, bytes 0 to .*: the checksum"):
         _ = ds.W[20].values
     assert ds.W[:BLOCK].values.tobytes() == history.W[:BLOCK].values.tobytes()
+
+
+def test_runs_that_differ_in_their_rule_alone_share_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files hold the same bytes: the first rows, gradients, and corrections of 0."""
+    monkeypatch.setattr(cache, "_most", 1 << 20)
+    natives = {"W": "float32", "grad": "float32", "lr": "float64"}
+    for decay in (0.0, 0.5):
+        optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": decay}}
+        rule = OptimizerRule.of(optimizer)
+        W, grad = np.ones((4, 2), np.float32), np.ones((4, 2), np.float32)
+        path, expected = tmp_path / f"{decay}.zarr", [W]
+        with RunWriter.create(
+            path,
+            token=range(4),
+            hidden=2,
+            variables=natives,
+            attributes={"optimizer": optimizer},
+            encoding="replay",
+        ) as run:
+            run.append(step=0, W=W, grad=grad, lr=0.25)
+            for step in range(1, 4):
+                rates = Rates(step=step, lr=0.25, clip=1)
+                expected.append(rule.next_row({"W": expected[-1]}, grad, natives, rates)["W"])
+                run.append(step=step, W=expected[-1], grad=grad, lr=0.25)
+        np.testing.assert_array_equal(open_run(path).W.values, expected)
+
+
+@pytest.mark.torch
+def test_a_thread_that_flushes_small_numbers_is_refused(history: xr.Dataset, written: Path) -> None:
+    """Its sums are not those of other threads."""
+    torch = pytest.importorskip("torch")
+    ds = open_run(written, chunks=None)  # which reads in this thread
+    torch.set_flush_denormal(True)
+    try:
+        for name in ("W", "grad"):
+            with pytest.raises(FloatingPointError, match="set_flush_denormal"):
+                _ = ds[name][:BLOCK].values
+    finally:
+        torch.set_flush_denormal(False)
+    assert ds.W.values.tobytes() == history.W.values.tobytes()
 
 
 def test_a_repair_drops_the_rows_of_all_that_is_computed(run: Path, history: xr.Dataset) -> None:
