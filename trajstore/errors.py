@@ -79,7 +79,7 @@ class ObjectStoreError(TrajstoreError, OSError):
 
 
 class FlushedSubnormals(TrajstoreError, FloatingPointError):
-    """This thread replaces subnormal numbers by 0; switch that off."""
+    """A thread replaces subnormal numbers by 0; switch that off."""
 
 
 class CorpusError(TrajstoreError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,13 +62,17 @@ def damage(run: Path, name: str, block: int) -> None:
     shard.write_bytes(data)
 
 
-def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Dataset) -> None:
+def in_memory(run: Path) -> xr.Dataset:
     from zarr.core.buffer import default_buffer_prototype
 
     buffer = default_buffer_prototype().buffer
-    files = (path for path in written.rglob("*") if path.is_file())
-    held = {str(path.relative_to(written)): buffer.from_bytes(path.read_bytes()) for path in files}
-    ds = xr.open_zarr(MemoryStore(held))
+    files = (path for path in run.rglob("*") if path.is_file())
+    held = {str(path.relative_to(run)): buffer.from_bytes(path.read_bytes()) for path in files}
+    return xr.open_zarr(MemoryStore(held))
+
+
+def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Dataset) -> None:
+    ds = in_memory(written)
     for name in MATRICES:
         assert ds[name].values.tobytes() == history[name].values.tobytes()
     picked = ds.W[5:35:3, [70, 3]].values
@@ -87,6 +92,36 @@ def test_a_missing_array_is_named(run: Path) -> None:
     ):
         _ = ds.W.values
     assert ds.loss.shape == (ROWS,)
+
+
+def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    grad = np.random.default_rng(1).standard_normal((9, 4, 2)).astype(np.float32)
+    W = np.ones_like(grad)  # which no rule gives
+    with RunWriter.create(
+        path,
+        token=range(4),
+        hidden=2,
+        variables={"W": "float32", "grad": "float32", "lr": "float64"},
+        block_rows=9,
+        attributes={
+            "optimizer": {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
+        },
+        encoding="replay",
+    ) as run:
+        for step, row in enumerate(W):
+            run.append(step=step, W=row, grad=grad[step], lr=0.1)
+    shutil.rmtree(path / "grad")
+    for ds in (in_memory(path), xr.open_zarr(path)):
+        np.testing.assert_array_equal(ds.W.values, W)
+
+
+@pytest.mark.parametrize("opened", [in_memory, xr.open_zarr])
+def test_an_array_with_a_broken_index_is_named(run: Path, opened: Any) -> None:
+    shard = run / "grad" / "c.1.0.0"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=r"W, block 1 .* computed from grad .* not usable: the i"):
+        _ = opened(run).W.values
 
 
 def test_a_damaged_array_is_named(run: Path, history: xr.Dataset) -> None:

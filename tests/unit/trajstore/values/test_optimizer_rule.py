@@ -110,4 +110,5 @@ def test_bias_corrections_are_those_of_the_exact_powers() -> None:
         assert rule.corrections(step) == (1 - powers[0], math.sqrt(1 - powers[1]))
     assert rule.corrections(2**62) == (1, 1)
     wrong = replace(rule, beta1=2.0, beta2=3.0).corrections(10**7)
-    assert wrong[0] == -math.inf and math.isnan(wrong[1])
+    assert wrong[0] == -math.inf
+    assert math.isnan(wrong[1])
