@@ -18,6 +18,8 @@
     Settings of runs: one by its path, those that differ between runs, and labels of these.
 ``run_table``
     Several runs as a table: what each is, and in which settings they differ.
+``stored_forms``
+    Forms of the chunks of a replayed run, and corrections of what its rule gives, counted.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``
