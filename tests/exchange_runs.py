@@ -37,7 +37,7 @@ def write_run(
 ) -> dict[str, np.ndarray]:
     """Write a run and return its bits.
 
-    With `any_bits` every bit pattern occurs anywhere; without it row 0 is what the timeline says.
+    With `any_bits` every bit pattern occurs anywhere; without it row 0 follows the timeline.
     """
     rng = np.random.default_rng(seed)
     values = {}

@@ -1,24 +1,23 @@
-"""What a disk may hold after a loss of power, made from the calls that `powerloss.c` wrote down.
+"""States of a disk after a loss of power, built from the calls that `powerloss.c` recorded.
 
-The power may go after each call. These rules say what is on the disk then:
+The power may fail after each call. These rules define what is on the disk then:
 
-1. What was flushed is there: the data of a file as it was at its last fsync, and the names in a
-   folder as they were at the last fsync of the folder. What was there at the start is flushed,
-   unless the caller says otherwise.
-2. The data of a file that was written or cut since its fsync is whole, missing (as it was then),
-   cut in half, or zeros as far as it was written. All such files at once, and each alone missing
-   while the others are whole.
-3. A name that was made, moved or removed since the fsync of its folder may be as before or as
-   after: none of these changes is there, all are, each is there alone, and each alone is missing.
-   So later changes may be there without earlier ones.
-4. A rename is atomic. It is flushed with the folder that it leads to: of one between folders,
-   neither or both names have changed. An exchange is a rename.
-5. fsync of a file does not keep its name, and fsync of a folder does not keep what its files hold.
+1. Everything that was flushed is kept: the data of a file as at its last fsync, and the names in a
+   folder as at the last fsync of the folder. The files and names at the start count as flushed,
+   unless the caller declares them unflushed.
+2. The data of a file that changed after its last fsync is complete, missing (as at that fsync), cut
+   in half, or zeros where it was written. This holds for all such files at once, and for each alone
+   missing with all others complete.
+3. Names that were made, moved or removed after the last fsync of their folder are reordered: none
+   of the changes is kept, all are, each alone is kept, and each alone is missing.
+4. A rename is atomic, and kept after an fsync of its target folder. An exchange is a rename.
+5. fsync of a file does not keep its name; fsync of a folder does not keep the data of its files.
 
-Each choice of rule 2 is combined with the names of rule 3 that are all before or all after; each
-other choice of names, with all data whole and with all missing. States that have the same folders,
-names and data are one. Of what dead processes leave, such as ``.run.zarr.123.partial``, only
-whether there is any tells states apart: nobody reads it.
+Each choice of rule 2 is combined with no change and with all changes of names; each other choice of
+names, with all data complete and with all missing. Files are singled out if there are at most
+MOST_CHANGES, and the newest MOST_CHANGES changes of names. States with the same folders, names and
+data are one. Leftovers of dead processes, such as ``.run.zarr.123.partial``, distinguish states
+only by being there or not, as no command reads them.
 """
 
 from __future__ import annotations

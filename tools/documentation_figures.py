@@ -9,7 +9,8 @@ trajstore sweep --preset gatsby --seeds 1:4 --set initialisation.sigma=1e-5,1e-2
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER holds the runs. The command before a figure on its page draws it. A palette of colors makes
-each file three times smaller. Maps keep all their colors, because a palette would show as steps.
+each file three times smaller. Figures with many shades keep
+all their colors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
 SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --population dead"}
 COLORS = 64
-MAPS = ("heatmap", "speed-density", "moments", "parameters")
+MAPS = ("heatmap", "speed-density", "moments", "parameters", "trajectory", "bulk-thermal")
 
 
 def figures(page: str) -> dict[str, str]:

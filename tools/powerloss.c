@@ -25,20 +25,25 @@ static pthread_mutex_t threads = PTHREAD_MUTEX_INITIALIZER;
 static int out = -1;
 static pid_t owner;
 
+/* The lock of the whole log: one of a process, so that forked processes wait for one another. */
+static int locked(short type) {
+    struct flock whole = {.l_type = type, .l_whence = SEEK_SET};
+    return fcntl(out, F_SETLKW, &whole);
+}
 static void lock(void) {
     pthread_mutex_lock(&threads);
-    if (owner != getpid()) { /* the lock of a file is that of a process */
+    if (owner != getpid()) {
         int fd = REAL(int, open64, const char *, int, ...)(getenv("POWERLOSS_LOG"),
                                                           O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
         out = fcntl(fd, F_DUPFD_CLOEXEC, 900);
         REAL(int, close, int)(fd);
         owner = getpid();
     }
-    if (out < 0 || lockf(out, F_LOCK, 0)) abort();
+    if (out < 0 || locked(F_WRLCK)) abort();
 }
 static void unlock(void) {
     int kept = errno;
-    lockf(out, F_ULOCK, 0);
+    locked(F_UNLCK);
     pthread_mutex_unlock(&threads);
     errno = kept;
 }

@@ -1,27 +1,32 @@
-"""Simulate a loss of power at every moment of each command that writes, and count what is lost.
+"""Simulate a loss of power after each system call of every command that writes; count the losses.
 
 `make powerloss`, or: python tools/powerloss.py [COMMAND …]. Linux, with a C compiler.
 
-Each command runs once, tiny, in a process of its own, with `powerloss.c` in front of the C library:
-it writes down the calls that change the folder. `disk_states.py` makes of them what may be on the
-disk after each of these calls; its rules are there. `powerloss_trials.py` has the commands.
+Each command runs once, on tiny inputs, in its own process. The shim `powerloss.c` records the calls
+that change the folder. `disk_states.py` builds the states of the disk that a loss of power may
+leave after each call; its docstring has the rules. `powerloss_trials.py` has the commands.
 
-What must be true of each state:
+Promises that each state must keep:
 
-- A run that gets rows has all whose commit was acknowledged: the call that commits had returned, or
-  the command had ended. It opens, its bits are those of the whole run, and `verify` finds nothing.
-  A run that is cut or overwritten is the old one, or the new one.
-- `repair` keeps its rows. `RunWriter.resume` appends the rows that the whole run has more, and of a
-  training, `record --resume` trains them; both end with the bits of the whole run.
-- What is replaced or made as a whole is the old or the new, byte for byte; when the command has
-  ended, the new. The command, done once more, ends well and leaves nothing behind. `repair` works
-  in place: when the old is no more, the run opens with the rows and bits of the new.
-- What a command only reads is as it was.
+- A run that gets rows has all rows whose commit was acknowledged: the call that commits had
+  returned, or the command had ended. The run opens, its bits are those of the whole run, and
+  `verify` finds no problem. A run that is cut or overwritten is the old or the new one.
+- `repair` keeps these rows. `RunWriter.resume` appends the missing rows of the whole run, and
+  `record --resume` trains those of a training. Both end with the bits of the whole run.
+- An output that is made or replaced as a whole is the old or the new one, byte for byte; after the
+  end of the command it is the new one. The command runs again without error or leftovers. `repair`
+  works in place: once the old is gone, the run opens with the rows and bits of the new one.
+  A file that a command replaces several times is one of these versions until the command ends.
+- Inputs do not change.
 
-Of a run that was not flushed before the command, nothing is promised until it has committed or
-ended. `record --resume` and the command done once more are tried in at most --most states of each
-command, evenly spaced; everything else in all. With --no-fsync, SAMPLE states of each command are
-counted for comparison, evenly spaced.
+A run that was not flushed before the command has no promise until the command commits or ends.
+`record --resume` and the second run of a command are tried in at most --most states of each
+command, evenly spaced; all other checks run in each state. With --no-fsync, at most SAMPLE states
+of each command are counted, evenly spaced, for comparison.
+
+Columns: states; states after an acknowledgement; rows lost (1 for an output without rows), summed
+over all states; states that cannot be opened, that have wrong values, and that are unsound, at once
+or after a resume or a repair.
 """
 
 from __future__ import annotations
@@ -52,21 +57,22 @@ COLUMNS = ("states", "promised", "rows lost", "unreadable", "wrong", "unsound")
 
 @dataclass
 class Recorded:
-    """A command that has been carried out, and the states that it may leave."""
+    """A command that has run, and the states that it may leave."""
 
     name: str
     fsync: bool
     before: Path
     after: Path
     states: dict[tuple[bytes, Any], Tree] = field(default_factory=dict)
+    versions: set[tuple[str, bytes]] = field(default_factory=set)
 
     @property
     def trial(self) -> trials.Trial:
-        """What was done."""
+        """The command."""
         return trials.TRIALS[self.name]
 
     def outputs(self, patterns: tuple[str, ...]) -> list[str]:
-        """Paths of outputs, of those that are there in the end."""
+        """Paths of the outputs that match."""
         found = (str(path.relative_to(self.after)) for path in self.after.rglob("*"))
         return sorted(path for path in found if any(fnmatch(path, each) for each in patterns))
 
@@ -75,7 +81,7 @@ def main() -> int:
     """Simulate, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="by default all")
-    parser.add_argument("--most", type=int, default=40, help="states in which commands go on")
+    parser.add_argument("--most", type=int, default=40, help="states from which commands run again")
     parser.add_argument("--no-fsync", action="store_true", help="also without flushes")
     parser.add_argument("--carry-out", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -121,13 +127,13 @@ def main() -> int:
 
 
 def _carry_out(name: str, folder: str, fsync: str) -> None:
-    """In the process whose calls are written down."""
+    """Run a command in the process whose calls are recorded."""
     note = ctypes.CDLL(None).powerloss_note
     trials.carry_out(name, Path(folder), lambda text: note(text.encode()), fsync=fsync == "True")
 
 
 def _record(root: Path, shim: Path, name: str, *, fsync: bool) -> Recorded:
-    """Carry a command out, and make the states."""
+    """Run a command, and build the states."""
     trial = trials.TRIALS[name]
     place = Path(tempfile.mkdtemp(dir=root))
     recorded = Recorded(name, fsync, place / "before", place / "after")
@@ -160,6 +166,10 @@ def _record(root: Path, shim: Path, name: str, *, fsync: bool) -> Recorded:
             path, _, rows = call.path.partition("\t")
             if not UNREAD.fullmatch(path.partition("/")[0]):  # that is not yet in its place
                 promise[path] = int(rows or 0)
+        if call.name == "rename" and any(fnmatch(call.other, each) for each in trial.replaces):
+            data = disk.tree()[call.other]
+            if data is not None:
+                recorded.versions.add((call.other, data))
         promised = tuple(sorted(promise.items()))
         for digest, tree in disk.states():
             if (digest, promised) not in recorded.states:
@@ -175,7 +185,7 @@ def _record(root: Path, shim: Path, name: str, *, fsync: bool) -> Recorded:
 def _judged(
     pool: ProcessPoolExecutor, recorded: Recorded, most: int
 ) -> tuple[Counter[str], list[str]]:
-    """Count what is wrong in all states, with examples."""
+    """Count the broken promises of all states, with examples."""
     trial = recorded.trial
     before = tree_of(recorded.before)
     growing, replaced = recorded.outputs(trial.grows), recorded.outputs(trial.replaces)
@@ -220,7 +230,7 @@ def _judged(
 def _looks(
     pool: ProcessPoolExecutor, recorded: Recorded, growing: list[str], most: int
 ) -> dict[tuple[str, bytes], Future[dict[str, Any]]]:
-    """What each run that gets rows is, in each state."""
+    """Check each run that gets rows, in each state."""
     trial = recorded.trial
     found: dict[tuple[str, bytes], Tree] = {}
     for (_, promised), tree in recorded.states.items():
@@ -233,7 +243,7 @@ def _looks(
     every = max(1, -(-len(found) // most))
     return {
         (path, digest): pool.submit(
-            trials.look, recorded.name, path, part, recorded.before, recorded.after,
+            trials.inspect, recorded.name, path, part, recorded.before, recorded.after,
             trained=bool(trial.trains) and number % every == 0,
         )
         for number, ((path, digest), part) in enumerate(found.items())
@@ -243,7 +253,7 @@ def _looks(
 def _agains(
     pool: ProcessPoolExecutor, recorded: Recorded, replaced: list[str], most: int
 ) -> dict[bytes, Future[str | None]]:
-    """What becomes of the command when it is done once more, in some states."""
+    """Run the command again, in some states."""
     if recorded.trial.unflushed:
         return {}
     states = {digest: tree for (digest, _), tree in recorded.states.items()}
@@ -257,7 +267,7 @@ def _agains(
 def _grown(
     recorded: Recorded, path: str, look: dict[str, Any] | None, promise: dict[str, int]
 ) -> list[tuple[str, int, str]]:
-    """What is wrong with a run that gets rows: columns, numbers, sentences."""
+    """Broken promises of a run that gets rows: columns, numbers, sentences."""
     trial = recorded.trial
     was_there = (recorded.before / path).exists() and not trial.unflushed
     rows = trials.rows_of(recorded.before / path) if was_there else 0
@@ -288,7 +298,7 @@ def _grown(
 def _replaced(
     recorded: Recorded, path: str, tree: Tree, *, ended: bool
 ) -> list[tuple[str, int, str]]:
-    """What is wrong with what is made or replaced as a whole: columns, numbers, sentences."""
+    """Broken promises of an output that is replaced as a whole: columns, numbers, sentences."""
     held = _part(tree, path)
     if held == _part(tree_of(recorded.after), path):
         return []
@@ -297,17 +307,19 @@ def _replaced(
         return [("rows lost", lost, f"{path} is the old one")] if ended else []
     if not held:
         return [("unreadable", 1, f"no {path}"), ("rows lost", lost, "all")]
+    if not ended and (path, held.get(path)) in recorded.versions:
+        return []
     return [("wrong", 1, f"{path} is neither the old nor the new")]
 
 
 def _belongs(path: str, output: str) -> bool:
-    """Whether a path is of an output, or of the checkpoints beside it."""
+    """Return True for a path of an output, or of its checkpoints."""
     beside = output.removesuffix(".zarr") + ".ckpt"
     return any(path == each or path.startswith(each + "/") for each in (output, beside))
 
 
 def _part(tree: Tree, path: str) -> Tree:
-    """Of a tree, one output, without what nobody reads in it."""
+    """Return one output of a tree, without leftovers."""
     return {
         each: data
         for each, data in tree.items()
@@ -317,7 +329,7 @@ def _part(tree: Tree, path: str) -> Tree:
 
 
 def _of_run(tree: Tree, path: str) -> Tree:
-    """Of a tree, what has to do with a run: checkpoints, and what dead writers left beside it."""
+    """Return a run of a tree, with its checkpoints and the leftovers of dead writers."""
     above, _, name = path.rpartition("/")
     start = f"{above}/" if above else ""
     found = {start.rstrip("/"): None} if above else {}
@@ -329,7 +341,7 @@ def _of_run(tree: Tree, path: str) -> Tree:
 
 
 def _digest(tree: Tree) -> bytes:
-    """Digest of a tree without what nobody reads in it."""
+    """Digest of a tree without leftovers."""
     return digest_of(
         (path, b"" if data is None else hashlib.sha256(data).digest())
         for path, data in sorted(tree.items())
@@ -337,7 +349,7 @@ def _digest(tree: Tree) -> bytes:
 
 
 def _begin(memory: str) -> None:
-    """In a process that looks: a folder in memory, and no flushes, which are not what it tries."""
+    """Prepare a checking process: temporary folders in memory, and no flushes, for speed."""
     os.environ["TMPDIR"] = memory
     tempfile.tempdir = None
     os.fsync = lambda descriptor: None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Commands that write, for `powerloss.py`: what they need, do and leave, and what a run must be."""
+"""Commands that write, for `powerloss.py`: their inputs and outputs, and the checks of a state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 from trajstore import RunWriter, TrajstoreError, export, open_run, repair, verify
 from trajstore.cli.main import main
 
-__all__ = ["TRIALS", "Trial", "again", "carry_out", "is_run", "look", "prepare", "rows_of"]
+__all__ = ["TRIALS", "Trial", "again", "carry_out", "inspect", "is_run", "prepare", "rows_of"]
 
 ROWS = 6
 CUT = 3
@@ -38,21 +38,21 @@ class Trial:
     Attributes
     ----------
     work : callable
-        The command; takes whether it is to flush.
+        The command; takes True to flush.
     needs : tuple of str
-        What it finds: entries of the prepared folder.
+        Inputs: entries of the prepared folder.
     grows, replaces : tuple of str
-        Patterns of the runs that get rows, and of what is put in its place as a whole.
+        Patterns of the runs that get rows, and of the outputs that are replaced as a whole.
     may_cut_to : int
         Rows that may be left of a run that is there.
     in_place : bool
-        What is replaced is so document by document, the root first.
+        The output is replaced document by document, the root first.
     unflushed : bool
-        What it finds was not flushed.
+        The inputs were not flushed.
     has_option : bool
         Whether flushing can be turned off.
     trains : tuple of str
-        The command by which a training goes on.
+        The command that resumes a training.
     """
 
     work: Callable[[bool], None]
@@ -82,7 +82,7 @@ def _create(
 
 
 def _append(run: RunWriter, steps: range, version: int) -> None:
-    """Append rows, and wait now and then until a block is committed that is not full."""
+    """Append rows; wait twice until an unfinished block is committed."""
     for step in steps:
         run.append(**_row(step, version))
         while step % 3 == 1 and run.committed_rows < run.rows:
@@ -114,12 +114,12 @@ def _record(preset: str) -> Trial:
     )
 
 
-def _going_on(*, unflushed: bool = False) -> Trial:
-    going_on = ("record", "--resume", "--steps", "7", "-o", "part.zarr")
+def _resumed_training(*, unflushed: bool = False) -> Trial:
+    resumed = ("record", "--resume", "--steps", "7", "-o", "part.zarr")
     needs = ("part.zarr", "part.ckpt")
     return Trial(
-        _command(*going_on), needs, grows=("part.zarr",), unflushed=unflushed, has_option=True,
-        trains=going_on,
+        _command(*resumed), needs, grows=("part.zarr",), unflushed=unflushed, has_option=True,
+        trains=resumed,
     )  # fmt: skip
 
 
@@ -186,8 +186,8 @@ if importlib.util.find_spec("torch"):
     TRIALS |= {
         "record": _record("gatsby"),
         "record, plain loop": _record("gatsby-adam"),
-        "record --resume": _going_on(),
-        "record --resume, run not flushed": _going_on(unflushed=True),
+        "record --resume": _resumed_training(),
+        "record --resume, run not flushed": _resumed_training(unflushed=True),
         "record --fork": Trial(
             _command(*_FORK, "-o", "fork.zarr"), ("part.zarr", "part.ckpt"), grows=("fork.zarr",),
             has_option=True, trains=("record", "--resume", "-o", "fork.zarr"),
@@ -210,7 +210,7 @@ if importlib.util.find_spec("torch"):
 
 
 def prepare(folder: Path) -> None:
-    """Make what the commands find."""
+    """Make the inputs of all commands."""
     folder.mkdir(parents=True)
     with contextlib.chdir(folder), _quiet():
         _create("run.zarr")
@@ -230,7 +230,7 @@ def prepare(folder: Path) -> None:
 
 
 def carry_out(name: str, folder: Path, note: Callable[[str], object], *, fsync: bool) -> None:
-    """Do what a command does, and note each commit once the program counts on it."""
+    """Run a command, and note each commit when the call that commits has returned."""
     from trajstore.store.writing.commit import Committer
 
     root = folder.resolve()
@@ -250,7 +250,7 @@ def carry_out(name: str, folder: Path, note: Callable[[str], object], *, fsync: 
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run: neither an export nor results."""
+    """Return True if a folder is a run, neither an export nor results."""
     document = path / "zarr.json"
     if not document.is_file():
         return False
@@ -261,7 +261,7 @@ Values = dict[str, tuple[Any, ...]]
 
 
 def _values(run: Path) -> Values:
-    """Types and bits of all that a run holds."""
+    """Types and bits of all variables of a run."""
     ds = open_run(run, chunks=None)
     found = {}
     for name, array in ds.variables.items():
@@ -279,7 +279,7 @@ def rows_of(run: Path) -> int:
 
 
 def _same(found: Values, whole: Values) -> bool:
-    """Whether a run is the first rows of another one, to the bit."""
+    """Return True if a run has the first rows of another one, to the bit."""
     if found.keys() != whole.keys():
         return False
     for name, (dims, native, values) in found.items():
@@ -305,7 +305,7 @@ def _count(values: Values) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what commands print."""
+    """Discard the output of commands."""
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),
@@ -316,7 +316,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _there(tree: dict[str, bytes | None]) -> Iterator[None]:
-    """In a folder as it is after a loss of power."""
+    """Work in a folder with the state of the disk after a loss of power."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for path, data in sorted(tree.items()):
             if data is None:
@@ -326,7 +326,7 @@ def _there(tree: dict[str, bytes | None]) -> Iterator[None]:
         yield
 
 
-def look(
+def inspect(
     name: str,
     path: str,
     tree: dict[str, bytes | None],
@@ -335,7 +335,7 @@ def look(
     *,
     trained: bool,
 ) -> dict[str, Any]:
-    """What a run is after a loss of power, and after a resume and a repair of it.
+    """Check a run after a loss of power, and after a resume and a repair of it.
 
     Parameters
     ----------
@@ -344,17 +344,17 @@ def look(
     path : str
         Of the run, below the folder.
     tree : Tree
-        Of the folder, as far as it has to do with that run.
+        Of the run, its checkpoints and the leftovers in the folder.
     before, after : Path
-        The folder as the command found and as it left it.
+        The folder before and after the command.
     trained : bool
-        Go on with the training, too.
+        Resume the training, too.
 
     Returns
     -------
     dict
-        ``rows``; ``version``: of which run the rows are, None if of none; and sentences, if there
-        is a reason: ``unreadable``, ``unsound``, ``resume`` and ``repair``.
+        ``rows``; ``version``: ``old`` or ``new``, the run whose rows they are, else None; and a
+        sentence for each problem: ``unreadable``, ``unsound``, ``resume``, ``repair``, ``train``.
     """
     trial = TRIALS[name]
     found: dict[str, Any] = {}
@@ -405,7 +405,7 @@ def _repaired(run: Path, rows: int, wholes: dict[str, Path]) -> str | None:
 
 
 def _resumed(run: Path, whole: Path) -> str | None:
-    """Append the rows that the whole run has more; of another version, the next one alone."""
+    """Append the missing rows of the whole run; to another version, one more row."""
     ds = open_run(whole, chunks=None)
     own = open_run(run, chunks=None)
     version = _version(_values(run), {"new": whole})
@@ -428,9 +428,9 @@ def _resumed(run: Path, whole: Path) -> str | None:
 
 
 def _trained(trial: Trial, run: Path, whole: Path) -> str | None:
-    """Go on with the training."""
+    """Resume the training."""
     if not run.exists() and trial.needs:
-        return None  # that it forks or goes on with has to be there; a fork is begun anew
+        return None  # a fork is begun anew, with --fork
     with _quiet():
         main([*trial.trains], prog_name="trajstore", standalone_mode=False)
     return _fault(run, {"new": whole}, at_least=_count(_kept(whole)))
@@ -449,7 +449,7 @@ def _fault(run: Path, wholes: dict[str, Path], *, at_least: int) -> str | None:
 
 
 def again(name: str, path: str, tree: dict[str, bytes | None], after: Path) -> str | None:
-    """Do a command once more after a loss of power; a sentence if it does not end as it should."""
+    """Run a command again after a loss of power; return a sentence if it fails."""
     with _there(tree):
         try:
             with _quiet():

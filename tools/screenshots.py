@@ -18,7 +18,6 @@ import time
 from io import StringIO
 from pathlib import Path
 
-from PIL import Image
 from playwright.sync_api import Browser, expect, sync_playwright
 from rich.console import Console
 
@@ -32,7 +31,6 @@ FLAGS = shlex.split(
     "--disable-component-update --disable-sync"
 )
 COLUMNS = 100
-COLORS = 128
 
 
 def watch() -> str:
@@ -92,18 +90,12 @@ def report(browser: Browser, file: Path) -> None:
 def main(target: Path) -> None:
     """Make all screenshots."""
     drawing = watch()
-    files = [target / f"{name}.png" for name in ("watch", "explore", "report")]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        terminal(browser, files[0], drawing)
-        explore(browser, files[1])
-        report(browser, files[2])
+        terminal(browser, target / "watch.png", drawing)
+        explore(browser, target / "explore.png")
+        report(browser, target / "report.png")
         browser.close()
-    for file in files:
-        with Image.open(file) as image:
-            image.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(
-                file, optimize=True
-            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Accessors of Datasets, such as ``ds.traj``: entry points of the group ``trajstore.accessors``.
 
-`trajstore.analysis` gives ``traj``; other packages add theirs in the same way. The value of the
+`trajstore.analysis` registers ``traj``; other packages add theirs in the same way. The value of the
 entry point is a class that takes a Dataset.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
+TYPE_CHECKING = False  # importing typing would take most of the time of this module
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
     from typing import Any
@@ -21,8 +21,8 @@ _registered = False
 def register_accessors() -> None:
     """Register the installed accessors, once, if this process has imported xarray.
 
-    The codec of runs calls it when zarr opens an array: `xr.open_zarr` imports nothing else of this
-    package. The class of an accessor is imported when ``ds.NAME`` is first used.
+    The codec of runs calls this function when zarr opens an array, since `xr.open_zarr` imports
+    nothing else of this package. ``ds.NAME`` imports the class of an accessor at its first use.
     """
     global _registered  # noqa: PLW0603
     xarray: Any = sys.modules.get("xarray")

@@ -1,4 +1,4 @@
-"""Arguments of public functions, held to the types that their signatures give."""
+"""Check of the arguments of public functions against the types in their signatures."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["checks_types"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of numbers, the kinds of NumPy that are taken for them.
+# Kinds of NumPy dtypes that are accepted for each Python number.
 _KINDS: dict[Any, str] = {bool: "b", int: "iu", float: "iuf"}
-_CALLED: dict[Any, tuple[str, str]] = {
-    bool: ("True or False", "truth values"),
+_IN_WORDS: dict[Any, tuple[str, str]] = {
+    bool: ("True or False", "booleans"),
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
-    str: ("a text", "texts"),
+    str: ("a string", "strings"),
 }
 
 
 def checks_types(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a function that refuses arguments of other types than its signature gives.
+    """Decorate a function to refuse arguments whose types differ from its signature.
 
-    NumPy's numbers are numbers; arrays of one dimension are sequences of theirs; truth values are
-    no numbers, and a text is no sequence of texts. Values are left to the function, and so are
-    types that are no plain classes, such as ``numpy.typing.ArrayLike``.
+    NumPy's numbers count as numbers, and 1-D arrays as sequences. Booleans do not count as numbers,
+    nor a string as a sequence of strings. The function itself checks the values. It also checks
+    types that are not plain classes, such as ``numpy.typing.ArrayLike``.
 
     Raises
     ------
     InvalidArgument
-        By the decorated function: what was got, and what is expected.
+        The decorated function raises it with the received value and the expected type.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def checks_types(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
         try:
             given = signature.bind(*arguments, **keywords).arguments
-        except TypeError:  # which Python's own message says better
+        except TypeError:  # Python's own message is clearer
             return function(*arguments, **keywords)
         for name, value in given.items():
             variadic = signature.parameters[name].kind in (
@@ -84,7 +84,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, type(part)) for part in parts)
     if hint in _KINDS:
         return not getattr(value, "shape", ()) and _kind(value) in _KINDS[hint]
-    if hint is str and hasattr(value, "dtype"):  # of a coordinate, such as population
+    if hint is str and hasattr(value, "dtype"):  # a value of a coordinate, such as population
         return not value.shape and _dtype(value).kind in "OUT"
     if origin is not None and issubclass(origin, Sequence):
         return _is_sequence(value, *parts[:1])
@@ -95,7 +95,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Kind of NumPy of a number or an array; nothing of what is neither."""
+    """Kind of the NumPy dtype of a number or an array; a space for other values."""
     if hasattr(value, "dtype"):
         return _dtype(value).kind
     named = ((bool, "b"), (numbers.Integral, "i"), (numbers.Real, "f"))
@@ -103,14 +103,14 @@ def _kind(value: Any) -> str:
 
 
 def _dtype(array: Any) -> np.dtype[Any]:
-    """Type of NumPy of the elements; nothing lazy is computed for it."""
+    """NumPy dtype of the elements. Lazy arrays are not computed."""
     own = array.dtype
     return own if isinstance(own, np.dtype) else np.asarray(array).dtype
 
 
 def _is_sequence(value: Any, of: Any) -> bool:
     if hasattr(value, "dtype"):
-        # A table has no dtype of its own, and an empty array that of no number.
+        # A table has no NumPy dtype, and the dtype of an empty array means nothing.
         fits = 0 in value.shape or _dtype(value).kind in _KINDS.get(of, "OUT")
         return len(value.shape) == 1 and fits
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -119,7 +119,7 @@ def _is_sequence(value: Any, of: Any) -> bool:
 
 
 def _expected(hint: Any) -> list[str]:
-    """What is expected, in words: each of the alternatives."""
+    """Expected types in words, one per alternative."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is None or hint is types.NoneType:
         return ["None"]
@@ -128,9 +128,9 @@ def _expected(hint: Any) -> list[str]:
     if origin is typing.Literal:
         return [repr(part) for part in parts]
     if origin is not None and issubclass(origin, Sequence):
-        return [f"a list of {_CALLED[part][1] if part in _CALLED else part}" for part in parts]
-    if hint in _CALLED:
-        return [_CALLED[hint][0]]
+        return [f"a list of {_IN_WORDS[part][1] if part in _IN_WORDS else part}" for part in parts]
+    if hint in _IN_WORDS:
+        return [_IN_WORDS[hint][0]]
     if origin is not None and issubclass(origin, Mapping):
         return ["a mapping"]
     name = str(getattr(origin or hint, "__name__", hint))

@@ -1,4 +1,4 @@
-"""Sizes in bytes: what may be taken, and how people write and read them."""
+"""Sizes in bytes: defaults, parsing and formatting."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from trajstore.errors import InvalidArgument
 __all__ = ["DEFAULT_MEMORY", "EXCHANGE_MEMORY", "format_bytes", "parse_bytes"]
 
 DEFAULT_MEMORY = 1 << 30
-"""Bytes that a writer may take."""
+"""Bytes that a writer may use."""
 
 EXCHANGE_MEMORY = "320MiB"
-"""For the one block that an import or an export to Zarr holds: 8 rows of Wordybird."""
+"""Size of the one block that an import or an export to Zarr holds: 8 rows of Wordybird."""
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -27,7 +27,7 @@ def parse_bytes(text: str | int) -> int:
         size = text
     elif not isinstance(text, str):
         raise InvalidArgument(
-            f"cannot read {text!r} as a size; write 512MiB, 1GiB or a whole number"
+            f"got size {text!r}, expected a string such as 512MiB or 1GiB, or a whole number"
         )
     else:
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_UNITS, "": 1}
@@ -38,15 +38,15 @@ def parse_bytes(text: str | int) -> int:
             size = int(float(number) * known[unit.lower()])
         except (ValueError, KeyError, OverflowError):
             raise InvalidArgument(
-                f"cannot read {text!r} as a size; write a number and a unit, such as 512MiB or 1GiB"
+                f"got size {text!r}, expected a number and a unit, such as 512MiB or 1GiB"
             ) from None
     if size < 1:
-        raise InvalidArgument(f"a size must be positive, got {text!r}")
+        raise InvalidArgument(f"got size {text!r}, expected at least 1 byte")
     return size
 
 
 def format_bytes(size: float | None) -> str:
-    """Size in the largest binary unit that leaves at least 1; ``unknown`` if it is None."""
+    """Size in the largest binary unit in which it is at least 1; ``unknown`` if it is None."""
     if size is None:
         return "unknown"
     for unit, factor in reversed(_UNITS.items()):

@@ -1,11 +1,11 @@
-"""Loops over numbers that numba compiles, where it is installed and there is enough to go through.
+"""Loops that numba compiles, if it is installed and there are enough numbers to process.
 
-NumPy goes over the numbers once for each operation, and asks for the interpreter's lock after each;
-threads then wait for one another. A compiled loop goes over them once, without the lock. It is the
-extra `fast`: without it the same numbers come out, later. A process loads numba in about half a
-second, and compiles a loop in as long, once on a machine; so neither is done for small runs.
+NumPy reads the numbers once per operation, and takes the interpreter's lock after each; threads
+then wait for one another. A compiled loop reads them once, without the lock. numba is the extra
+`fast`. Without it the results are the same, only later. A process loads numba in about half a
+second. It compiles a loop in the same time, once per machine. Small runs therefore use neither.
 
-Loops get their arrays as memory, 1-D: only of such does numba know that values lie side by side.
+Loops take their arrays as 1-D memory, since numba knows only then that values are contiguous.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ __all__ = ["CompiledLoop", "memory_of", "rows_in_one_piece", "values_side_by_sid
 
 Array = npt.NDArray[Any]
 Types = tuple[tuple[np.dtype[Any], bool], ...]
-"""Of arrays: numba compiles a loop anew for others, and for arrays that may not be written."""
+"""Dtype and writeability of each array. numba compiles a loop again for each combination."""
 
 _ENOUGH = 1 << 26
-"""Numbers that NumPy goes through before, in less time than loading numba takes. A scan of ten
-times as many then takes about as long as without it, and each further one three fifths of that."""
+"""Numbers that NumPy processes first, in less time than loading numba takes. A scan of ten times as
+many then takes about as long as without numba. Each further scan takes three fifths of that."""
 
 
 class CompiledLoop:
-    """A loop, which is compiled when that is worth its time.
+    """A loop that is compiled once enough numbers were processed.
 
     Parameters
     ----------
     module : str
-        That holds the loop.
+        Module of the loop.
     name : str
-        Of a function that `numba.njit` can compile, and that raises nothing.
+        Name of a function that `numba.njit` can compile, and that raises nothing.
     """
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
-        self._gone_through = 0
+        self._processed = 0
         self._compiled: Callable[..., None] | None = None
         self._ready: set[Types] = set()
-        self._cannot_be = False
+        self._unavailable = False
         self._preparing = Lock()
 
     def is_worth(self, count: int) -> bool:
-        """Whether it is time to try `run`.
+        """True if `run` is worth a try.
 
         Parameters
         ----------
         count : int
-            Numbers that are to be gone through now.
+            Numbers to process now.
         """
-        self._gone_through += count  # threads may lose some of it: it is a rough measure
-        return self._gone_through >= _ENOUGH and not self._cannot_be
+        self._processed += count  # races between threads may lose counts: a rough sum is enough
+        return self._processed >= _ENOUGH and not self._unavailable
 
     def run(self, *arguments: Any) -> bool:
         """Run the loop.
 
-        The first thread that asks for it with arrays of such types has it compiled, or loaded from
-        where numba keeps it. Meanwhile there is none for others: neither for other threads, nor for
-        a child that is forked now, for which it would never be ready.
+        The first thread with arrays of these types compiles the loop, or loads it from numba's
+        cache. Meanwhile the loop is unavailable to other threads. It is also unavailable to a child
+        process that is forked in this time, in which it would never become ready.
 
         Returns
         -------
         bool
-            Whether it was run. If not, nothing was done.
+            True if the loop was run. If False, nothing was done.
         """
         arrays = [item for item in arguments if isinstance(item, np.ndarray)]
         types = tuple((array.dtype, array.flags.writeable) for array in arrays)
@@ -83,12 +83,12 @@ class CompiledLoop:
             return False
         try:
             return self._prepare(types, arguments)
-        except Exception as error:  # of numba: the loop itself raises nothing
-            self._cannot_be = True
+        except Exception as error:  # raised by numba: the loop itself raises nothing
+            self._unavailable = True
             warnings.warn(
-                f"numba cannot be used, so reading takes longer ({error!r}). If what it keeps of "
-                "compiled loops is damaged, delete it: *.nbi and *.nbc beside the module "
-                f"{self._module}, or in NUMBA_CACHE_DIR. NUMBA_DISABLE_JIT=1 does without numba.",
+                f"numba failed, so reading takes longer ({error!r}). If its cache is damaged, "
+                f"delete it: *.nbi and *.nbc next to the module {self._module}, or in "
+                "NUMBA_CACHE_DIR. NUMBA_DISABLE_JIT=1 switches numba off.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -97,18 +97,18 @@ class CompiledLoop:
             self._preparing.release()
 
     def _prepare(self, types: Types, arguments: tuple[Any, ...]) -> bool:
-        """Run the loop for the first time with arrays of these types, if there is numba."""
+        """Run the loop for the first time with arrays of these types, if numba is installed."""
         if self._compiled is None:
             self._compiled = self._load()
         if self._compiled is None:
-            self._cannot_be = True
+            self._unavailable = True
             return False
         self._compiled(*arguments)
         self._ready.add(types)
         return True
 
     def _load(self) -> Callable[..., None] | None:
-        """The function, to be compiled when it is called; None without numba."""
+        """The function, which numba compiles at its first call; None without numba."""
         if find_spec("numba") is None:
             return None
         numba = import_module("numba")
@@ -117,28 +117,28 @@ class CompiledLoop:
         function = getattr(import_module(self._module), self._name)
         try:
             compiled: Callable[..., None] = numba.njit(cache=True, nogil=True)(function)
-        except RuntimeError:  # there is no folder to keep it in: it is compiled by each process
+        except RuntimeError:  # no folder for the cache: each process compiles the loop
             compiled = numba.njit(nogil=True)(function)
         return compiled
 
 
 def memory_of(array: Array) -> Array:
-    """From the first to the last value of an array, 1-D, with what lies between.
+    """Memory from the first to the last value of an array, 1-D, with everything between.
 
     Parameters
     ----------
     array : ndarray
-        Not empty, and of which `values_side_by_side` finds any.
+        Not empty. `values_side_by_side` must return a width above 0 for it.
     """
     if array.flags.c_contiguous:
         return array.reshape(-1)
-    ways = zip(array.shape, array.strides, strict=True)
-    reach = sum((length - 1) * stride for length, stride in ways)
+    axes = zip(array.shape, array.strides, strict=True)
+    reach = sum((length - 1) * stride for length, stride in axes)
     return as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
 
 
 def values_side_by_side(*arrays: Array) -> tuple[int, int]:
-    """How arrays of one shape can be gone through, row by row of what lies in one piece in each.
+    """Axis and width of the longest rows that are contiguous in every array, all of one shape.
 
     Parameters
     ----------
@@ -147,9 +147,9 @@ def values_side_by_side(*arrays: Array) -> tuple[int, int]:
     Returns
     -------
     axis : int
-        The rows are those of the axes up to this one.
+        The last axis that counts rows.
     width : int
-        Values of a row; 0 if there are none, or memory that a loop cannot go through.
+        Values of a row; 0 if the arrays are empty, or a loop cannot process their memory.
     """
     shape = arrays[0].shape
     axis, width = len(shape) - 1, 1
@@ -164,15 +164,15 @@ def values_side_by_side(*arrays: Array) -> tuple[int, int]:
 
 
 def rows_in_one_piece(*arrays: Array) -> bool:
-    """Whether each step of each array, all of one shape, lies in one piece."""
+    """True if each step of each array is contiguous. All arrays have one shape."""
     axis, width = values_side_by_side(*arrays)
     return axis == 0 and width > 0
 
 
 def _is_plain(array: Array) -> bool:
-    """Whether its values lie one or more places of their own size apart, as the processor has them.
+    """True if the values are aligned, in native byte order, with strides of whole values.
 
-    numba takes other orders of bytes for the same type.
+    numba does not distinguish byte orders.
     """
-    apart = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    return apart and array.dtype.isnative and array.flags.aligned
+    whole = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return whole and array.dtype.isnative and array.flags.aligned

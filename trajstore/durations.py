@@ -1,4 +1,4 @@
-"""Durations, as people read them."""
+"""Durations in readable units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["format_duration"]
 
 
 def format_duration(seconds: float) -> str:
-    """Duration in the two largest units that it has, such as ``2 min 20 s``.
+    """Format a duration in its two largest units, such as ``2 min 20 s``.
 
     Parameters
     ----------
@@ -17,7 +17,7 @@ def format_duration(seconds: float) -> str:
     >>> [format_duration(seconds) for seconds in (0.0042, 1.44, 140, 3720, 360_000)]
     ['4.2 ms', '1.4 s', '2 min 20 s', '1 h 2 min', '4 d 4 h']
     """
-    if seconds <= 0:  # of two clocks
+    if seconds <= 0:  # the difference of two clocks can be negative
         return "0 s"
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms" if seconds >= 0.0995 else f"{seconds * 1000:.2g} ms"

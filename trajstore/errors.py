@@ -1,4 +1,4 @@
-"""The one exception tree. Grouped by what whoever catches it would do about it."""
+"""The exception tree. One class per reaction of the code that catches it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class TrajstoreError(Exception):
     Attributes
     ----------
     exit_code : int
-        What the command line exits with: 1 when the run or the data is wrong, 2 when the call is.
+        Exit code of the command line: 1 for a fault of the run or the data, 2 for one of the call.
     """
 
     exit_code = 1
 
     def __str__(self) -> str:
-        # KeyError would show the repr of its argument; a sentence is wanted everywhere.
+        # KeyError would print the repr of its argument instead of the sentence.
         return " ".join(str(arg) for arg in self.args)
 
 
@@ -44,11 +44,11 @@ class InvalidArgument(TrajstoreError, ValueError):
 
 
 class ConfigError(InvalidArgument):
-    """A configuration field is unknown or its value impossible; change the configuration."""
+    """A field of the configuration is unknown or has an invalid value; change it."""
 
 
 class RunExists(TrajstoreError, FileExistsError):
-    """The target is already there; choose another one, or ask to overwrite."""
+    """The target exists; choose another one, or overwrite it."""
 
     exit_code = 2
 
@@ -58,7 +58,7 @@ class RunLocked(TrajstoreError, BlockingIOError):
 
 
 class RunNotFound(TrajstoreError, FileNotFoundError):
-    """There is nothing at the path; correct it."""
+    """The path does not exist; correct it."""
 
     exit_code = 2
 
@@ -70,32 +70,32 @@ class MissingExtra(TrajstoreError, ImportError):
 
 
 class FormatError(TrajstoreError, ValueError):
-    """What is at the path is not a run that this version can read."""
+    """The data at the path are not a run that this version can read."""
 
 
 class ObjectStoreError(TrajstoreError, OSError):
-    """An object store or web server refuses, or has not answered for long; see what it says."""
+    """An object store or web server refused a request or did not answer; see its message."""
 
 
 class CorpusError(TrajstoreError, ValueError):
-    """A text cannot be trained on as it is; use another one."""
+    """A text cannot be used for training; use another text."""
 
 
 class VariableNotRecorded(TrajstoreError, KeyError):
-    """A question needs a variable that the run does not hold; record it."""
+    """A quantity needs a variable that the run does not hold; record it."""
 
 
 class StepNotFound(TrajstoreError, KeyError):
-    """A step is not in the run; ask for one that is."""
+    """A step is not in the run; choose one that is."""
 
 
 class NothingToResume(TrajstoreError, RuntimeError):
-    """A run cannot go on from where it is; go on where it was recorded, or record it anew."""
+    """A run cannot be resumed here; resume it where it was recorded, or record it again."""
 
 
 class RecordingError(TrajstoreError, RuntimeError):
-    """The training loop does something that cannot be recorded truthfully."""
+    """The training loop does something that cannot be recorded correctly."""
 
 
 class WriterClosed(TrajstoreError, RuntimeError):
-    """The writer is closed; open the run again to go on."""
+    """The writer is closed; open the run again to continue."""

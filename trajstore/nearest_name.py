@@ -1,4 +1,4 @@
-"""The name that somebody probably meant who typed another."""
+"""The known name that a mistyped name probably means."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from collections.abc import Iterable
 
 __all__ = ["did_you_mean"]
 
-_CALLED = {"gpu": "cuda", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""What is called otherwise elsewhere, and reads like something else."""
+_SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Names of other programs that are spelled too differently for a search by similarity."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What a message says after a name that is not known: the nearest one, or nothing.
+    """Suggest the nearest known name, as the continuation of an error message.
 
     Parameters
     ----------
     name : str
-        As it was typed.
+        The typed name.
     known : iterable of str
-        Names that there are.
+        The valid names.
+
+    Returns
+    -------
+    str
+        `` (did you mean 'NAME'?)``; empty if no name is near.
 
     Examples
     --------
@@ -32,9 +37,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     folded = {_folded(one): one for one in known}
     typed = _folded(name)
-    nearest = [_CALLED[typed]] if _CALLED.get(typed) in folded else []
+    nearest = [_SYNONYMS[typed]] if _SYNONYMS.get(typed) in folded else []
     nearest += difflib.get_close_matches(typed, folded, n=1)
-    # Of two letters that were exchanged, difflib finds half: rl is no lr to it.
+    # difflib misses half of all swapped letters: to it, rl is not near lr.
     nearest += [one for one in folded if sorted(one) == sorted(typed)]
     nearest += [one for one in folded if typed and typed == _initials(one)]
     nearest += [one for one in folded if one and one == _initials(typed)]
@@ -42,7 +47,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _initials(name: str) -> str:
-    """Of a name of several words: lr of learning_rate."""
+    """Initials of a name of several words: lr for learning_rate. Otherwise empty."""
     words = name.split("_")
     return "".join(word[:1] for word in words) if len(words) > 1 else ""
 

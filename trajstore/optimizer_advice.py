@@ -1,7 +1,7 @@
-"""Advice before it is too late: what an optimizer's types keep it from doing.
+"""Advice before a training: updates that the number types of an optimizer prevent.
 
-Found by trying every value of the type (`trajstore.values.moving_average`), so it needs no
-training: a run's attributes, or the configuration of one that is yet to begin, say enough.
+`trajstore.values.moving_average` tries every value of the type. The attributes of a run, or the
+configuration of a planned run, are therefore enough; no training is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WEIGHT_REMEDY = "train float32 weights under autocast (model.dtype=float32)"
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What the type of one part of the optimizer keeps it from doing.
+    """Updates that the number type of one part of the optimizer prevents.
 
     Attributes
     ----------
@@ -39,12 +39,12 @@ class Advice:
     native_dtype : str
         The type.
     cannot_decay : float
-        Share of the type's positive normal values that a step toward zero leaves as they are.
+        Fraction of the type's positive normal values that a step toward zero does not change. NaN
+        if the advice concerns something else.
     cannot_grow : float
-        Share that a step toward twice the value leaves as they are. NaN, as the other share,
-        where that is not what the advice is about.
+        Fraction that a step toward twice the value does not change. NaN likewise.
     sentence : str
-        That, its consequence and the remedy.
+        The problem, its consequence and the remedy.
     """
 
     variable: str
@@ -54,7 +54,7 @@ class Advice:
     sentence: str
 
     def facts(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """All attributes as JSON values."""
         return {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in vars(self).items()
@@ -63,12 +63,12 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class _Adam:
-    """What is known of an optimizer, as numbers.
+    """Hyperparameters of an Adam optimizer.
 
     Attributes
     ----------
     rounds_once : bool
-        It computes a step in float32 and rounds only the results, as fused kernels do.
+        True if a step is computed in float32 and only its results are rounded, as in fused kernels.
     """
 
     beta1: float
@@ -80,23 +80,23 @@ class _Adam:
 
 
 def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> list[Advice]:
-    """What the types of an optimizer's state and of its weights keep it from doing.
+    """Find the updates that the types of an optimizer's state and of its weights prevent.
 
     Parameters
     ----------
     optimizer : mapping
         ``class`` and ``hyperparameters``, as in the attribute ``optimizer`` of a run.
     state : str
-        Native type of the moments: bfloat16, float16 or float32. There is no advice about others;
-        float64 is fine enough for every β.
+        Native type of the moments: bfloat16, float16 or float32. Other types get no advice; float64
+        is fine enough for every β.
     weights : str
-        Native type of W, likewise.
+        Native type of W. The same types get advice.
 
     Returns
     -------
     list of Advice
-        Empty where each can move, where rounding is stochastic, which moves them in the mean, and
-        for what is neither Adam nor AdamW.
+        Empty if every value can change, or if the optimizer is neither Adam nor AdamW. Also empty
+        for stochastic rounding, which moves values in the mean.
 
     Examples
     --------
@@ -120,15 +120,15 @@ def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> 
 
 
 def advise_run(attributes: Mapping[str, Any], native_dtypes: Mapping[str, str]) -> list[Advice]:
-    """`advise` of a run that is recorded.
+    """`advise` for a recorded run.
 
     Parameters
     ----------
     attributes : mapping
-        Of its root.
+        Attributes of its root.
     native_dtypes : mapping of str to str
-        Of its arrays, by their names. The state's is that of ``exp_avg_sq``, else of W, whose own
-        is, where it is not recorded, that of its gradient.
+        Native types of its arrays by name. The type of the state is that of ``exp_avg_sq``, or else
+        of W. The type of W is that of ``grad`` if W is not recorded.
     """
     weights = native_dtypes.get("W", native_dtypes.get("grad", ""))
     state = native_dtypes.get("exp_avg_sq", weights)
@@ -136,22 +136,22 @@ def advise_run(attributes: Mapping[str, Any], native_dtypes: Mapping[str, str]) 
 
 
 def require_sound(advice: Sequence[Advice]) -> None:
-    """Insist that there is no advice to give.
+    """Raise an error if there is any advice.
 
     Raises
     ------
     ConfigError
-        With all of it in one sentence.
+        With all advice in one sentence.
     """
     if advice:
         raise ConfigError(
-            "refused, as strict numerics were asked for: "
+            "strict numerics refuse these settings: "
             + "; and ".join(one.sentence for one in advice)
         )
 
 
 def _rule(optimizer: Any) -> _Adam | None:
-    """What a run says of its optimizer; None if that is not Adam, or says too little."""
+    """Adam's hyperparameters from a run's attribute; None if incomplete or not Adam's."""
     if not isinstance(optimizer, Mapping):
         return None
     given = optimizer.get("hyperparameters")
@@ -164,7 +164,7 @@ def _rule(optimizer: Any) -> _Adam | None:
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         return None
     numbers = [*betas, given.get("eps"), given.get("weight_decay")]
-    # What a scheduler began with is the highest rate, or the one that a warmup leads to.
+    # A scheduler's initial rate is the highest rate, or the target of a warmup.
     rates = [float(given[name]) for name in ("lr", "initial_lr") if _is_number(given.get(name))]
     if not all(map(_is_number, numbers)) or not all(0 <= beta <= 1 for beta in betas):
         return None
@@ -190,9 +190,9 @@ def _of_first_moment(rule: _Adam, native: str) -> Advice | None:
         "exp_avg",
         decay=f"m − {weight}·m rounds back to m",
         never="the update keeps directions that the gradient no longer has",
-        soon="the update keeps some of a direction that the gradient no longer has",
+        soon="the update keeps part of a direction that the gradient no longer has",
         growth=f"while the gradient is twice as large: m + {weight}·m rounds back to m",
-        too_low="the update stays behind the gradient",
+        too_low="the update lags behind the gradient",
         remedy=_STATE_REMEDY if native != "float32" else "choose a smaller beta1",
     )
 
@@ -205,11 +205,11 @@ def _of_second_moment(rule: _Adam, native: str) -> Advice | None:
         ),
         "exp_avg_sq",
         decay=f"{decayed} rounds back to v",
-        never="the second moment only grows and the effective learning rate only falls",
-        soon="the second moment stays too large and the effective learning rate too low",
+        never="the second moment only grows, and the effective learning rate only falls",
+        soon="the second moment stays too large, and the effective learning rate too low",
         growth="while the squared gradient is twice as large: "
         f"{decayed} + {1 - rule.beta2:.6g}·2v rounds back to v",
-        too_low="the second moment stays too small and the effective learning rate too high",
+        too_low="the second moment stays too small, and the effective learning rate too high",
         remedy=_STATE_REMEDY if native != "float32" else "choose a smaller beta2",
     )
 
@@ -225,7 +225,7 @@ def _of_moment(
     too_low: str,
     remedy: str,
 ) -> Advice | None:
-    """Advice about a moment: the two things that rounding can do, and what follows from each."""
+    """Advice about a moment: either rounding prevents decay, or it prevents growth."""
     native = average.native
     cannot_decay, cannot_grow = share_left(average, 0), share_left(average, 2)
     if cannot_decay == 1:
@@ -253,22 +253,22 @@ def _of_moment(
 
 def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
     lost = rule.lr * rule.decoupled_decay
-    # Rounded once, it is a part of the update, and not lost by itself.
+    # If a step is rounded once, weight decay is part of the update and not lost separately.
     if not 0 < lost < 1 or rule.rounds_once:
         return None
     share = share_left(MovingAverage(native=native, beta=1 - lost, form="product"), 0)
     if not share:
         return None
     remedy = "choose a larger weight_decay" if native == "float32" else _WEIGHT_REMEDY
-    does = "can never change W" if share == 1 else "leaves most of W as it is"
+    does = "can never change W" if share == 1 else "does not change most of W"
     return Advice(
         variable="W",
         native_dtype=native,
         cannot_decay=share,
         cannot_grow=math.nan,
         sentence=f"weight decay {does}: (1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
-        f"back to W for {_percent(share)} of {native} values, so the run trains as if it had "
-        f"{'none' if share == 1 else 'less'}; {remedy}",
+        f"back to W for {_percent(share)} of {native} values, so the run trains with "
+        f"{'no' if share == 1 else 'less'} weight decay; {remedy}",
     )
 
 
@@ -281,14 +281,14 @@ def _of_eps(rule: _Adam, native: str) -> Advice | None:
         native_dtype=native,
         cannot_decay=math.nan,
         cannot_grow=math.nan,
-        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}, so an element that has never had a "
-        f"gradient is updated by 0/0, which is NaN; choose an eps that {native} holds, or "
+        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}, so an element that never had a "
+        f"gradient is updated by 0/0 = NaN; choose an eps that {native} can represent, or "
         f"{_WEIGHT_REMEDY}",
     )
 
 
 def _percent(share: float) -> str:
-    """A share that is no whole is not rounded to one.
+    """Percentage in which only exactly 1 becomes 100 %, and nothing above 0 becomes 0.0 %.
 
     >>> _percent(1.0), _percent(0.9996), _percent(0.0001)
     ('100 %', '99.9 %', '0.1 %')

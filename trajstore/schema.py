@@ -1,13 +1,13 @@
-"""The one table of what a run holds: names, dimensions, units and what row 0 is.
+"""The one table of the variables of a run: names, dimensions, units and the value of row 0.
 
-Writer, reader, exporter and documentation read it here; nothing repeats a name or a unit.
+Writer, reader, exporter and documentation read this table. Nothing else repeats a name or a unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
@@ -15,7 +15,7 @@ from trajstore.nearest_name import did_you_mean
 __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
-    "ENCODING",
+    "ENCODINGS",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
@@ -30,6 +30,7 @@ __all__ = [
     "TRAJECTORIES",
     "VARIABLES",
     "Coordinate",
+    "Encoding",
     "Variable",
     "along_token",
     "coordinate",
@@ -40,19 +41,20 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""Number of the store format, which `trajstore_format` of a root says."""
+"""Number of the store format: the attribute `trajstore_format` of a root."""
 
 EXPORTED = "written_by_trajstore"
-"""Attribute of the root of an ordinary Zarr that an export wrote; no run has it."""
+"""Attribute of the root of an ordinary Zarr store that an export wrote. No run has it."""
 
 OF_RUN = "of_run"
-"""Attribute of several runs in one Dataset: what each has of its own."""
+"""Attribute of a Dataset of several runs: the attributes of each run."""
 
-ENCODING = "delta"
-"""How arrays are encoded, as every root says it."""
+Encoding = Literal["delta", "replay"]
+ENCODINGS: tuple[str, ...] = get_args(Encoding)
+"""How arrays are encoded: each by itself, or W and the moments computed from the gradient."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")
-"""Lattices on which a question can be asked: that of the values' own type, or of another."""
+"""Lattices (floating-point grids) that quantities accept: of the native type, or of another."""
 
 
 Row0 = Literal["initial", "zero", "nan"]
@@ -68,7 +70,7 @@ class Variable:
     dims : tuple of str
         Always begins with ``step``.
     row0 : {'initial', 'zero', 'nan'}
-        The value before any step was taken: the initial state, 0, or NaN for what a step makes.
+        Value before the first step: the initial state, 0, or NaN for results of a step.
     units, long_name : str
         CF attributes. ``1`` is dimensionless.
     """
@@ -82,7 +84,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A coordinate, mostly along ``token``: written once, when the run is created."""
+    """A coordinate, mostly along ``token``. It is written once, when the run is created."""
 
     name: str
     dims: tuple[str, ...]
@@ -100,7 +102,7 @@ _STATES = ("step", "example", "position", "hidden")
 _MODEL = ("step", "parameter")
 
 STEP = Variable("step", _STEP, "zero", "1", "optimizer steps taken")
-"""The coordinate of the rows, which grows with them."""
+"""The coordinate of the rows. It grows with them."""
 
 _TABLE: tuple[tuple[str, tuple[str, ...], Row0, str, str], ...] = (
     ("W", _MATRIX, "initial", "1", "recorded parameter after the step"),
@@ -138,21 +140,21 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Row0, str, str], ...] = (
     ("param_update_norm", _MODEL, "nan", "1",
      "L2 norm of the change of each parameter in the step"),
     ("param_update_lost", _MODEL, "nan", "1",
-     "share of a parameter's elements with a gradient that the step left"),
+     "fraction of a parameter's elements with a gradient that the step did not change"),
 )  # fmt: skip
 
 VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _TABLE}
 
 IMPORTED = ("delta",)
-"""Variables that only a foreign file gives: a recorded run holds W, from which they follow."""
+"""Variables of imported runs only. A recorded run holds W, from which they follow."""
 
 TRAJECTORIES = ("W", "delta", "cells")
-"""Variables that say where the parameter is, or how it moves: every run holds one of them."""
+"""Variables with the values or the changes of the parameter. Every run holds one of them."""
 
 OF_EXAMPLES = tuple(name for name, entry in VARIABLES.items() if "example" in entry.dims)
-"""Variables of the single examples of a step, all in the same order along ``example``.
+"""Variables of single examples of a step, all in the same order along ``example``.
 
-Where a step has fewer examples or positions than a row has room for, the rest is NaN.
+If a step has fewer examples or positions than a row has room for, the rest is NaN.
 """
 
 RECORDED = tuple(name for name in VARIABLES if name not in IMPORTED)
@@ -164,7 +166,7 @@ _COORDINATES = (
                {"long_name": "the id occurs nowhere in the training corpus"}),
     Coordinate("token_count", ("token",), "int64", -1,
                {"long_name": "occurrences in the training corpus", "units": "1"}),
-    Coordinate("token_text", ("token",), "string", "", {"long_name": "how the token reads"}),
+    Coordinate("token_text", ("token",), "string", "", {"long_name": "text of the token"}),
     Coordinate("parameter", ("parameter",), "string", "",
                {"long_name": "name of a parameter of the model"}),
 )  # fmt: skip
@@ -172,13 +174,13 @@ _COORDINATES = (
 COORDINATES: dict[str, Coordinate] = {entry.name: entry for entry in _COORDINATES}
 
 POPULATION = "is_"
-"""What the names of populations begin with, as coordinates of truth values along token."""
+"""Prefix of the names of populations: coordinates of booleans along token."""
 
 POPULATION_FILES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors")
-"""What the names of files end with that populations are given in."""
+"""Suffixes of the files that can define a population."""
 
 MODEL = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
-"""Variables of every parameter of the model, one number for each."""
+"""Variables of all parameters of the model: one number per parameter."""
 
 ALONG_TOKEN = tuple(name for name, entry in COORDINATES.items() if entry.dims == ("token",))
 """Coordinates of the tokens."""
@@ -191,36 +193,33 @@ TIERS: dict[str, tuple[str, ...]] = {
     "all": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
     "model": ("W", *MODEL, *_SMALL),
 }
-"""What ``record`` may be instead of a list of variables. Per-step scalars cost nothing.
+"""Values of ``record`` that stand for a list of variables. Scalars per step cost almost nothing.
 
-What follows from the rest of a tier is in none: the summaries per token (``grad_token_norm``,
-``W_step_norm``, ``W_ulp_l1``) are recorded when they are named; so are what a step saw
-(``hidden_mean``, ``hidden_trace``, ``hidden_cosine``, and the variables of single examples) and
-``cells``, also in place of W.
+A tier omits whatever follows from its other variables. The summaries per token
+(``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are therefore recorded only if they are named.
+So are the variables of hidden states (``hidden_mean``, ``hidden_trace``, ``hidden_cosine``), those
+of single examples, and ``cells``, which can also replace W.
 """
 
 
 def coordinate(name: str) -> Coordinate | None:
-    """Entry of a coordinate: one of the table, or a population, whose name is ``is_NAME``.
-
-    None of what is neither.
-    """
+    """Entry of a coordinate: one of the table, or a population (``is_NAME``). Otherwise None."""
     if name in COORDINATES or not name.startswith(POPULATION) or not name.isidentifier():
         return COORDINATES.get(name)
-    attributes = {"long_name": f"the token is of the population {name[len(POPULATION) :]}"}
+    attributes = {"long_name": f"the token is in the population {name[len(POPULATION) :]}"}
     return Coordinate(name, ("token",), "bool", False, attributes)
 
 
 def entry_of(name: str) -> Variable | Coordinate | None:
-    """What the schema defines of an array of that name; None if it does not know it."""
+    """Entry of an array by name; None for an unknown name."""
     return STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
 
 
 def along_token(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names that are of coordinates of the tokens: first those of the table."""
-    there = set(names)
-    own = sorted(name for name in there - COORDINATES.keys() if coordinate(name))
-    return (*(name for name in ALONG_TOKEN if name in there), *own)
+    """Names of coordinates along ``token`` among the given names, those of the table first."""
+    given = set(names)
+    own = sorted(name for name in given - COORDINATES.keys() if coordinate(name))
+    return (*(name for name in ALONG_TOKEN if name in given), *own)
 
 
 def variable(name: str) -> Variable:
@@ -236,12 +235,12 @@ def variable(name: str) -> Variable:
     except KeyError:
         raise InvalidArgument(
             f"there is no variable {name!r}{did_you_mean(name, VARIABLES)}; "
-            f"a run can hold {', '.join(VARIABLES)}"
+            f"choose from {', '.join(VARIABLES)}"
         ) from None
 
 
 def room_for_examples(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """How many examples and positions rows have room for, by the shapes of some variables' rows.
+    """Numbers of examples and positions that rows have room for, from the shapes of the rows.
 
     Parameters
     ----------
@@ -251,14 +250,14 @@ def room_for_examples(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     Returns
     -------
     dict of str to int
-        ``examples`` and ``positions``, those of the two that a variable has.
+        ``examples`` and ``positions``; each only if a variable has that dimension.
 
     Examples
     --------
     >>> room_for_examples({"W": (128, 64), "batch": (32,)})
     {'examples': 32}
     """
-    found: dict[str, Any] = {}  # for a call whose other keywords are of other types
+    found: dict[str, Any] = {}  # Any: callers pass it as keywords next to others of other types
     for name, shape in rows.items():
         for dim, length in zip(VARIABLES[name].dims[1:], shape, strict=True):
             if dim in ("example", "position"):
@@ -267,12 +266,12 @@ def room_for_examples(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
-    """Names of the variables that a tier, a comma-separated list or a sequence asks for.
+    """Names of the variables in a tier, a comma-separated list or a sequence.
 
     Returns
     -------
     tuple of str
-        In the order of the table, each once.
+        In the order of the table, without repetition.
 
     Raises
     ------
@@ -291,7 +290,7 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
         wanted.update(TIERS.get(name, (name,)))
     if not wanted & {"W", "cells"}:
         raise InvalidArgument(
-            f"a run always holds W, and {', '.join(n.strip() for n in names)!r} leaves it out; "
-            "add it, or cells in its place"
+            f"got {', '.join(n.strip() for n in names)!r} without W; add W or cells: every run "
+            "holds one of them"
         )
     return tuple(name for name in VARIABLES if name in wanted)

@@ -1,4 +1,4 @@
-"""JSON read strictly, and compared; times as JSON has them."""
+"""Strict parsing and comparison of JSON; times for JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _DEEPEST = 100
 
 
 def parse(text: str) -> Any:
-    """Value of a JSON text that has no name twice, and no NaN or infinity.
+    """Parse a JSON text. Repeated names, NaN and infinities are errors.
 
     Raises
     ------
     ValueError
-        If it is none, or nested so deeply that it cannot be read.
+        If the text is not such JSON, or is nested more than 100 deep.
     """
     try:
         value = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
@@ -45,25 +45,25 @@ def parse(text: str) -> Any:
 
 
 def document_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Content of a document: of a file, and of no more bytes than one of a run ever has.
+    """Read the bytes of a document, at most as many as a document of a run can have.
 
     Raises
     ------
     ValueError
-        If it is no file, such as a pipe, or larger than 16 MiB.
+        If the path is not a regular file (a pipe, for example), or is larger than 16 MiB.
     OSError
         If it cannot be read.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise ValueError("it is no regular file")  # a pipe would be waited for
+        raise ValueError("it is not a regular file")  # reading a pipe would block
     if found.st_size > LARGEST_DOCUMENT:
         raise ValueError(too_large(found.st_size))
     return Path(path).read_bytes()
 
 
 def too_large(size: int) -> str:
-    """What is said of a document of so many bytes."""
+    """Message about a document of too many bytes."""
     return f"it has {size:,} bytes; a document has at most {LARGEST_DOCUMENT:,}"
 
 
@@ -82,18 +82,18 @@ def _check_depth(value: Any) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> Document:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         raise ValueError("a name occurs twice in it")
-    return made
+    return document
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same; 1, 1.0 and true are three values."""
+    """True if two JSON values are the same. 1, 1.0 and true are three different values."""
     return bool(json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True))
 
 

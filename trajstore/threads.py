@@ -1,4 +1,4 @@
-"""Threads: how many, and how work is handed to them, also when the interpreter is ending."""
+"""Threads: their number, and jobs for them, also while the interpreter exits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Progress", "default_threads", "in_parallel", "submit"]
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are done, and those there are."""
+"""Called with the bytes that are done and the bytes in total."""
 
 _MOST_THREADS = 8
 
 
 def submit(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Have a pool do something; do it here, if the interpreter is ending and pools take no more."""
+    """Submit work to a pool. While the interpreter exits, pools accept none: run the work here."""
     try:
         return pool.submit(work, *arguments)
     except RuntimeError:
@@ -32,23 +32,23 @@ def submit(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) ->
 
 
 def default_threads() -> int:
-    """As many as there are processors that this process may use, at most 8."""
+    """Number of processors that this process may use, at most 8."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     return min(os.cpu_count() or 1, _MOST_THREADS)
 
 
 def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> Iterator[T]:
-    """Results of jobs, in order, a few of them running ahead in threads.
+    """Results of jobs, in order. Threads run a few jobs ahead.
 
-    Decoding and writing release the interpreter's lock. When a job fails, or the caller stops, no
-    further one is begun.
+    Decoding and writing release the interpreter's lock. After a job fails, or the caller stops, no
+    further job starts.
 
     Parameters
     ----------
     jobs : iterable of callable
     threads : int, optional
-        `default_threads` without it.
+        Default: `default_threads`.
     """
     threads = threads or default_threads()
     waiting: deque[Future[T]] = deque()

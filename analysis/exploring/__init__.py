@@ -1,4 +1,4 @@
-"""A page that explores a run in a browser (extra ``explore``).
+"""A page that explores a run in a browser (extra `explore`).
 
 ``run_history`` reads a run, and the new rows of a growing run. ``tokens`` finds a token and
 describes it. ``live_run`` updates both while the run is recorded. These modules import no browser

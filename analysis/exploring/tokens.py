@@ -95,13 +95,10 @@ class TokenList:
 
 
 def _quoted(text: str) -> str:
-    r"""Text in quotes, with what a page or a terminal would obey as Python escapes.
+    r"""Text in quotes, with control characters as Python escapes.
 
-        >>> print(_quoted("a\n"), _quoted("
-    "))
-        'a
-    ' '
-    '
+    >>> print(_quoted("a\n"))
+    'a\n'
     """
     return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "'"
 

@@ -16,10 +16,10 @@ goes into one of these modules, and into the registry.
 'L2 norm of the gradient / nat per unit of W'
 """
 
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Figure, Options
 from trajstore.analysis.figures.registry import FIGURES, figures_named
 from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
-from trajstore.analysis.figures.style import STYLES
+from trajstore.analysis.figures.style import STYLES, Look
 
 __all__ = [
     "FIGURES",

@@ -18,7 +18,8 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import Look
 from trajstore.analysis.motion import collective
 from trajstore.analysis.scan.scan import Scan
 

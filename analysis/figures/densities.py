@@ -17,7 +17,8 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import Look
 from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan

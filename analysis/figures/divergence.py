@@ -17,7 +17,8 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import Look
 from trajstore.analysis.figures.titles import run_name
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.several.divergence import divergence as divergence_of

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SIZE",
     "Figure",
-    "Look",
     "Options",
     "after_first_row",
     "check_matplotlib",
@@ -43,7 +42,6 @@ __all__ = [
     "figure",
     "prepared",
 ]
-
 
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""

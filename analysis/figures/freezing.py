@@ -19,8 +19,8 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import REGIME_COLORS, REGIME_MEANINGS, population_color
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import REGIME_COLORS, REGIME_MEANINGS, Look, population_color
 from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.scan import Scan

@@ -19,8 +19,8 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Figure, Look, Options, after_first_row, figure
-from trajstore.analysis.figures.style import population_color, shades
+from trajstore.analysis.figures.figure import Figure, Options, after_first_row, figure
+from trajstore.analysis.figures.style import Look, population_color, shades
 from trajstore.analysis.motion import collective, norms, resume_discontinuities, velocity
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import statistics

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
-from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS, Look
 from trajstore.analysis.motion import ulp_motion
 from trajstore.analysis.optimizer import freeze_causes
 from trajstore.analysis.scan.population_statistics import count_by_population

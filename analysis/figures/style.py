@@ -30,6 +30,10 @@ __all__ = [
     "style",
 ]
 
+_LINES = ("-", "--", ":", "-.")
+"""Line styles of several runs, one for each kind of curve such as dead and live tokens."""
+
+
 POPULATION_COLORS = {
     "dead": "#D55E00",
     "live": "#0072B2",
@@ -183,10 +187,6 @@ def style(name: str) -> Style:
         return STYLES[name]
     except KeyError:
         raise InvalidArgument(f"got style={name!r}, expected {' or '.join(STYLES)}") from None
-
-
-_LINES = ("-", "--", ":", "-.")
-"""Line styles of several runs, one for each kind of curve such as dead and live tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Look, Options, after_first_row, figure
-from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS
+from trajstore.analysis.figures.figure import Options, after_first_row, figure
+from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
 from trajstore.analysis.model import logit_statistics
 from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.scan import input_checks

@@ -17,8 +17,8 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import population_color, shades
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import Look, population_color, shades
 from trajstore.analysis.figures.titles import token_names
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
@@ -43,9 +43,6 @@ _MOST_NAMES = 4
 
 _LETTER = 7
 """Size of names, in points."""
-
-_STRETCH = 2
-"""Largest ratio of the spans of both axes that leaves them on one scale."""
 
 
 def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
@@ -73,7 +70,7 @@ def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Paths of the tokens in a plane."""
     position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= _LINES
-    notes = []
+    notes = ["the axes have different scales"]
     # Dead tokens last: most of them share one place, which live ones would cover.
     for population in reversed(data["population"].values.tolist()):
         member = data["member"].sel(population=population).values
@@ -92,7 +89,7 @@ def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.plot([], [], "o", color=ink, ms=4, label=f"end, step {last:,}")
     else:
         notes.append("color: number of tokens × steps in a cell, logarithmic")
-    notes += _set_limits(ax, position.values)
+    _set_limits(ax, position.values)
     if few:
         _name_ends(ax, data, look)
         notes.append("names: tokens whose ends have room for one; +n: more tokens at that place")
@@ -114,20 +111,14 @@ def _label_axes(ax: Axes, data: xr.Dataset) -> None:
     ax.set_ylabel(texts[1])
 
 
-def _set_limits(ax: Axes, position: npt.NDArray[Any]) -> list[str]:
-    """Fit both axes to the paths: on one scale, unless one span is much larger."""
+def _set_limits(ax: Axes, position: npt.NDArray[Any]) -> None:
+    """Fit each axis to the paths."""
     if not np.isfinite(position).any():
-        return []
+        return
     low, high = np.nanmin(position, axis=(1, 2)), np.nanmax(position, axis=(1, 2))
-    spans = np.where(high > low, high - low, 1.0)
-    low, high = low - 0.05 * spans, high + 0.05 * spans
-    ax.set_xlim(low[0], high[0])
-    ax.set_ylim(low[1], high[1])
-    if spans.max() <= _STRETCH * spans.min():
-        ax.set_aspect("equal", adjustable="datalim")
-        ax.apply_aspect()
-        return []
-    return ["the axes have different scales"]
+    margin = 0.05 * np.where(high > low, high - low, 1.0)
+    ax.set_xlim(low[0] - margin[0], high[0] + margin[0])
+    ax.set_ylim(low[1] - margin[1], high[1] + margin[1])
 
 
 def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:

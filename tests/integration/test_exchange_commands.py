@@ -67,10 +67,10 @@ def test_the_gradient_analysis_of_14_1a(
     }
     for name, by_row in norms.items():
         for when, row in (("first", 1), ("last", -1)):
-            told = summary["grad_norms"].sel(population=name, when=when)
-            assert close(told.sel(statistic="mean"), by_row[row].mean())
-            assert close(told.sel(statistic="max"), by_row[row].max())
-            assert close(told.sel(statistic="min"), by_row[row].min())
+            printed = summary["grad_norms"].sel(population=name, when=when)
+            assert close(printed.sel(statistic="mean"), by_row[row].mean())
+            assert close(printed.sel(statistic="max"), by_row[row].max())
+            assert close(printed.sel(statistic="min"), by_row[row].min())
     assert close(summary["max_dead_grad_norm"], norms["dead"][1:].max())
     assert summary["when_step"].values.tolist() == file["recorded_steps"][[1, -1]].tolist()
 
@@ -84,8 +84,8 @@ def test_the_verification_of_15_1a(
     assert close(centroids.sel(state="first"), np.linalg.norm(file["embeddings"][0].mean(axis=0)))
     assert close(centroids.sel(state="last"), np.linalg.norm(file["embeddings"][-1].mean(axis=0)))
     dead = np.linalg.norm(file["grads"][1, file["dead_token_ids"], :], axis=1)
-    told = summary["grad_norms"].sel(population="dead", when="first", statistic="mean")
-    assert close(told, dead.mean())
+    printed = summary["grad_norms"].sel(population="dead", when="first", statistic="mean")
+    assert close(printed, dead.mean())
     logits = summary["logits"]
     assert close(logits.sel(logit_statistic="min"), file["logits"][1].min())
     assert close(logits.sel(logit_statistic="max"), file["logits"][1].max())
@@ -102,14 +102,14 @@ def test_the_verification_of_1_12f(
     file = load_file(tmp_path / "f")
     W = file["embeddings"][[0, -1]][:, DEAD].astype("f4")
     moved = np.linalg.norm(W[1] - W[0], axis=1)
-    told = summary["displacement"].sel(population="dead")
-    assert close(told.sel(statistic="max"), moved.max())
-    assert close(told.sel(statistic="mean"), moved.mean())
-    assert close(told.sel(statistic="median"), np.median(moved))
+    printed = summary["displacement"].sel(population="dead")
+    assert close(printed.sel(statistic="max"), moved.max())
+    assert close(printed.sel(statistic="mean"), moved.mean())
+    assert close(printed.sel(statistic="median"), np.median(moved))
     for when, row in (("first", 1), ("last", -1)):
         loss = np.float32(summary["loss"].sel(when=when)).astype(ml_dtypes.bfloat16)
         assert loss == file["losses"][row]
-    # The same tables come out of the file once it is a run again, told which tokens are dead.
+    # An import of the file, with labels of dead tokens, gives the same tables.
     save_file({"untrained_indices": DEAD}, tmp_path / "masks")
     trajstore_cli(
         "import", tmp_path / "f", "--masks", tmp_path / "masks", "-o", tmp_path / "back.zarr"
@@ -123,7 +123,7 @@ def test_the_last_line_of_1_12a(
     trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
 ) -> None:
     done = trajstore_cli("export", run, "--layout", "1.12a", "-o", tmp_path / "f")
-    assert "Note: W, momentum and variance are those before the step of their row" in done.stdout
+    assert "W, momentum and variance are the values before the step of their row" in done.stdout
     file = load_file(tmp_path / "f")
     assert close(file["loss"][-1], summary["loss"].sel(when="last"))
 
@@ -160,7 +160,7 @@ def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: P
     trajstore_cli("export", run, "-o", file, "--overwrite")
     file.write_bytes(file.read_bytes()[:-1])
     refused = trajstore_cli("import", file, "-o", tmp_path / "back.zarr", rc=1).stderr
-    assert "is not a sound safetensors file" in refused
+    assert "is not a valid safetensors file" in refused
     assert "cut short" in refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f"]
 

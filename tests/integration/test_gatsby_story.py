@@ -228,9 +228,9 @@ def test_an_unusable_text_is_one_sentence_and_nothing_is_made(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "name either a preset"),
+        ([], "expected either a preset"),
         (["--preset", "gatsby", "--set", "speed"], "expected section.field=value"),
-        (["--preset", "gatsby", "--memory", "lots"], "cannot read 'lots' as a size"),
+        (["--preset", "gatsby", "--memory", "lots"], "got size 'lots'"),
         (["--preset", "gatsby", "--corpus", "nowhere.txt"], "cannot read the corpus"),
     ],
 )

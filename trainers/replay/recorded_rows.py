@@ -56,7 +56,7 @@ class RecordedRows:
     skipped : ndarray of bool, (step,)
         True for rows of a step that a gradient scaler skipped.
     filled : set of int
-        Rows in which a repair put NaN in the place of damaged values.
+        Rows that a repair filled with NaN in place of damaged values.
     """
 
     def __init__(self, source: TiledRun) -> None:

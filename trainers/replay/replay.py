@@ -254,7 +254,7 @@ class StepReplay:
     def _check(self, previous: RecordedRow, row: RecordedRow) -> None:
         rows, simulator = self._rows, self._simulator
         if not rows.filled.isdisjoint((previous.number, row.number)):
-            raise CannotReplay("a repair put NaN in the place of damaged values")
+            raise CannotReplay("a repair filled damaged values with NaN")
         if row.step <= self._other_optimizer_until:
             raise CannotReplay(
                 "another optimizer took it, before the run was forked; replay the source of the "

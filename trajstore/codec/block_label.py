@@ -22,16 +22,16 @@ LABEL = _FIELDS.size + 4
 """Bytes of a label, with its checksum."""
 
 ANYWHERE = (1 << 64) - 1
-"""Block number in a label that does not know it: of a copy that another program has made."""
+"""Block number in the label of a copy that another program made: the block is unknown."""
 
 
 class LabelError(ValueError):
-    """A label cannot be read, while the block may be whole: another program may have written it."""
+    """A label cannot be read. The block may be intact, if another program wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLabel:
-    """What a block says of itself.
+    """Identity, place and digest of a block.
 
     Attributes
     ----------
@@ -41,11 +41,11 @@ class BlockLabel:
     block, part : int
         Number of the block along ``step``, and of the object along ``token``.
     rows : int
-        Of the block that are valid; the others are padding.
+        Number of valid rows of the block; the others are padding.
     settings : bytes
-        SHA-256 of how the block is encoded (`trajstore.codec.block_form.BlockForm.settings`).
+        SHA-256 of the block's encoding (`trajstore.codec.block_form.BlockForm.settings`).
     digest : bytes
-        SHA-256 of what is stored (`digest_of`).
+        SHA-256 of the stored chunks (`digest_of`).
     """
 
     run: str
@@ -57,7 +57,7 @@ class BlockLabel:
     digest: bytes
 
     def pack(self, index: bytes) -> bytes:
-        """Bytes of the label, before an index that its checksum covers too."""
+        """Bytes of the label. Its checksum covers the index after it, too."""
         fields = _FIELDS.pack(
             _MAGIC,
             bytes.fromhex(self.run),
@@ -72,16 +72,16 @@ class BlockLabel:
 
     @classmethod
     def unpack(cls, data: bytes, index: bytes) -> BlockLabel:
-        """Label that stands before an index.
+        """Label, from its bytes and those of the index after it.
 
         Raises
         ------
         LabelError
-            If its checksum does not fit, or it is none.
+            If the checksum does not match, or the bytes are no label.
         """
         fields = data[:-4]
         if not is_intact(fields + index + data[-4:]):
-            known = "the checksum of its label does not fit"
+            known = "the checksum of its label does not match"
             raise LabelError(known if data.startswith(_MAGIC) else "it has no label")
         magic, run, array, block, part, rows, settings, digest = _FIELDS.unpack(fields)
         if magic != _MAGIC:
@@ -103,10 +103,10 @@ class BlockLabel:
 
 
 def new_identity() -> str:
-    """Identity of a run that is to be made: 128 random bits, in hexadecimal digits."""
+    """Identity of a new run: 128 random bits, in hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def digest_of(pieces: Iterable[bytes]) -> bytes:
-    """Digest of a block from the SHA-256 of each of its inner chunks, in their order."""
+    """Digest of a block, from the SHA-256 of each inner chunk, in order."""
     return hashlib.sha256(b"".join(pieces)).digest()

@@ -1,4 +1,4 @@
-"""The checksum behind every chunk and index: crc32c, as Zarr's codec of that name writes it."""
+"""Checksum after every chunk and index: crc32c, as written by Zarr's codec of that name."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import google_crc32c
 __all__ = ["CHECKSUM", "checksum", "is_intact"]
 
 CHECKSUM = 4
-"""Bytes of it, behind a chunk."""
+"""Bytes of the checksum."""
 
 _RESIDUE = 0x48674BC7
 
 
 def checksum(data: bytes) -> bytes:
-    """The four bytes that the crc32c codec puts behind the data."""
+    """The four bytes that the crc32c codec appends to the data."""
     value: int = google_crc32c.value(data)
     return value.to_bytes(CHECKSUM, "little")
 
 
 def is_intact(data: bytes) -> bool:
-    """Whether data ends with its own checksum."""
-    # Of anything followed by its crc32c, the crc32c is always the same.
+    """True if data ends with its own checksum."""
+    # The crc32c of data followed by its crc32c is a constant.
     intact: bool = google_crc32c.value(data) == _RESIDUE
     return intact

@@ -1,14 +1,14 @@
-"""Differences along the steps: floating-point histories as small integers.
+"""Differences along the steps, which turn floating-point histories into small integers.
 
-From one optimizer step to the next most values of a history keep their exponent and high mantissa
-bits, or do not change at all. Along the first axis of a chunk (step), `fold`
+Between two optimizer steps most values keep their exponent and high mantissa bits, or do not change
+at all. Along the first axis of a chunk (step), `fold`
 
-1. takes the difference of each value's bits, in its native type, to the bits of the row before,
-   modulo 2^width; the first row stays;
-2. folds the sign of the difference into its lowest bit (zigzag), so that small differences have
-   high bits of zero whichever way they point.
+1. subtracts from the bits of each value, in its native type, the bits of the row before, modulo
+   2^width; the first row is unchanged;
+2. folds the sign of the difference into its lowest bit (zigzag), so that small differences of
+   either sign have high bits of zero.
 
-What comes out are unsigned integers of the native width. Exact for every bit pattern.
+The result is unsigned integers of the native width, and exact for every bit pattern.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["fold", "unfold", "unfold_rows"]
 
 Bits = npt.NDArray[Any]
 
-_GROUP = 1 << 20  # bytes that one call of NumPy goes over: more calls, more waiting of threads
+_GROUP = 1 << 20  # bytes that one call of NumPy processes; threads wait longer with more calls
 
 _LOOP = CompiledLoop("trajstore.codec.delta", "unfold_rows")
 
-_TOGETHER = 2048  # values whose sums stay in the nearest cache
+_TOGETHER = 2048  # values whose sums fit into the L1 cache
 
-_SHORT = 256  # values of a row, so few that calling NumPy for each takes longer than adding them
+_SHORT = 256  # values of a row; below this, a NumPy call takes longer than the addition
 
 
 def fold(bits: Bits, out: Bits) -> None:
-    """Differences along the first axis, with folded signs; some rows at a time.
+    """Compute differences along the first axis, with folded signs, a group of rows at a time.
 
     Parameters
     ----------
@@ -62,28 +62,28 @@ def fold(bits: Bits, out: Bits) -> None:
 
 
 def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
-    """Inverse of `fold`, and stored form of the bits; some rows at a time.
+    """Invert `fold`, and write the stored form of the bits, a group of rows at a time.
 
     Parameters
     ----------
     folded : ndarray of ``native.bits``, (step, …)
-        May be overwritten: a second array of its size would not stay in the cache.
+        May be overwritten, as a second array of its size would not fit into the cache.
     native : NativeType
     out : ndarray of unsigned integers of the stored or the native width, (step, …)
-        Receives the bits of the stored values of the rows from `start` on, or the native bits.
+        Receives the bits of the stored values of the rows from `start`, or the native bits.
     start : int
-        Rows that are only added up.
+        Number of first rows that are summed and not written.
     """
     if not _unfold_compiled(folded, native, out, start):
         _unfold_by_numpy(folded, native, out, start)
 
 
 def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) -> bool:
-    """Do what `unfold` does, where there is a compiled loop that can; whether it was done."""
+    """Run `unfold` in the compiled loop; return False if the loop does not support the arrays."""
     widened = out.itemsize != native.itemsize
     if (widened and not native.is_cut_off) or not _LOOP.is_worth(folded.size):
         return False
-    taken = folded[start:]  # of the same shape as what comes out
+    taken = folded[start:]  # has the shape of `out`
     axis, width = values_side_by_side(taken, out)
     rows = math.prod(taken.shape[1 : axis + 1])
     if not width or (axis and rows > taken.shape[axis]):
@@ -100,7 +100,7 @@ def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) ->
 
 
 def _strides(array: Bits, axis: int) -> tuple[int, int]:
-    """Values from one step to the next, and from one row to the next."""
+    """Strides in values: between steps, and between rows."""
     row = array.strides[axis] if axis else 0
     return array.strides[0] // array.itemsize, row // array.itemsize
 
@@ -114,23 +114,23 @@ def unfold_rows(
     start: int,
     shift: Any,
 ) -> None:
-    """Add up folded differences along the first of three axes, of which the last is contiguous.
+    """Sum folded differences along the first of three axes, of which the last is contiguous.
 
-    numba compiles this. Indices are unsigned, as a compiler does not put loops into vectors whose
-    indices may be negative and then count from the end.
+    numba compiles this function. Indices are unsigned: a negative index counts from the end, and
+    compilers do not vectorize loops with such indices.
 
     Parameters
     ----------
     folded, out : ndarray of unsigned integers, 1-D
-        Memory in which the values lie, from the first to the last.
+        Memory that contains the values, from the first to the last.
     folded_strides, out_strides : tuple of int
-        Values from one step to the next, and from one row of them to the next.
+        Strides in values: between steps, and between rows of a step.
     shape : tuple of int
-        Steps, rows of a step, values of a row.
+        Numbers of steps, rows of a step, and values of a row.
     start : int
-        Steps that are only added up.
+        Number of first steps that are summed and not written.
     shift : unsigned integer of the type of `out`
-        How far the sums are shifted to the left in it.
+        Number of bits by which the sums are shifted to the left.
     """
     steps, rows, width = shape
     native, stored = folded.dtype.type, out.dtype.type
@@ -164,7 +164,7 @@ def _unfold_by_numpy(folded: Bits, native: NativeType, out: Bits, start: int) ->
     one = native.bits.type(1)
     length = _rows_of_a_group(folded)
     signs = scratch.array("signs", (length, *folded.shape[1:]), native.bits)
-    before: Bits | None = None  # what the rows so far add up to
+    before: Bits | None = None  # sum of the rows so far
     for first in range(0, len(folded), length):
         bits = folded[first : first + length]
         sign = signs[: len(bits)]
@@ -195,10 +195,10 @@ def _rows_of_a_group(bits: Bits) -> int:
 
 
 def _add_up(bits: Bits) -> None:
-    """Add to each row all that are before it."""
-    if bits[:1].size < _SHORT:  # NumPy's own way is slow for rows, but one call
+    """Add to each row all rows before it."""
+    if bits[:1].size < _SHORT:  # one call, but slow for long rows
         np.add.accumulate(bits, axis=0, out=bits)
         return
     for at in range(1, len(bits)):
-        here = bits[at : at + 1]  # a view also where a row is a single number
+        here = bits[at : at + 1]  # a view, even if a row is a single number
         np.add(here, bits[at - 1 : at], out=here)

@@ -1,4 +1,4 @@
-"""Memory for intermediate results, used again: fresh memory costs as much as what is done in it."""
+"""Reused memory for intermediate results. Fresh memory costs as much as the computation in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 __all__ = ["scratch"]
 
-_SMALL = 16 << 10  # bytes that the allocator has at hand
+_SMALL = 16 << 10  # bytes that the allocator provides without a system call
 
 
 class _Scratch(threading.local):
@@ -19,12 +19,12 @@ class _Scratch(threading.local):
         self._buffers: dict[str, npt.NDArray[np.uint8]] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Uninitialised array of this thread, valid until the next call with that name.
+        """Uninitialized array of this thread, valid until the next call with the same name.
 
         Parameters
         ----------
         name : str
-            Of its purpose; arrays of different names do not overlap.
+            Purpose of the array. Arrays of different names do not overlap.
         shape : tuple of int
         dtype : data-type
         """
@@ -39,4 +39,4 @@ class _Scratch(threading.local):
 
 
 scratch = _Scratch()
-"""Of each thread its own."""
+"""Scratch memory; each thread has its own."""

@@ -1,4 +1,4 @@
-"""What a selection takes of each of the parts that an axis is divided into."""
+"""Selections along the axes of an array, divided into those of its parts, such as chunks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """What a selection takes of one part, along one axis.
+    """Selected positions of one part, along one axis.
 
     Attributes
     ----------
     window : slice
-        Of the part: from the first position that is taken to the last.
+        Range of the part from the first selected position to the last.
     taken : ndarray of int or None
-        Positions within the window; None for all of them, in order.
+        Selected positions within the window; None for all of them, in order.
     place : slice or ndarray of int
-        Where they go in the result.
+        Their positions in the result.
     """
 
     window: slice
@@ -34,18 +34,19 @@ class Pick:
 
 
 def positions(place: slice | Array) -> Array:
-    """Positions that a `Pick.place` stands for."""
+    """Positions of a `Pick.place`."""
     return np.arange(place.start, place.stop) if isinstance(place, slice) else place
 
 
 def picks(wanted: Array | range, part: int) -> dict[int, Pick]:
-    """What positions along an axis take of its parts of that length, by the part's number.
+    """Selected positions of each part of an axis, by the number of the part.
 
     Parameters
     ----------
     wanted : ndarray of int or range
-        At least one position.
+        Selected positions along the axis, at least one.
     part : int
+        Length of a part.
     """
     first, count = int(wanted[0]), len(wanted)
     stop = first + count
@@ -78,20 +79,20 @@ def _is_consecutive(wanted: Array | range) -> bool:
 
 
 def hull_of(item: Any, length: int) -> range:
-    """All positions between the first and the last that are selected along an axis.
+    """All positions from the first selected one to the last, along an axis.
 
     Parameters
     ----------
     item : int, slice, or sequence of int or bool
     length : int
-        Of the axis.
+        Length of the axis.
     """
     taken = np.arange(length)[item]
     return range(int(taken.min()), int(taken.max()) + 1) if taken.size else range(0)
 
 
 def within_hull(item: Any, hull: range) -> Any:
-    """The same selection, of what lies within its `hull_of`."""
+    """The same selection, relative to its `hull_of`."""
     if isinstance(item, slice):
         return slice(None, None, item.step)
     array = np.asarray(item)
@@ -101,22 +102,22 @@ def within_hull(item: Any, hull: range) -> Any:
 def outer_positions(
     selection: Sequence[Any], shape: Sequence[int]
 ) -> tuple[list[Array | range], tuple[int, ...]] | None:
-    """Positions along each axis, where each axis is selected by itself.
+    """Positions along each axis, if each axis is selected independently.
 
     Parameters
     ----------
     selection : sequence of int, slice or ndarray of int
-        One for each axis, as NumPy takes them.
+        One item for each axis, with the meaning it has in NumPy.
     shape : sequence of int
-        What is selected from.
+        Shape of the array.
 
     Returns
     -------
     positions : list of range or ndarray of int
     shape : tuple of int
-        Of what NumPy returns for the selection.
+        Shape that NumPy returns for the selection.
     or None
-        If points are selected: several axes together.
+        If the selection is of points, along several axes together.
     """
     arrays = [item for item in selection if isinstance(item, np.ndarray)]
     if len(arrays) > 1 and not _is_mesh(arrays, len(selection)):
@@ -138,7 +139,7 @@ def outer_positions(
 
 
 def _is_mesh(arrays: Sequence[Array], axes: int) -> bool:
-    """Whether they select as `numpy.ix_` does, one array for each axis."""
+    """True if they select as `numpy.ix_` does, with one array for each axis."""
     return len(arrays) == axes and all(
         array.dtype != bool
         and array.ndim == axes

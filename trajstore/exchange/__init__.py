@@ -1,13 +1,13 @@
-"""Runs to and from files of other programs.
+"""Export and import of runs: files of other programs.
 
 ``layouts``
-    The layouts of the notebooks' files, and names in trajstore's own: names, types, alignment.
+    Layouts of the notebooks' files (names, types, alignment), and names in native files.
 ``selection``
-    Which steps, tokens and variables are exported.
+    Selection of the steps, tokens and variables to export.
 ``exporting``
-    Runs as files, Zarr, tensors.
+    From runs to files, Zarr and tensors.
 ``importing``
-    Files as runs.
+    From files to runs.
 ``guessing``
-    Which array of a file holds which variable.
+    Detection of the variable that each array of a file holds.
 """

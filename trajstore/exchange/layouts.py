@@ -1,13 +1,13 @@
-"""The layouts of the notebooks' files: names, types, alignment, what is beside the arrays.
+"""Layouts of the notebooks' files: names, types, alignment, and the numbers besides the arrays.
 
-One table serves both ways out and in. Arrays of every file, of a layout or not, are detected by
-`trajstore.exchange.guessing.kind_table`. What differs between the layouts and a run:
+Export and import use the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of
+every file, with or without a layout. Differences between the layouts and a run:
 
-* Most hold the state after each step, as a run does, and zeros where no step had been taken yet,
-  where a run has NaN. 14.1a holds changes of W, not W; its first form those of the dead tokens.
-* 1.12a holds W and the moments *before* the step of their row, beside the gradient, logits and loss
-  of it; so its last row knows nothing of what the last step made.
-* From Thimble on, numbers and masks are beside the arrays, in HDF5 as attributes.
+* Most hold the state after each step, as a run does. Before the first step they hold zeros, where a
+  run holds NaN. 14.1a holds changes of W instead of W; its first form holds dead tokens only.
+* 1.12a holds W and the moments *before* the step of their row, with the gradient, logits and loss
+  of that step. Its last row therefore lacks the result of the last step.
+* From Thimble on, files also hold numbers and masks; in HDF5 the numbers are attributes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Column:
     key, variable : str
         Names in the file and in a run.
     dtype : str
-        In the file.
+        Type in the file.
     as_bits : bool
-        Whether the file holds the bits of that type as uint16.
+        True if the file holds the bits of that type as uint16.
     blank : {'zero', 'nan'}
-        What the file holds in the row of step 0, where a run has NaN.
+        Value in the row of step 0, where a run has NaN.
     time : {'after', 'before', 'change'}
         The value after the step, the value before it, or the difference.
     first_row : {0, 1}
-        1 where the file leaves out the row that no step made.
+        1 if the file omits the row of step 0.
     """
 
     key: str
@@ -60,7 +60,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layout of one family of notebooks.
+    """Layout of the files of one family of notebooks.
 
     Attributes
     ----------
@@ -68,24 +68,24 @@ class Layout:
         Number or name of the notebook.
     columns : tuple of Column
     required : tuple of str
-        Keys without which a file is not of this layout.
+        Keys that every file of this layout has.
     format : {'safetensors', 'hdf5'}
     steps : str, optional
-        Key of the steps of the rows; None where rows are steps 0, 1, 2, ….
+        Key of the steps of the rows; None if rows are steps 0, 1, 2, ….
     only_dead : bool
-        Whether it has rows of the dead tokens only.
+        True if it has rows of the dead tokens only.
     populations : tuple of str
-        Keys that tell the dead tokens, of `POPULATIONS`.
+        Keys that mark the dead tokens, from `POPULATIONS`.
     counts : dict of str to bool
         Keys of the numbers of dead (True) and live tokens.
     scalars : dict of str to str
-        Type of each number beside the arrays; the names are those of the table of kinds.
+        Type of each number besides the arrays; the names are those of the table of kinds.
     as_texts : tuple of str
-        Numbers that its metadata repeat as texts instead.
+        Numbers that its metadata hold as strings.
     chunk_rows : int
-        Rows of a chunk of HDF5.
+        Rows of a chunk in HDF5.
     gzip : int
-        Level of its compression; 0 for none.
+        Level of compression in HDF5; 0 for none.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def marks_dead(self) -> bool:
-        """Whether it tells dead tokens from live ones."""
+        """True if it distinguishes dead tokens from live ones."""
         return bool(self.populations or self.counts or self.only_dead)
 
 
@@ -118,7 +118,7 @@ POPULATIONS: dict[str, tuple[Literal["mask", "ids"], bool]] = {
     "live_token_ids": ("ids", False),
     "dead_indices": ("ids", True),
 }
-"""How each key tells the dead tokens, and whether it marks them or the live ones."""
+"""Form of each key (mask or ids), and True if it marks the dead tokens, False for the live ones."""
 
 
 def _floats(names: str, dtype: str = "float32") -> dict[str, str]:
@@ -144,7 +144,7 @@ def _column(key: str, variable: str, dtype: str = "bfloat16", **more: Any) -> Co
 
 
 def _matrices(names: str, dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
-    """Columns of W, its gradient and the moments, as many as there are names."""
+    """Columns of W, its gradient and the moments, one per name."""
     variables = ("W", "grad", "exp_avg", "exp_avg_sq")
     pairs = zip(names.split(), variables, strict=False)
     return tuple(_column(key, variable, dtype, as_bits=as_bits) for key, variable in pairs)
@@ -182,7 +182,7 @@ _1_12A = (
     _column("grads", "grad"),
     _column("momentum", "exp_avg", "float32", time="before"),
     _column("variance", "exp_avg_sq", "float32", time="before"),
-    # Its row 0 was a forward pass that no step made; a run has none to offer.
+    # Row 0 holds the forward pass before the first step, which a run does not record.
     _column("logits", "logits", "float32", blank="nan"),
     _column("loss", "loss", "float32"),
 )
@@ -248,13 +248,13 @@ LAYOUTS: dict[str, Layout] = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""Layouts by name."""
 
 EXPORT_LAYOUTS = ("native", *LAYOUTS)
-"""A run's own, and those of the notebooks."""
+"""The native layout, and those of the notebooks."""
 
 IMPORT_LAYOUTS = (*EXPORT_LAYOUTS, "hdf5")
-"""Those, and HDF5 of any."""
+"""The layouts of exports, and any other HDF5."""
 
 HDF5_KEYS = {
     "W": "W",
@@ -264,7 +264,7 @@ HDF5_KEYS = {
     "logits": "logits",
     "loss": "losses",
 }
-"""Names of variables in HDF5 files; the others keep theirs."""
+"""Names of variables in HDF5 files. The other variables keep their names."""
 
 HDF5_TEXTS = {
     "attributes": "trajstore_json",
@@ -272,7 +272,7 @@ HDF5_TEXTS = {
     "token_text": "token_text_json",
     "parameter": "parameter_json",
 }
-"""Names of texts in HDF5 files: attributes of the run and its variables, tokens, parameters."""
+"""Names of strings in HDF5 files: attributes of the run and its variables, tokens, parameters."""
 
 KEPT_ATTRIBUTES = ("config", "optimizer", "recording", "provenance", "imported", "created")
-"""Attributes of the root that say where the values come from, and stay true of a copy."""
+"""Attributes of the root that describe the origin of the values, and remain valid for a copy."""

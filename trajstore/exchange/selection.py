@@ -1,4 +1,4 @@
-"""What of a run is exported: steps, tokens, variables, as words or as numbers."""
+"""Selection of steps, tokens and variables of a run, given as strings or numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Selection", "Steps", "Tokens", "select", "select_part"]
 Array = npt.NDArray[Any]
 
 Steps = str | int | slice | Iterable[int] | None
-"""Steps: a number, a slice of step numbers, several numbers, or such a text: ``0:200:10,500``."""
+"""Steps: a number, a slice of step numbers, several numbers, or a string: ``0:200:10,500``."""
 
 Tokens = str | os.PathLike[str] | Iterable[int] | None
-"""Tokens: ``all``, ``dead``, ``live``, ids, or a text file with ids."""
+"""Tokens: ``all``, ``dead``, ``live``, ids, or a text file of ids."""
 
 _RANGE = re.compile(r"\s*(\d*)\s*(?::\s*(\d*)\s*(?::\s*(\d*)\s*)?)?")
 
@@ -50,7 +50,7 @@ class Selection:
     variables: tuple[str, ...]
 
     def along_token(self, values: Array) -> Array:
-        """Values of a coordinate at the selected tokens."""
+        """Values of a coordinate for the selected tokens."""
         return values if self.tokens is None else values[self.tokens]
 
 
@@ -61,28 +61,28 @@ def select(
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
 ) -> Selection:
-    """Find a selection in a run.
+    """Resolve a selection in a run.
 
     Parameters
     ----------
     run : TiledRun
     steps : str, int, slice or iterable of int, optional
-        Step numbers. A slice, or ``start:stop:stride`` in a text, means the recorded steps from
-        start on and before stop whose distance from start is a multiple of stride.
+        Step numbers. A slice, or a string ``start:stop:stride``, selects the recorded steps from
+        start up to, but without, stop whose distance from start is a multiple of stride.
     tokens : str, path-like or iterable of int, optional
-        ``all``, ``dead``, ``live``, vocabulary ids (also as a text: ``1,2,3``), or a text file with
-        ids between spaces, commas or line ends.
+        ``all``, ``dead``, ``live``, vocabulary ids (also as a string: ``1,2,3``), or a text file of
+        ids separated by spaces, commas or line ends.
     variables : str or iterable of str, optional
-        Names, also as one text with commas.
+        Names, also as one string with commas.
 
     Raises
     ------
     StepNotFound
-        If a single step is named that was not recorded.
+        If a single step was not recorded.
     VariableNotRecorded
-        If a variable is named that the run does not hold.
+        If the run does not hold a named variable, or `tokens` needs ``is_dead``.
     InvalidArgument
-        If the text cannot be read, or nothing is selected.
+        If a string cannot be parsed, or nothing is selected.
     """
     return Selection(
         rows=_rows(run.steps, steps),
@@ -92,7 +92,7 @@ def select(
 
 
 def select_part(ds: xr.Dataset, *, steps: Steps = None, tokens: Tokens = None) -> xr.Dataset:
-    """Part of an opened run, by the same words as `select`.
+    """Select a part of an opened run, with the same arguments as `select`.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def select_part(ds: xr.Dataset, *, steps: Steps = None, tokens: Tokens = None) -
     part: dict[str, Array | slice] = {}
     if steps is not None:
         rows = _rows(ds["step"].values, steps)
-        # A slice, where it is one, for dask takes that as it is.
+        # A slice if possible: dask applies it without an index array.
         whole = len(rows) == rows[-1] - rows[0] + 1
         part["step"] = slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows
     coordinates = {str(name): ds.coords[name].values for name in ("token", "is_dead") if name in ds}
@@ -135,8 +135,8 @@ def _rows(recorded: Array, steps: Steps) -> Array:
         else:
             at = int(positions(recorded, np.array([item]))[0])
             if at < 0:
-                span = f"{recorded[0]} to {recorded[-1]}" if len(recorded) else "none"
-                raise StepNotFound(f"step {item} was not recorded; the run holds steps {span}")
+                span = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) else "no steps"
+                raise StepNotFound(f"step {item} was not recorded; the run holds {span}")
             chosen[at] = True
     rows = np.flatnonzero(chosen)
     if not len(rows):
@@ -149,7 +149,7 @@ def _range(item: str, text: str) -> int | slice:
     match = _RANGE.fullmatch(item)
     if not match or not item.strip():
         raise InvalidArgument(
-            f"cannot read {text!r} as steps; write numbers and start:stop:stride, such as "
+            f"got steps {text!r}, expected numbers and ranges start:stop:stride, such as "
             "0:200:10 or 0,100,500:"
         )
     if ":" not in item:
@@ -161,8 +161,8 @@ def _in_slice(recorded: Array, item: slice) -> Array:
     start, stop, stride = item.start, item.stop, 1 if item.step is None else item.step
     if stride < 1 or any(bound is not None and bound < 0 for bound in (start, stop)):
         raise InvalidArgument(
-            f"got steps {start}:{stop}:{stride}, expected step numbers from 0 on and a stride "
-            "from 1 on"
+            f"got steps {start}:{stop}:{stride}, expected step numbers of at least 0 and a stride "
+            "of at least 1"
         )
     if start is None:
         start = int(recorded[0]) if len(recorded) else 0
@@ -176,7 +176,8 @@ def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
     if isinstance(tokens, str) and tokens in ("dead", "live"):
         if "is_dead" not in coordinates:
             raise VariableNotRecorded(
-                "this run does not say which tokens are dead; name the tokens by their ids"
+                f"got tokens {tokens!r}, but this run does not record which tokens are dead; "
+                "select tokens by their ids, or label them with trajstore annotate"
             )
         is_dead = coordinates["is_dead"].astype(bool)
         found = np.flatnonzero(is_dead == (tokens == "dead"))
@@ -184,10 +185,10 @@ def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
         ids = _ids(tokens)
         found = positions(coordinates["token"], ids)
         if (found < 0).any():
-            raise InvalidArgument(f"token {ids[found < 0][0]} was not recorded")
+            raise InvalidArgument(f"token {ids[found < 0][0]} was not recorded; choose other ids")
         found = np.unique(found)
     if not len(found):
-        raise InvalidArgument(f"tokens {tokens!r} selects no token of this run")
+        raise InvalidArgument(f"got tokens {tokens!r}, which selects no token of this run")
     return found
 
 
@@ -202,14 +203,14 @@ def _ids(tokens: str | os.PathLike[str] | Iterable[int]) -> Array:
             near = did_you_mean(text, ("all", "dead", "live"))
             raise InvalidArgument(
                 f"cannot read tokens {text!r}{near}; give all, dead, live, ids such as 1,2,3, or a "
-                "text file with ids"
+                "text file of ids"
             ) from error
     words = re.split(r"[\s,]+", text.strip(" \t\r\n,"))
     try:
         return np.array([int(word) for word in words], np.int64)
     except (ValueError, OverflowError):
         raise InvalidArgument(
-            f"{os.fspath(tokens)!r} does not hold token ids; write whole numbers between spaces, "
+            f"{os.fspath(tokens)!r} does not hold token ids; separate whole numbers by spaces, "
             "commas or line ends"
         ) from None
 
@@ -230,5 +231,5 @@ def _variables(run: TiledRun, variables: str | Iterable[str] | None) -> tuple[st
                 f"{name} was not recorded; this run holds {', '.join(run.series)}"
             )
     if not names:
-        raise InvalidArgument("variables is empty; leave it out to export all")
+        raise InvalidArgument("variables is empty; omit it to select all")
     return tuple(name for name in run.series if name in names)

@@ -1,4 +1,4 @@
-"""What every format offers to whoever reads a file: named arrays, by rows, and what is beside."""
+"""Interface of every format: named arrays, read by rows, and attributes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LARGEST_TABLE = 64 << 20
 
 
 class ArrayFile(Protocol):
-    """A file of named arrays, open for reading, every one of them checked to be there.
+    """A file of named arrays, open for reading. The size of every array has been checked.
 
     Attributes
     ----------
@@ -52,30 +52,30 @@ class ArrayFile(Protocol):
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Texts, numbers and lists of numbers beside the arrays."""
+        """Strings, numbers and lists of numbers besides the arrays."""
 
     @property
-    def passed_over(self) -> Mapping[str, str]:
-        """What it holds and does not offer, and why: ``{"names": "a text of any length"}``."""
+    def unread(self) -> Mapping[str, str]:
+        """Content that cannot be read, with reasons: ``{"names": "a variable-length string"}``."""
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
 
     def dtype(self, key: str) -> str:
-        """Type of an array as NumPy and ml_dtypes call it: bfloat16, uint16, bool, …."""
+        """Type of an array, by its name in NumPy and ml_dtypes: bfloat16, uint16, bool, …."""
 
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Values of an array; of floating-point numbers, their bits.
+        """Read values of an array; floating-point numbers as their bits.
 
         Parameters
         ----------
         key : str
         start, stop : int, optional
-            Rows to read; all without them.
+            Rows to read. Default: all.
         outer : int, optional
-            Place along a first axis that lies before the rows.
+            Position along a first axis before the rows.
 
         Raises
         ------
@@ -91,24 +91,24 @@ class ArrayFile(Protocol):
 
 
 class OpenedFile:
-    """What the readers of all formats have in common: a context manager of something that exists.
+    """Base of the readers of all formats: a context manager for an existing path.
 
     Parameters
     ----------
     path : path-like
     is_folder : bool
-        Whether it must be a folder, not a file.
+        True if it must be a folder, False for a file.
 
     Raises
     ------
     RunNotFound
-        If there is none.
+        If the path does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
         self.path = Path(path)
         self.attributes: dict[str, Any] = {}
-        self.passed_over: dict[str, str] = {}
+        self.unread: dict[str, str] = {}
         if not (self.path.is_dir() if is_folder else self.path.is_file()):
             raise RunNotFound(f"there is no {'folder' if is_folder else 'file'} at {path}")
 
@@ -123,9 +123,9 @@ class OpenedFile:
 
 
 def check_expansion(path: Path, decoded: int) -> None:
-    """Refuse a compressed file of which nearly nothing is there, and that takes minutes to decode.
+    """Refuse a small compressed file that expands enormously and takes minutes to decode.
 
-    Deflate makes at most 1,032 bytes of one; recorded trainings become 2 to 20 times as large.
+    Deflate expands a byte to at most 1,032 bytes; recorded trainings expand by 2 to 20.
 
     Parameters
     ----------
@@ -136,32 +136,32 @@ def check_expansion(path: Path, decoded: int) -> None:
     Raises
     ------
     FormatError
-        If they are more than 1 GiB, and more than 200 times what the file has.
+        If these are more than 1 GiB, and more than 200 times the size of the file.
     """
     size = path.stat().st_size
     if decoded > max(_ALWAYS_EXPANDED, _EXPANDED_AT_MOST * size):
         raise FormatError(
-            f"{path} has {format_bytes(size)}, and its arrays would be {format_bytes(decoded)} "
-            f"when they are decompressed, more than {_EXPANDED_AT_MOST} times as much; if that is "
-            "meant, write it without compression (h5repack -f NONE, numpy.savez)"
+            f"{path} has {format_bytes(size)}, but its arrays would expand to "
+            f"{format_bytes(decoded)}, more than {_EXPANDED_AT_MOST} times as much; if this is "
+            "correct, write it without compression (h5repack -f NONE, numpy.savez)"
         )
 
 
 def values_of(file: ArrayFile, key: str) -> Array:
-    """All values of an array as numbers: floating-point ones in their stored form.
+    """All values of an array as numbers; floating-point numbers in their stored type.
 
     Raises
     ------
     FormatError
-        If they cannot be read, or take more than 64 MiB: what is read as a whole are labels and
-        tables of tokens.
+        If they cannot be read, or need more than 64 MiB. Only labels and tables of tokens are read
+        whole.
     """
     count, dtype = math.prod(file.shape(key)), file.dtype(key)
     itemsize = 8 if dtype not in NATIVE_TYPES else NATIVE_TYPES[dtype].itemsize
     if count * itemsize > _LARGEST_TABLE:
         raise FormatError(
-            f"{file.path}: {key} has shape {file.shape(key)}, and a table or a label for each row "
-            f"takes at most {format_bytes(_LARGEST_TABLE)}; leave it out with --map ignore={key}"
+            f"{file.path}: {key} has shape {file.shape(key)}, but tables and labels may have at "
+            f"most {format_bytes(_LARGEST_TABLE)}; omit it with --map ignore={key}"
         )
     values = file.read(key)
     if dtype not in NATIVE_TYPES:
@@ -171,14 +171,14 @@ def values_of(file: ArrayFile, key: str) -> Array:
 
 
 def is_number(dtype: str) -> bool:
-    """Whether a type is one of numbers or truths."""
+    """True for types of numbers and booleans."""
     return dtype in NATIVE_TYPES or dtype == "bool" or "int" in dtype
 
 
 def plain_number(held: Any) -> int | float | bool | None:
-    """A value of NumPy as one of Python; None if it is not finite.
+    """A NumPy value as a Python number; None if it is not finite.
 
-    Of a float the shortest decimal that is this number, as 0.001 was written.
+    A float becomes the shortest decimal that rounds to it, such as 0.001.
     """
     if not isinstance(held, np.floating):
         value: int | bool = held.item()
@@ -189,15 +189,15 @@ def plain_number(held: Any) -> int | float | bool | None:
 def row_range(
     shape: tuple[int, ...], start: int | None, stop: int | None, outer: int | None
 ) -> tuple[tuple[int, ...], int]:
-    """Shape of some rows of an array, and how many values lie before them.
+    """Shape of some rows of an array, and the number of values before them.
 
     Parameters
     ----------
     shape : tuple of int
     start, stop : int, optional
-        Rows; all without them.
+        Rows. Default: all.
     outer : int, optional
-        Place along a first axis that lies before the rows.
+        Position along a first axis before the rows.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Numbers of a folder of one file per step: what all files say alike, what differs, what is logged.
+"""Numbers of a folder of one file per step: equal ones, differing ones, and logged ones.
 
-What all say alike is read once, as of one file; numbers that differ have a row per file. Hugging
-Face's Trainer logs its numbers in `trainer_state.json`, beside its checkpoints or in them.
+A number that is equal in all files is stored once; a number that differs has a row per file.
+Hugging Face's Trainer logs numbers in `trainer_state.json`, next to its checkpoints or in them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_TEXT = 64
 
 
 def common_numbers(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all files say alike."""
+    """Numbers and strings that are equal in all files."""
     first = files[0]
     return {
         key: value
@@ -42,7 +42,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _of_text(value: Any) -> Any:
-    """The number that a text is, as metadata of safetensors have it; any other value as it is."""
+    """The number in a string, as in metadata of safetensors; any other value unchanged."""
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
         return value
     try:
@@ -54,36 +54,36 @@ def _of_text(value: Any) -> Any:
 def numbers_of_steps(
     files: Sequence[Mapping[str, Any]], name: Callable[[int], str]
 ) -> tuple[dict[str, Array], dict[str, str]]:
-    """Numbers that differ from file to file, by key; and what else differs.
+    """Numbers that differ between files, by key; and other differing values.
 
-    A number that the first file alone lacks begins with the second, as arrays may; where others
-    lack it, its row is NaN.
+    A number that only the first file lacks starts with the second file, as arrays may. If other
+    files lack it, their rows are NaN.
 
     Parameters
     ----------
     files : sequence of mapping
-        Texts and numbers of each file.
+        Strings and numbers of each file.
     name : callable
-        Name of a file, by its place.
+        Name of a file, by its position.
 
     Returns
     -------
     series : dict of str to ndarray
-    left_out : dict of str to str
-        What differs and has no row per file, and why; and the rows that are NaN.
+    omitted : dict of str to str
+        Differing values without a row per file, and rows that are NaN, with reasons.
     """
     common = common_numbers(files)
     series: dict[str, Array] = {}
     left: dict[str, str] = {}
     for key in dict.fromkeys(key for each in files for key in each):
         if key in common or "." in key or "/" in key:
-            continue  # those are of the parts of a model or of an optimizer
+            continue  # a number of a part of a model or of an optimizer
         values = [_of_text(each.get(key)) for each in files]
         first = 1 if values[0] is None and len(values) > 1 else 0
         absent = [place for place in range(first, len(values)) if values[place] is None]
         held = [value for value in values if value is not None]
         if any(isinstance(value, bool) or not isinstance(value, int | float) for value in held):
-            left[key] = "no number that is the same in all files"
+            left[key] = "not a number, and it differs between files"
         elif any(isinstance(value, int) and abs(value) >= _LARGEST for value in held):
             left[key] = "a number too large"
         elif not absent and all(isinstance(value, int) for value in held):
@@ -94,7 +94,7 @@ def numbers_of_steps(
             if absent:
                 names = ", ".join(name(place) for place in absent[:_MOST_NAMED])
                 more = " …" if len(absent) > _MOST_NAMED else ""
-                left[f"{key} of {names}{more}"] = "not there, so NaN in the run"
+                left[f"{key} of {names}{more}"] = "missing, so NaN in the run"
     return series, left
 
 
@@ -102,37 +102,37 @@ _STATE, _MODEL = "trainer_state.json", "config.json"
 _LARGEST_LOG = 64 << 20
 _NAMES = ("loss", "learning_rate", "grad_norm")
 _TRUE_RATES = (4, 51)
-"""Version of transformers from which on the learning rate that is logged is that of the step.
+"""First version of transformers that logs the learning rate of the step itself.
 
-Before it was that of the step after: huggingface/transformers#36973.
+Earlier versions log the rate of the following step: huggingface/transformers#36973.
 """
 
 
 def logged_rows(
     path: Path, entries: Sequence[tuple[int, Path]]
 ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, str]]:
-    """Numbers that a Trainer logged in the steps of its checkpoints, NaN where it logged none.
+    """Numbers that a Trainer logged at the steps of its checkpoints; NaN for other checkpoints.
 
-    A loss that is logged is the mean over the steps since the one before; only that of a single
-    step is a step's loss.
+    A logged loss is the mean over all steps since the previous log. It is the loss of a step only
+    if that is one step.
 
     Parameters
     ----------
     path : Path
-        Folder of the checkpoints. Without a state in it, that of the last checkpoint is read.
+        Folder of the checkpoints. If it holds no state, the state of the last checkpoint is read.
     entries : sequence of (int, Path)
-        Steps, and the checkpoints.
+        Steps and checkpoints.
 
     Returns
     -------
     rows : dict of str to ndarray, (checkpoint,)
-    left_out : dict of str to str
-        What of the log has no rows, and why; and the rows that are NaN.
+    omitted : dict of str to str
+        Logged numbers without rows, and rows that are NaN, with reasons.
 
     Raises
     ------
     FormatError
-        If a file is not such a one.
+        If a file is not the state or configuration of a Trainer.
     """
     file = next((at / _STATE for at in (path, entries[-1][1]) if (at / _STATE).is_file()), None)
     if file is None:
@@ -143,7 +143,7 @@ def logged_rows(
         found = [values.get(step, math.nan) for step, _ in entries]
         absent = [f"checkpoint-{step}" for step, _ in entries if step not in values]
         if len(absent) == len(entries):
-            left[f"{name} of {_STATE}"] = "logged in none of these steps"
+            left[f"{name} of {_STATE}"] = "logged at none of these steps"
             continue
         rows[name] = np.array(found, np.float64)
         if [step for step, _ in entries if step and step not in values]:
@@ -155,17 +155,17 @@ def logged_rows(
 def _logged(
     file: Path, version: tuple[int, int] | None
 ) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    """Numbers by name and step, and why others are left out."""
+    """Numbers by name and step, and omitted ones with reasons."""
     content = _read(file)
     entries = content.get("log_history") if isinstance(content, dict) else None
     if not isinstance(entries, list):
-        raise FormatError(f"{file} holds no list log_history, as a Trainer writes it")
+        raise FormatError(f"{file} holds no list log_history, which a Trainer writes")
     found: dict[str, dict[int, float]] = {name: {} for name in _NAMES}
     means, before = 0, 0
     for entry in entries:
         step = entry.get("step") if isinstance(entry, dict) else None
         if not isinstance(step, int) or "loss" not in entry:
-            continue  # of an evaluation, or of the end
+            continue  # the log of an evaluation, or of the end
         for name in _NAMES:
             value = _number(entry.get(name))
             if value is not None and (name != "loss" or step - before == 1):
@@ -174,13 +174,11 @@ def _logged(
         before = step
     left = {}
     if means:
-        left[f"loss of {file.name}"] = (
-            f"of {means} entries it is the mean over several steps, and not the loss of one"
-        )
+        left[f"loss of {file.name}"] = f"{means} of its entries are means over several steps"
     if version is None and found.pop("learning_rate"):
         left[f"learning_rate of {file.name}"] = (
-            f"no {_MODEL} tells the version of transformers, and before "
-            f"{'.'.join(map(str, _TRUE_RATES))} it is that of the step after"
+            f"no {_MODEL} names the version of transformers, and versions before "
+            f"{'.'.join(map(str, _TRUE_RATES))} log the rate of the following step"
         )
     elif version is not None and version < _TRUE_RATES:
         rates = found["learning_rate"]
@@ -189,7 +187,7 @@ def _logged(
 
 
 def _version(file: Path) -> tuple[int, int] | None:
-    """Version of transformers that saved a model; None if that is not told."""
+    """Version of transformers that saved a model; None if unknown."""
     text = _read(file).get("transformers_version") if file.is_file() else None
     match = re.match(r"(\d{1,4})\.(\d{1,4})", text) if isinstance(text, str) else None
     return None if match is None else (int(match[1]), int(match[2]))
@@ -198,14 +196,14 @@ def _version(file: Path) -> tuple[int, int] | None:
 def _read(file: Path) -> Any:
     if file.stat().st_size > _LARGEST_LOG:
         raise FormatError(
-            f"{file} has {file.stat().st_size} bytes, expected {_LARGEST_LOG} at most"
+            f"{file} has {file.stat().st_size} bytes, expected at most {_LARGEST_LOG}"
         )
     try:
         content = json.loads(file.read_bytes().decode())  # a Trainer writes NaN, too
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from None
+        raise FormatError(f"cannot read {file}: {error}") from None
     if not isinstance(content, dict):
-        raise FormatError(f"{file} is no JSON object, as a Trainer writes it")
+        raise FormatError(f"{file} holds {type(content).__name__}, expected a JSON object")
     return content
 
 

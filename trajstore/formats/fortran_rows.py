@@ -1,7 +1,7 @@
-"""Rows of arrays in Fortran order, whose rows lie scattered over the whole array.
+"""Rows of arrays in Fortran order, in which the values of a row are scattered.
 
-A pass over the array collects as many rows as may be held; so it is gone over once for each part of
-that size, and never held as a whole.
+One pass over the array collects as many rows as fit into the memory. The array is therefore read
+once per part of that size, and never held whole.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class FortranRows:
     shape : tuple of int
     dtype : numpy.dtype
     values : callable
-        Reads so many values of the array that follow another number of them, in the order of the
-        file.
+        Reads a number of values (first argument) after a number of skipped values (second
+        argument), in the order of the file.
     memory : int
-        Bytes of rows that may be held; one row is, whatever its size.
+        Bytes of rows that may be held. One row is held even if it is larger.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FortranRows:
         self._held: Array | None = None
 
     def read(self, start: int | None, stop: int | None, outer: int | None) -> Array:
-        """Rows from `start` up to `stop`, all without them, of one place along a first axis."""
+        """Read rows from `start` up to `stop` (default: all) at one position of a first axis."""
         shape = self._shape if outer is None else self._shape[1:]
         whole = start is None or stop is None
         first, last = (0, shape[0]) if start is None or stop is None else (start, stop)
@@ -60,13 +60,13 @@ class FortranRows:
         if self._held is None or outer != held_outer or first < begin or last > end:
             row = max(1, math.prod(shape[1:]) * self._dtype.itemsize)
             end = min(max(last, first + self._memory // row), shape[0])
-            self._held = None  # before the next ones are there
+            self._held = None  # frees the memory for the next rows
             self._held, self._at = self._pass(first, end, outer), (outer, first, end)
             begin = first
         return self._in_order(self._held[first - begin : last - begin], shape)
 
     def _pass(self, first: int, last: int, outer: int | None) -> Array:
-        """Rows, collected in one pass over the array, each in the order of the file."""
+        """Rows from one pass over the array, each in the order of the file."""
         shape = self._shape if outer is None else self._shape[1:]
         outers = 1 if outer is None else self._shape[0]
         columns, along = math.prod(shape[1:]), shape[0] * outers
@@ -80,6 +80,6 @@ class FortranRows:
 
     @staticmethod
     def _in_order(rows: Array, shape: tuple[int, ...]) -> Array:
-        # Of the axes after the rows, too, the first runs fastest.
+        # In the other axes, too, the first index changes fastest.
         parts = rows.reshape(len(rows), *reversed(shape[1:]))
         return np.ascontiguousarray(parts.transpose(0, *range(parts.ndim - 1, 0, -1)))

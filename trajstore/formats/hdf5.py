@@ -1,6 +1,6 @@
-"""The HDF5 file format: what is at the root of a file is checked before a value of it is read.
+"""The HDF5 file format. All objects of a file are checked before a value is read.
 
-HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute that says so.
+HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute for the type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Hdf5File", "load_h5py"]
 Array = npt.NDArray[Any]
 
 _UNSOUND = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""What the library raises when it reads a damaged file."""
+"""Errors of the library when it reads a damaged file."""
 
 _MOST_CHUNKS = 1 << 22
 _MOST_ITEMS = 1 << 14
@@ -37,32 +37,31 @@ _COPIES_OF_A_CHUNK = 2
 
 
 class Hdf5File(OpenedFile):
-    """An HDF5 file, open for reading, every dataset of which is really in it; a context manager.
+    """An HDF5 file, open for reading; a context manager. It really holds all its datasets.
 
     Parameters
     ----------
     path : path-like
     memory : int
-        Bytes of large compressed chunks that may be held at once. Uncompressed ones are read where
-        they lie and gzip is decompressed as a stream, whatever their size.
+        Bytes of large compressed chunks that may be held at once. Uncompressed chunks are read in
+        place and gzip is decompressed as a stream, whatever their size.
 
     Attributes
     ----------
     format : str
     keys : tuple of str
-        Of the datasets; those in groups have the names of these before theirs, and slashes.
+        Paths of the datasets: names of groups and dataset, joined by slashes.
     attributes : dict of str to str, int, float, bool or list of them
-        Of the root and of groups, with their names before theirs: single values, and a few of
-        them.
-    passed_over : dict of str to str
-        Links, which are not followed, texts of any length, and what no variable is.
+        Attributes of the root and of groups, by path: single values and short lists.
+    unread : dict of str to str
+        Links (never followed), variable-length strings, and types that no variable has.
 
     Raises
     ------
     RunNotFound
-        If there is no file.
+        If the file does not exist.
     FormatError
-        If it is not an HDF5 file, or a dataset is not stored in it as announced.
+        If it is not an HDF5 file, or does not store a dataset as announced.
     MissingExtra
         If h5py is not installed.
     """
@@ -75,7 +74,7 @@ class Hdf5File(OpenedFile):
         try:
             self._file = h5py.File(self.path, "r")
         except (OSError, ValueError, RuntimeError) as error:
-            raise FormatError(f"{path} is not a sound HDF5 file: {error}") from None
+            raise FormatError(f"{path} is not a valid HDF5 file: {error}") from None
         self._raw = self.path.open("rb", buffering=0)
         self._memory = memory
         self._streams: dict[str, ChunkStream] = {}
@@ -97,48 +96,48 @@ class Hdf5File(OpenedFile):
         return tuple(self._datasets[key].shape)
 
     def dtype(self, key: str) -> str:
-        """Type of a dataset; of bits, what an attribute says that they mean."""
+        """Type of a dataset. For bits, an attribute defines it."""
         dtype: np.dtype[Any] = self._datasets[key].dtype
-        stated = self._native_dtype(key)
-        if stated is None or dtype.name == stated:
+        native = self._native_dtype(key)
+        if native is None or dtype.name == native:
             return dtype.name
-        if dtype == np.uint16 and stated in ("bfloat16", "float16"):
-            return stated
+        if dtype == np.uint16 and native in ("bfloat16", "float16"):
+            return native
         raise FormatError(
-            f"{self.path}: {key} is of type {dtype} (native_dtype: {stated}), expected uint16 bits "
+            f"{self.path}: {key} has type {dtype} (native_dtype: {native}), expected uint16 bits "
             f"of bfloat16 or float16, or {', '.join(NATIVE_TYPES)}"
         )
 
     def _native_dtype(self, key: str) -> str | None:
-        """What the bits of a dataset mean, where an attribute says so."""
+        """Native type of a dataset, from its attribute; None without one."""
         attributes = self._datasets[key].attrs
         try:
             if "native_dtype" not in attributes:
                 return None
-            # A text of any length would be read from the heap; see `hdf5_writing`.
+            # A variable-length string would be read from the heap; see `hdf5_writing`.
             fixed = attributes.get_id("native_dtype").dtype.kind == "S"
-            return attributes["native_dtype"].decode() if fixed else "of any length"
+            return attributes["native_dtype"].decode() if fixed else "a variable-length string"
         except _UNSOUND as error:
             raise self._wrong(key, error) from None
 
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Values of a dataset, or of its rows from `start` up to `stop`; of floats, their bits.
+        """Read a dataset, or its rows from `start` up to `stop`; floats as their bits.
 
         Parameters
         ----------
         key : str
         start, stop : int, optional
         outer : int, optional
-            Place along a first axis that lies before the rows.
+            Position along a first axis before the rows.
 
         Raises
         ------
         FormatError
             If the library cannot read them.
         InvalidArgument
-            If `memory` does not hold a compressed chunk that must be held as a whole.
+            If `memory` does not hold a compressed chunk that must be held whole.
         """
         dataset = self._datasets[key]
         try:
@@ -169,7 +168,7 @@ class Hdf5File(OpenedFile):
         return self._streams[key].read(start or 0, rows if stop is None else stop, outer)
 
     def _from_held(self, key: str, start: int | None, stop: int | None, outer: int | None) -> Array:
-        """Rows of chunks that HDF5 can only decompress whole, each of them once."""
+        """Rows of chunks that HDF5 can only decompress whole. Each chunk is decompressed once."""
         dataset = self._datasets[key]
         axis = 0 if outer is None else 1
         length, depth = dataset.shape[axis], dataset.chunks[axis]
@@ -180,10 +179,10 @@ class Hdf5File(OpenedFile):
         used = need + sum(held.nbytes for other, (_, held) in self._held.items() if other != key)
         if used > self._memory:
             raise InvalidArgument(
-                f"{self.path}: {key} is compressed with other filters than gzip alone, in chunks "
-                f"of {depth} rows that must be held as a whole; that takes {format_bytes(used)}, "
-                f"and {format_bytes(self._memory)} may be taken: give more memory, or rewrite the "
-                "file with smaller chunks (h5repack)"
+                f"{self.path}: {key} is compressed with filters other than gzip alone, so its "
+                f"chunks of {depth} rows must be held whole; this needs {format_bytes(used)}, but "
+                f"the memory budget is {format_bytes(self._memory)}; raise it (--memory), or "
+                "rewrite the file with smaller chunks (h5repack)"
             )
         parts = []
         for at in range(start // depth * depth, stop, depth):
@@ -201,7 +200,7 @@ class Hdf5File(OpenedFile):
         except FormatError:
             raise
         except _UNSOUND as error:
-            raise FormatError(f"{self.path} is not a sound HDF5 file: {error}") from None
+            raise FormatError(f"{self.path} is not a valid HDF5 file: {error}") from None
 
     def _items(
         self, h5py: Any, group: Any, prefix: str, depth: int, left: list[int]
@@ -212,34 +211,34 @@ class Hdf5File(OpenedFile):
             if left[0] < 0:
                 raise ValueError(f"it holds more than {_MOST_ITEMS} objects")
             if not isinstance(name, str):
-                raise ValueError(f"the name {name!r} is no text")
+                raise ValueError(f"the name {name!r} is not valid UTF-8")
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
-                # An external one would read another file.
-                self.passed_over[f"{prefix}{name}"] = _destination(h5py, link)
+                # An external link would read another file.
+                self.unread[f"{prefix}{name}"] = _destination(h5py, link)
                 continue
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
                 yield from self._items(h5py, item, f"{prefix}{name}/", depth + 1, left)
-            # No variable is a text, and texts of any length are not read; see `hdf5_writing`.
+            # No variable holds strings. Variable-length ones are never read; see `hdf5_writing`.
             elif isinstance(item, h5py.Dataset) and _is_plain(item.dtype):
                 _check_stored(self.path, f"{prefix}{name}", item)
                 yield f"{prefix}{name}", item
             elif isinstance(item, h5py.Group):
-                self.passed_over[f"{prefix}{name}"] = "a group too deep in others"
+                self.unread[f"{prefix}{name}"] = "a group that is nested too deep"
             elif isinstance(item, h5py.Dataset):
-                self.passed_over[f"{prefix}{name}"] = _kind(h5py, item.dtype)
+                self.unread[f"{prefix}{name}"] = _kind(h5py, item.dtype)
 
     def _add_numbers(self, h5py: Any, group: Any, prefix: str) -> None:
-        """Take attributes of a group that are a few numbers, or a text of fixed length."""
+        """Add attributes of a group that are a few numbers, or a fixed-length string."""
         for name in group.attrs:
             if not isinstance(name, str):
-                raise ValueError(f"the name {name!r} is no text")
+                raise ValueError(f"the name {name!r} is not valid UTF-8")
             key, opened = f"{prefix}{name}", group.attrs.get_id(name)
             if opened.dtype.kind not in "biufS":
-                self.passed_over[key] = _kind(h5py, opened.dtype)
+                self.unread[key] = _kind(h5py, opened.dtype)
             elif opened.shape is None or math.prod(opened.shape) > _MOST_NUMBERS:
-                self.passed_over[key] = f"an attribute of shape {opened.shape}"
+                self.unread[key] = f"an attribute of shape {opened.shape}"
             elif opened.shape == ():
                 self.attributes[key] = _plain(group.attrs[name])
             else:
@@ -247,43 +246,43 @@ class Hdf5File(OpenedFile):
                 self.attributes[key] = [_plain(value) for value in values]
 
     def _wrong(self, key: str, error: Exception) -> FormatError:
-        return FormatError(f"{self.path} is not a sound HDF5 file: {key} cannot be read ({error})")
+        return FormatError(f"{self.path} is not a valid HDF5 file: cannot read {key} ({error})")
 
 
 def _destination(h5py: Any, link: Any) -> str:
-    """Where a link leads, which is not followed."""
+    """Description of a link."""
     if isinstance(link, h5py.ExternalLink):
-        return f"a link to {link.path} of {link.filename}, which is not followed"
-    return f"a link to {getattr(link, 'path', 'elsewhere')}, which is not followed"
+        return f"a link to {link.path} of {link.filename}, not followed"
+    return f"a link to {getattr(link, 'path', 'an unknown path')}, not followed"
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether values are numbers, truths, or short texts of fixed length."""
+    """True for numbers, booleans, and short strings of fixed length."""
     return dtype.kind in "biufS" and dtype.itemsize <= _LONGEST_TEXT
 
 
 def _kind(h5py: Any, dtype: Any) -> str:
-    """What a value is that is not read."""
+    """Description of a value of an unsupported type."""
     if h5py.check_ref_dtype(dtype) is not None:
-        return "references to objects, which are not followed"
+        return "references to objects, not followed"
     if dtype.kind == "O":
-        return "a text of any length, which is not read"
-    return "of a compound type, which is not read" if dtype.names else f"of type {dtype}"
+        return "a variable-length string"
+    return "of a compound type" if dtype.names else f"of type {dtype}"
 
 
 def _plain(value: Any) -> Any:
-    """A value of an attribute; of float32 the shortest decimal that it is, as 0.001 was written."""
+    """Plain value of an attribute. A float becomes the shortest decimal that rounds to it."""
     if isinstance(value, bytes):
         return value.decode()
     return float(str(value)) if value.dtype.kind == "f" else value.item()
 
 
 def _check_stored(path: Path, name: str, dataset: Any) -> None:
-    """Raise an error if a dataset cannot be trusted to be in the file as announced."""
+    """Raise an error unless the file stores a dataset as announced."""
     if dataset.shape is None:
         raise ValueError(f"{name} is empty")
     if dataset.external or dataset.is_virtual:
-        raise ValueError(f"{name} has its values in other files")
+        raise ValueError(f"{name} stores its values in other files")
     count, itemsize = math.prod(dataset.shape), dataset.dtype.itemsize
     if not count:
         return
@@ -292,34 +291,37 @@ def _check_stored(path: Path, name: str, dataset: Any) -> None:
         if not stored:
             raise _unwritten(path, name, "none of its values was written")
         if stored != need:
-            raise ValueError(f"{name} needs {need} bytes, and {stored} are stored")
+            raise ValueError(f"{name} needs {need} bytes, but {stored} are stored")
         return
     chunks = math.prod(
         -(-length // part) for length, part in zip(dataset.shape, dataset.chunks, strict=True)
     )
     stored = dataset.id.get_num_chunks()
-    # Chunks that are not there read as zeros, so a small file could claim any size.
+    # HDF5 returns zeros for missing chunks, so a small file could announce any size.
     if stored < chunks:
-        raise _unwritten(path, name, f"of its {chunks} chunks {stored} were written")
+        raise _unwritten(path, name, f"{stored} of its {chunks} chunks were written")
     if chunks > _MOST_CHUNKS or stored != chunks:
-        raise ValueError(f"{name} needs {chunks} chunks, and {stored} are stored")
+        raise ValueError(
+            f"{name} needs {chunks} chunks, but {stored} are stored; at most {_MOST_CHUNKS} are "
+            "read"
+        )
     chunk = math.prod(dataset.chunks) * itemsize
     if chunk > LARGE_CHUNK and not filters(dataset):
         for at in range(chunks):
             stored = dataset.id.get_chunk_info(at).size
             if stored != chunk:
-                raise ValueError(f"{name} has a chunk of {stored} bytes, {chunk} are announced")
+                raise ValueError(f"{name} has a chunk of {stored} bytes, expected {chunk}")
 
 
 def _unwritten(path: Path, name: str, detail: str) -> FormatError:
     return FormatError(
-        f"{path}: {name} was not written to its end: {detail}, and HDF5 would make up the others; "
-        "copy the rows that are there to a file of their own"
+        f"{path}: {name} is incomplete: {detail}, and HDF5 would return zeros for the others; copy "
+        "the existing rows to a new file"
     )
 
 
 def _must_be_held(dataset: Any) -> bool:
-    """Whether HDF5 would decompress a large chunk again for every few rows of it."""
+    """True if HDF5 would decompress a large chunk again for every few of its rows."""
     if dataset.chunks is None:
         return False
     large = math.prod(dataset.chunks) * dataset.dtype.itemsize > LARGE_CHUNK
@@ -327,7 +329,13 @@ def _must_be_held(dataset: Any) -> bool:
 
 
 def load_h5py() -> Any:
-    """The library; MissingExtra if it is not installed."""
+    """Import h5py.
+
+    Raises
+    ------
+    MissingExtra
+        If it is not installed.
+    """
     try:
         import h5py
     except ImportError:

@@ -1,7 +1,7 @@
-"""Rows of large compressed HDF5 chunks, decompressed as a stream: no chunk is held as a whole.
+"""Rows of large compressed HDF5 chunks, decompressed as a stream: no chunk is held whole.
 
-HDF5 itself decompresses a whole chunk for any row of it, which of their chunks are gigabytes.
-Chunks without a filter need none of this: HDF5 reads parts of them where they lie.
+HDF5 itself decompresses a whole chunk for any row, and some chunks have gigabytes. Chunks without a
+filter need no stream: HDF5 reads parts of them in place.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ __all__ = ["LARGE_CHUNK", "ChunkStream", "filters", "is_streamed"]
 Array = npt.NDArray[Any]
 
 LARGE_CHUNK = 16 << 20
-"""Bytes of a chunk up to which HDF5 may decompress all of it for a few rows."""
+"""Largest chunk, in bytes, that HDF5 may decompress whole for a few rows."""
 
 _DEFLATE = 1
 _PIECE = 1 << 20
 
 
 def filters(dataset: Any) -> tuple[int, ...]:
-    """Numbers of the filters that a dataset's chunks went through; 1 is deflate (gzip)."""
+    """Numbers of the filters of a dataset's chunks; 1 is deflate (gzip)."""
     plist = dataset.id.get_create_plist()
     return tuple(int(plist.get_filter(at)[0]) for at in range(plist.get_nfilters()))
 
 
 def is_streamed(dataset: Any) -> bool:
-    """Whether rows are read by a `ChunkStream`: of large chunks that are gzip and nothing else."""
+    """True if a `ChunkStream` reads the rows: for large chunks with gzip as the only filter."""
     if dataset.chunks is None or math.prod(dataset.chunks) * dataset.dtype.itemsize <= LARGE_CHUNK:
         return False
-    # Versions of HDF5 differ in whether they count a user block among a chunk's offset.
+    # Versions of HDF5 differ in whether the offset of a chunk includes a user block.
     return filters(dataset) == (_DEFLATE,) and dataset.file.userblock_size == 0
 
 
 class ChunkStream:
-    """Rows of one dataset, in order; going back begins again.
+    """Rows of one dataset, in order. A read of earlier rows starts again.
 
     Parameters
     ----------
     file : binary file
-        The same file, for reading where a chunk lies.
+        The same file, for direct reads of chunks.
     dataset : h5py.Dataset
-        Chunked; `is_streamed` says whether it fits.
+        A dataset for which `is_streamed` is true.
     """
 
     def __init__(self, file: BinaryIO, dataset: Any) -> None:
@@ -56,7 +56,7 @@ class ChunkStream:
         self._open: dict[tuple[int, ...], _Chunk] = {}
 
     def read(self, start: int, stop: int, outer: int | None = None) -> Array:
-        """Values of rows.
+        """Read rows.
 
         Raises
         ------
@@ -82,7 +82,7 @@ class ChunkStream:
         return rows
 
     def _rows(self, corner: tuple[int, ...], lead: tuple[int, ...], low: int, high: int) -> Array:
-        """Rows of a chunk, counted in it."""
+        """Rows of a chunk, numbered within it."""
         chunks, dtype = self._dataset.chunks, self._dataset.dtype
         axis = len(lead)
         row = math.prod(chunks[axis + 1 :]) * dtype.itemsize
@@ -93,7 +93,7 @@ class ChunkStream:
         return np.frombuffer(data, dtype).reshape(high - low, *chunks[axis + 1 :])
 
     def _chunk(self, corner: tuple[int, ...], axis: int, position: int) -> _Chunk:
-        """A chunk that is not yet past a position; those of other rows are let go."""
+        """The stream of a chunk, not yet past a position. Chunks of other rows are dropped."""
         held = self._open.get(corner)
         if held is None or held.at > position:
             self._open = {at: one for at, one in self._open.items() if at[axis] == corner[axis]}
@@ -107,12 +107,12 @@ class ChunkStream:
 
 
 class _Chunk:
-    """Bytes of one chunk, from its beginning on.
+    """Stream of the bytes of one chunk.
 
     Attributes
     ----------
     at : int
-        Where in the decompressed chunk the next byte is.
+        Position of the next byte in the decompressed chunk.
     """
 
     def __init__(self, file: BinaryIO, offset: int, size: int, packed: bool) -> None:
@@ -123,17 +123,17 @@ class _Chunk:
         self._rest = b""
 
     def read(self, position: int, size: int) -> bytearray:
-        """Bytes at a position that is not before `at`."""
+        """Read bytes from a position, which must not be before `at`."""
         while self.at < position:
             self.at += len(self._some(min(position - self.at, _PIECE)))
-        made = bytearray()
-        while len(made) < size:
-            made += self._some(min(size - len(made), _PIECE))
+        data = bytearray()
+        while len(data) < size:
+            data += self._some(min(size - len(data), _PIECE))
         self.at += size
-        return made
+        return data
 
     def _some(self, most: int) -> bytes:
-        """The next bytes, at least one and at most so many."""
+        """The next bytes, at least one and at most `most`."""
         while True:
             if not self._rest:
                 self._file.seek(self._next)

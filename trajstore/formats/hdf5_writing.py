@@ -1,6 +1,6 @@
-"""HDF5 files, written part by part.
+"""Writing of HDF5 files, part by part.
 
-HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute that says so.
+HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute for the type.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_hdf5(
     gzip: int = 0,
     float16_as_bits: bool = True,
 ) -> dict[str, int]:
-    """Write a file, part by part; a tensor with a row per step in chunks of some rows.
+    """Write a file, part by part. Tensors with a row per step are chunked by rows.
 
     Parameters
     ----------
@@ -48,17 +48,17 @@ def write_hdf5(
         Each becomes a dataset of bytes.
     on_progress : callable, optional
     attributes : mapping of str to str, int or float, optional
-        Of the root; texts are of fixed length.
+        Attributes of the root. Strings get a fixed length.
     chunk_rows : int, default 1
     gzip : int
         Level of compression; 0 for none.
     float16_as_bits : bool
-        Whether float16 is written as uint16 bits, as bfloat16 must be.
+        True to write float16 as uint16 bits, like bfloat16.
 
     Returns
     -------
     dict of str to int
-        Values that had to be rounded, by key.
+        Numbers of rounded values, by key.
 
     Raises
     ------
@@ -69,11 +69,11 @@ def write_hdf5(
     total = sum(tensor.nbytes for tensor in tensors)
     rounded = {tensor.key: 0 for tensor in tensors}
     done = 0
-    # Parts of several compressed chunks are written in turn; each should be compressed once.
+    # Parts of several compressed chunks are written in turn; each chunk is compressed once.
     cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
     with _closed(h5py.File(path, "w", libver=("earliest", "v110"), **cache)) as file:
-        # HDF5 keeps texts of any length in a heap, whose damage makes its library loop for ever,
-        # and pads those of one length with the NUL that a token may end with.
+        # HDF5 keeps variable-length strings in a heap, and its library loops forever if that is
+        # damaged. It pads fixed-length strings with NUL, with which a token may end.
         for key, text in texts.items():
             file.create_dataset(key, data=np.frombuffer(text.encode(), np.uint8))
         for name, value in (attributes or {}).items():
@@ -94,38 +94,38 @@ def write_hdf5(
 
 @contextmanager
 def _closed(file: Any) -> Iterator[Any]:
-    """Close a new file, whose last bytes are written then.
+    """Close a new file, which writes its last bytes.
 
     Raises
     ------
     OSError
-        If the system refuses them, which HDF5 tells as a fault of its own.
+        If the system refuses them, which HDF5 reports as a RuntimeError.
     """
     try:
         yield file
     except BaseException:
-        with suppress(RuntimeError):  # of the same cause, as a rule
+        with suppress(RuntimeError):  # usually from the same cause
             file.close()
         raise
     name = file.filename
     try:
         file.close()
     except RuntimeError as error:
-        raise OSError(errno.EIO, f"HDF5 cannot write its end ({error})", name) from error
+        raise OSError(errno.EIO, f"HDF5 cannot write the last bytes ({error})", name) from error
 
 
 def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:
-    series = len(tensor.shape) > 1 and tensor.shape[0] > 0  # h5py makes no chunks of nothing
+    series = len(tensor.shape) > 1 and tensor.shape[0] > 0  # h5py refuses empty chunks
     sixteen = tensor.dtype in as_bits
     dataset = file.create_dataset(
         tensor.key,
         shape=tensor.shape,
         dtype="uint16" if sixteen else tensor.dtype,
-        # One step a chunk, as loops that append a step write it, or as many as a layout has.
+        # One step per chunk, as in loops that append steps, or the rows of the layout.
         chunks=(min(rows, tensor.shape[0]), *tensor.shape[1:]) if series else None,
         compression="gzip" if series and gzip else None,
         compression_opts=gzip if series and gzip else None,
-        # Every value is written; filling the chunks first would write them twice.
+        # Every value is written; filling the chunks first would write everything twice.
         fill_time="never" if series else None,
     )
     if sixteen:

@@ -1,4 +1,4 @@
-"""NumPy's files: `.npy` of one array, `.npz` of several. Pickled objects are never read."""
+"""NumPy's files: `.npy` with one array, `.npz` with several. Pickled objects are never read."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _UNSOUND = (
     RuntimeError, KeyError, SyntaxError, TypeError, tokenize.TokenError, struct.error,
     MemoryError, OverflowError, IndexError, AttributeError,
 )  # fmt: skip
-"""What zipfile, zlib and numpy.lib.format raise when they read a damaged file.
+"""Errors of zipfile, zlib and numpy.lib.format when they read a damaged file.
 
-NotImplementedError is zipfile's for a compression or a version that it does not know.
+zipfile raises NotImplementedError for an unknown compression or version.
 """
 
 _PICKLED = "it holds Python objects, which could run code and are never loaded"
 _DEFLATED_AT_MOST = 1100
-"""No deflated byte stands for more bytes than these."""
+"""Bytes to which one deflated byte can expand, at most."""
 
 
 class _Pickled(ValueError):
@@ -44,15 +44,15 @@ class _Pickled(ValueError):
 
 
 class _Member:
-    """One array in NumPy's format, in a file that is open.
+    """One array in NumPy's format, in an open file.
 
     Attributes
     ----------
     shape : tuple of int
     dtype : numpy.dtype
-        As it is written.
+        Type in the file.
     rows : FortranRows, optional
-        How they are read where they do not lie in one piece each.
+        Reader of the rows of an array in Fortran order.
     """
 
     rows: FortranRows | None = None
@@ -65,9 +65,9 @@ class _Member:
             (2, 0): np.lib.format.read_array_header_2_0,
         }.get(version)
         if read is None:
-            raise ValueError(f"version {version} of NumPy's format is not known")
+            raise ValueError(f"version {version} of NumPy's format is unknown")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers of Python 2
+            warnings.simplefilter("ignore")  # warnings about headers of Python 2
             self.shape, self.is_fortran, self.dtype = read(file)
         self._begin = file.tell()
         if any(length < 0 for length in self.shape):
@@ -76,11 +76,11 @@ class _Member:
         if self.dtype.hasobject:
             raise _Pickled(_PICKLED)
         if size - self._begin != need:
-            raise ValueError(f"it needs {need} bytes, and {size - self._begin} are there")
+            raise ValueError(f"it needs {need} bytes, but holds {size - self._begin}")
 
     @property
     def name(self) -> str:
-        """Type; two bytes without a type are what NumPy writes of a bfloat16."""
+        """Type. NumPy writes bfloat16 as two bytes without a type, here uint16."""
         return "uint16" if self.dtype.kind == "V" and self.dtype.itemsize == 2 else self.dtype.name
 
     def read(self, start: int | None, stop: int | None, outer: int | None) -> Array:
@@ -97,12 +97,12 @@ class _Member:
         return values
 
     def hold_rows(self, memory: int) -> None:
-        """Have so many bytes for rows that do not lie in one piece each."""
+        """Read rows in Fortran order, with `memory` bytes for the rows held at once."""
         self.rows = FortranRows(tuple(self.shape), self.dtype, self._bytes, memory)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether rows do not lie in one piece each."""
+        """True if the values of a row are not contiguous."""
         return bool(self.is_fortran) and len(self.shape) > 1
 
     def _bytes(self, count: int, before: int) -> Array:
@@ -119,7 +119,7 @@ class _Member:
 
 
 class _NumpyFile(OpenedFile):
-    """What the two files have in common: members that are read one by one."""
+    """Base of the two files: members that are read one by one."""
 
     _members: dict[str, _Member]
     _opened: list[IO[bytes] | zipfile.ZipFile]  # in the order in which they are closed
@@ -134,7 +134,7 @@ class _NumpyFile(OpenedFile):
             opened.close()
 
     def _share(self, memory: int) -> None:
-        """Share out what may be held of rows that do not lie in one piece each."""
+        """Divide the memory among the members in Fortran order."""
         scattered = [member for member in self._members.values() if member.is_scattered]
         for member in scattered:
             member.hold_rows(memory // len(scattered))
@@ -150,14 +150,14 @@ class _NumpyFile(OpenedFile):
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Values of an array, or of its rows from `start` up to `stop`; of floats, their bits.
+        """Read an array, or its rows from `start` up to `stop`; floats as their bits.
 
         Parameters
         ----------
         key : str
         start, stop : int, optional
         outer : int, optional
-            Place along a first axis that lies before the rows.
+            Position along a first axis before the rows.
 
         Raises
         ------
@@ -168,25 +168,25 @@ class _NumpyFile(OpenedFile):
             return self._members[key].read(start, stop, outer)
         except _UNSOUND as error:
             raise FormatError(
-                f"{self.path} is not a sound file of NumPy: {key} cannot be read ({error})"
+                f"{self.path} is not a valid NumPy file: cannot read {key} ({error})"
             ) from None
 
 
 class NpyFile(_NumpyFile):
-    """A `.npy` file, open for reading; its array has the name of the file.
+    """A `.npy` file, open for reading. Its array has the name of the file.
 
     Parameters
     ----------
     path : path-like
     memory : int
-        Bytes of rows of an array in Fortran order that may be held.
+        Bytes of rows in Fortran order that may be held.
 
     Raises
     ------
     RunNotFound
-        If there is no file.
+        If the file does not exist.
     FormatError
-        If it is no such file, or its size is not that of its array.
+        If it is not a `.npy` file, or its size does not match its array.
     """
 
     format = "npy"
@@ -200,7 +200,7 @@ class NpyFile(_NumpyFile):
         except BaseException as error:
             self._close()
             if isinstance(error, _UNSOUND):
-                raise FormatError(f"{path} is not a sound .npy file: {error}") from None
+                raise FormatError(f"{path} is not a valid .npy file: {error}") from None
             raise
         self._members = {self.path.stem: member}
         self._share(memory)
@@ -215,19 +215,19 @@ class NpzFile(_NumpyFile):
     ----------
     path : path-like
     memory : int
-        Bytes of rows of arrays in Fortran order that may be held.
+        Bytes of rows in Fortran order that may be held.
 
     Attributes
     ----------
-    passed_over : dict of str to str
-        Members that hold objects of Python.
+    unread : dict of str to str
+        Members that hold Python objects.
 
     Raises
     ------
     RunNotFound
-        If there is no file.
+        If the file does not exist.
     FormatError
-        If it is no such file, or a member is not there as announced.
+        If it is not a `.npz` file, or a member is not stored as announced.
     """
 
     format = "npz"
@@ -238,7 +238,7 @@ class NpzFile(_NumpyFile):
         try:
             self._zip = zipfile.ZipFile(self.path)
         except _UNSOUND as error:
-            raise FormatError(f"{path} is not a sound .npz file: {error}") from None
+            raise FormatError(f"{path} is not a valid .npz file: {error}") from None
         self._opened = [self._zip]
         try:
             for info in self._zip.infolist():
@@ -246,11 +246,11 @@ class NpzFile(_NumpyFile):
                 try:
                     self._members[name] = self._member(info)
                 except _Pickled as error:
-                    self.passed_over[name] = str(error)
+                    self.unread[name] = str(error)
         except BaseException as error:
             self._close()
             if isinstance(error, _UNSOUND):
-                raise FormatError(f"{path} is not a sound .npz file: {error}") from None
+                raise FormatError(f"{path} is not a valid .npz file: {error}") from None
             raise
         try:
             check_expansion(self.path, sum(info.file_size for info in self._zip.infolist()))
@@ -261,10 +261,12 @@ class NpzFile(_NumpyFile):
 
     def _member(self, info: zipfile.ZipInfo) -> _Member:
         if not info.filename.endswith(".npy"):
-            raise ValueError(f"it holds {info.filename!r}, which is no array of NumPy")
+            raise ValueError(f"it holds {info.filename!r}, which is not a NumPy array")
         size = self.path.stat().st_size
         if info.compress_size > size or info.file_size > _DEFLATED_AT_MOST * size:
-            raise ValueError(f"{info.filename} announces {info.file_size} bytes in {size}")
+            raise ValueError(
+                f"{info.filename} announces {info.file_size} bytes, but the file has {size}"
+            )
         if info.filename.removesuffix(".npy") in self._members:
             raise ValueError(f"the name {info.filename} occurs twice in it")
         opened = self._zip.open(info)

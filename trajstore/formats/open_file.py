@@ -1,4 +1,4 @@
-"""Which format a file is of: told by its first bytes, never by its name."""
+"""Detection of the format of a file, by its first bytes and never by its name."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["FORMATS", "open_file"]
 
 FORMATS = {
     "safetensors": "safetensors files",
-    "hdf5": "HDF5 files, of any chunks (extra hdf5)",
-    "npz": ".npz and .npy of NumPy, nothing pickled",
+    "hdf5": "HDF5 files, chunks of any size (extra hdf5)",
+    "npz": ".npz and .npy of NumPy, without pickled objects",
     "torch": ".pt of torch.save, tensors and plain values only (extra train)",
     "folder": "folders of one such file per step (step_00100.safetensors), or of checkpoints of a "
     "Trainer (checkpoint-100)",
 }
-"""What is read, in words."""
+"""Readable formats, in words."""
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NPY_SIGNATURE = b"\x93NUMPY"
 _ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")
 _OLD_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
-"""How files of torch before 1.6 begin: a number, pickled."""
+"""First bytes of files of torch before 1.6: a pickled number."""
 
 
 def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> ArrayFile:
@@ -42,15 +42,15 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     ----------
     path : path-like
     memory : int
-        Bytes that may be held at once of what cannot be read row by row: large compressed chunks of
-        HDF5, arrays of NumPy in Fortran order.
+        Bytes that may be held at once for data that cannot be read row by row: large compressed
+        chunks of HDF5, and NumPy arrays in Fortran order.
 
     Raises
     ------
     RunNotFound
-        If there is nothing.
+        If the path does not exist.
     FormatError
-        If it is of no known format, or not sound.
+        If the format is unknown, or the file is damaged.
     MissingExtra
         If its format needs a library that is not installed.
     """
@@ -79,6 +79,6 @@ def _is_of_torch(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             return any(name.endswith("data.pkl") for name in file.namelist())
-    # NotImplementedError: zipfile does not know the version or compression that it names.
+    # NotImplementedError: zipfile does not know its version or compression.
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-        raise FormatError(f"{path} is not a sound .npz or .pt file: {error}") from None
+        raise FormatError(f"{path} is not a valid .npz or .pt file: {error}") from None

@@ -1,4 +1,4 @@
-"""The safetensors file format: an untrusted header is checked whole before a byte of data is read.
+"""The safetensors file format. The untrusted header is checked completely before data are read.
 
 Source: the format's specification. An 8-byte little-endian length, a JSON header padded with
 spaces, then the data; each tensor is ``{"dtype", "shape", "data_offsets": [begin, end]}`` relative
@@ -45,7 +45,7 @@ _NAMES = {
     "bool": "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-# Types of the format that NumPy has not. A file may hold them beside what is imported.
+# Types of the format that NumPy lacks. A file may hold them next to imported tensors.
 _OTHER_SIZES = {"F8_E5M2": 1, "F8_E4M3": 1}
 
 _LONGEST_HEADER = 16 << 20
@@ -55,15 +55,15 @@ _MOST_DIMS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor as the header announces it.
+    """A tensor as announced by the header.
 
     Attributes
     ----------
     dtype : str
-        As torch calls it, or the format's own name where a run has no use for the type.
+        Name in torch, or the format's own name of a type that no run has.
     shape : tuple of int
     begin, end : int
-        Bytes of the file.
+        Positions in the file, in bytes.
     """
 
     dtype: str
@@ -86,16 +86,16 @@ class SafetensorsFile(OpenedFile):
     attributes : dict of str to str
         Its metadata.
     keys : tuple of str
-        Of the tensors.
-    passed_over : dict of str to str
-        Empty: every tensor is offered.
+        Names of the tensors.
+    unread : dict of str to str
+        Always empty.
 
     Raises
     ------
     RunNotFound
-        If there is no file.
+        If the file does not exist.
     FormatError
-        If it is not such a file, or its header does not agree with its size.
+        If it is not a safetensors file, or its header does not match its size.
     """
 
     format = "safetensors"
@@ -118,29 +118,31 @@ class SafetensorsFile(OpenedFile):
         return self.entries[key].shape
 
     def dtype(self, key: str) -> str:
-        """Type of a tensor, as torch calls it."""
+        """Type of a tensor, by its name in torch."""
         return self.entries[key].dtype
 
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Bits of a tensor, or of its rows from `start` up to `stop`.
+        """Read the bits of a tensor, or of its rows from `start` up to `stop`.
 
         Parameters
         ----------
         key : str
         start, stop : int, optional
         outer : int, optional
-            Place along a first axis that lies before the rows.
+            Position along a first axis before the rows.
 
         Raises
         ------
         FormatError
-            If NumPy has not its type, or the file has become shorter.
+            If NumPy lacks its type, or the file has become shorter.
         """
         entry = self.entries[key]
         if entry.dtype not in _NAMES:
-            raise FormatError(f"{self.path}: {key} is of type {entry.dtype}, which a run never has")
+            raise FormatError(
+                f"{self.path}: {key} has type {entry.dtype}, expected one of {', '.join(_NAMES)}"
+            )
         item = item_type(entry.dtype)
         shape, offset = row_range(entry.shape, start, stop, outer)
         bits = np.empty(shape, item.newbyteorder("<"))
@@ -154,20 +156,20 @@ class SafetensorsFile(OpenedFile):
         return bits.astype(item, copy=False)
 
     def vector(self, key: str, dtypes: Sequence[str], length: int | None = None) -> Array:
-        """Values of a tensor of one dimension that are numbers or truths.
+        """Read a 1-D tensor of numbers or booleans.
 
         Parameters
         ----------
         key : str
         dtypes : sequence of str
-            Types that it may have.
+            Accepted types.
         length : int, optional
-            Any without it.
+            Accepted length. Default: any.
 
         Raises
         ------
         FormatError
-            If it is of another type or shape, or a truth is neither 0 nor 1.
+            If it has another type or shape, or a boolean is neither 0 nor 1.
         """
         entry = self.entries[key]
         fits = len(entry.shape) == 1 and (length is None or entry.shape[0] == length)
@@ -178,7 +180,7 @@ class SafetensorsFile(OpenedFile):
             )
         values = self.read(key)
         if entry.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
-            raise FormatError(f"{self.path}: {key} holds other bytes than 0 and 1")
+            raise FormatError(f"{self.path}: {key} holds bytes other than 0 and 1")
         return values
 
     def pieces(self, key: str) -> Iterator[bytes]:
@@ -205,25 +207,22 @@ class SafetensorsFile(OpenedFile):
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length < 2 or length > size - 8:
             raise self._wrong(
-                f"its first 8 bytes announce a header of {length} bytes in {size} bytes"
+                f"its first 8 bytes announce a header of {length} bytes, but it has {size} bytes"
             )
         if length > _LONGEST_HEADER:
-            raise self._wrong(
-                f"its header has {length} bytes, at most {_LONGEST_HEADER} are read; such a file "
-                "holds no run"
-            )
+            raise self._wrong(f"its header has {length} bytes, expected at most {_LONGEST_HEADER}")
         text = self._file.read(length)
         try:
             header = parse(text.decode())
         except ValueError as error:
-            raise self._wrong(f"its header cannot be read ({error})") from None
+            raise self._wrong(f"cannot read its header ({error})") from None
         if not isinstance(header, dict):
-            raise self._wrong("its header is no JSON object")
+            raise self._wrong("its header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(
             isinstance(value, str) for value in metadata.values()
         ):
-            raise self._wrong("its metadata are not texts by name")
+            raise self._wrong("its metadata are not a map from strings to strings")
         data = 8 + length
         entries = {key: self._entry(key, entry, data) for key, entry in header.items()}
         at = data
@@ -234,8 +233,8 @@ class SafetensorsFile(OpenedFile):
             at = entry.end
         if at != size:
             raise self._wrong(
-                f"its tensors need {at - data} bytes, {size - data} are there; it was cut short, "
-                "or holds something else"
+                f"its tensors need {at - data} bytes, but it holds {size - data}; it was cut "
+                "short, or holds other data"
             )
         return entries, metadata
 
@@ -244,11 +243,11 @@ class SafetensorsFile(OpenedFile):
             raise self._wrong(f"{key} is not described by dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or (dtype not in _DTYPES and dtype not in _OTHER_SIZES):
-            raise self._wrong(f"{key} is of the unknown type {dtype!r}")
+            raise self._wrong(f"{key} has the unknown type {dtype!r}")
         if not _whole_numbers(shape) or len(shape) > _MOST_DIMS:
-            raise self._wrong(f"{key} has no shape of up to {_MOST_DIMS} lengths")
+            raise self._wrong(f"the shape of {key} is not a list of up to {_MOST_DIMS} lengths")
         if not _whole_numbers(offsets) or len(offsets) != 2:
-            raise self._wrong(f"{key} has no data_offsets of two numbers")
+            raise self._wrong(f"the data_offsets of {key} are not two whole numbers")
         itemsize = _OTHER_SIZES.get(dtype) or item_type(_DTYPES[dtype]).itemsize
         begin, end = offsets
         if end - begin != math.prod(shape) * itemsize:
@@ -264,11 +263,11 @@ class SafetensorsFile(OpenedFile):
         )
 
     def _wrong(self, fault: str) -> FormatError:
-        return FormatError(f"{self.path} is not a sound safetensors file: {fault}")
+        return FormatError(f"{self.path} is not a valid safetensors file: {fault}")
 
 
 def _whole_numbers(values: Any) -> bool:
-    # A huge number would make the products that follow slow; no file has 2**63 bytes.
+    # Huge numbers would slow the products that follow; no file has 2**63 bytes.
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 1 << 63 for value in values
     )
@@ -280,10 +279,10 @@ def write_safetensors(
     metadata: Mapping[str, str],
     on_progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Write a file, part by part, each at its place.
+    """Write a file, part by part, each at its position.
 
-    Memory holds a few parts, whatever the size. The space is claimed first, so that a full disk is
-    found before anything is decoded.
+    Memory holds a few parts only. The space is allocated first, so that a full disk is found before
+    anything is decoded.
 
     Parameters
     ----------
@@ -296,7 +295,7 @@ def write_safetensors(
     Returns
     -------
     dict of str to int
-        Values that had to be rounded, by key.
+        Numbers of rounded values, by key.
     """
     # Widest types first, so that each tensor is aligned.
     ordered = sorted(tensors, key=lambda tensor: (-item_type(tensor.dtype).itemsize, tensor.key))
@@ -335,7 +334,7 @@ def write_safetensors(
 
 
 def _write_part(number: int, tensor: Tensor, part: Part, offset: int) -> tuple[str, int, int]:
-    """Read a part and write it; return its tensor, its bytes, and what had to be rounded."""
+    """Read a part and write it; return its key, its bytes, and the number of rounded values."""
     bits, rounded = part.read()
     _write_bits(number, tensor, part.where, bits, offset)
     return tensor.key, bits.nbytes, rounded
@@ -369,5 +368,5 @@ def _write_all(number: int, data: bytes | memoryview, offset: int) -> None:
 def _claim(number: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, size)
-    else:  # macOS has none; the file grows as it is written
+    else:  # macOS lacks it: the file grows while it is written
         os.ftruncate(number, size)

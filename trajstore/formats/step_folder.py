@@ -1,4 +1,4 @@
-"""Folders of one file per step, or checkpoints of a Trainer, as one file of arrays with rows."""
+"""Folders of one file per step, or of checkpoints of a Trainer, as one file with a row per step."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ __all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_en
 Array = npt.NDArray[Any]
 
 STEPS = "steps of the names"
-"""Key of the numbers in the names of a folder's files; no file has such a key."""
+"""Key of the step numbers in the file names. No file itself has such a key."""
 
 _ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".h5", ".hdf5")
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _MODELS = ("model.safetensors", "pytorch_model.bin")
 _MOST_OPEN = 8
 _MOST_NAMED = 20
-_READ_BESIDE = ("trainer_state.json",)
+_LOGS = ("trainer_state.json",)
 _LAST_STEP = (1 << 63) - 1
 
-# What stands before the number of a step and does not name an array.
+# Words before the number of a step that do not name an array.
 _STEP = re.compile(
     r"((recorded|global|checkpoint)[\W_]*)?(steps?|iterations?)([\W_]*numbers?)?", re.IGNORECASE
 )
 
 
-def step_entries(path: Path, passed_over: dict[str, str] | None = None) -> list[tuple[int, Path]]:
-    """Files of a folder, or checkpoints in it, by the last number of their names.
+def step_entries(path: Path, unread: dict[str, str] | None = None) -> list[tuple[int, Path]]:
+    """Files or checkpoints in a folder, by the last number in their names.
 
     Parameters
     ----------
     path : Path
-    passed_over : dict, optional
-        Gets the names of others, and why they are none.
+    unread : dict, optional
+        Receives the names of other entries, with reasons.
 
     Raises
     ------
     FormatError
-        If two have the same number, one is too large, or there are none.
+        If two entries have the same number, a number is too large, or no entry has one.
     """
     found: dict[int, Path] = {}
     others: list[Path] = []
@@ -57,36 +57,35 @@ def step_entries(path: Path, passed_over: dict[str, str] | None = None) -> list[
         is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
         number = _NUMBER.search(entry.stem if entry.is_file() else entry.name)
         if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
-            if entry.name not in _READ_BESIDE:
+            if entry.name not in _LOGS:
                 others.append(entry)
             continue
         step = int(number[1])
         if step > _LAST_STEP:
-            raise FormatError(
-                f"{entry} is of step {step}, and steps end at {_LAST_STEP}; rename it"
-            )
+            raise FormatError(f"{entry}: got step {step}, expected at most {_LAST_STEP}; rename it")
         if step in found:
             raise FormatError(
-                f"{path}: {found[step].name} and {entry.name} are both of step {step}"
+                f"{path}: {found[step].name} and {entry.name} both have step {step}; rename or "
+                "move one"
             )
         found[step] = entry
     if not found:
         raise FormatError(
-            f"{path} holds no files whose names say a step, such as step_00100.safetensors or "
-            "checkpoint-100"
+            f"{path} holds no files with a step in their names, such as step_00100.safetensors or "
+            "checkpoint-100; rename them"
         )
-    if passed_over is not None:
-        passed_over |= {entry.name: _why_none(entry) for entry in others[:_MOST_NAMED]}
+    if unread is not None:
+        unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
         if others[_MOST_NAMED:]:
-            passed_over[f"{len(others) - _MOST_NAMED} more files"] = "no files of steps, either"
+            unread[f"{len(others) - _MOST_NAMED} more files"] = "also not files of steps"
     return sorted(found.items())
 
 
-def _why_none(entry: Path) -> str:
+def _reason(entry: Path) -> str:
     if entry.is_dir() and not entry.name.startswith("checkpoint"):
-        return "a folder that is no checkpoint"
+        return "a folder, but not a checkpoint"
     is_known = entry.is_dir() or entry.suffix in _ENDINGS
-    return "its name says no step" if is_known else "no file of arrays"
+    return "no step in its name" if is_known else "not a file of arrays"
 
 
 class StepFolder(OpenedFile):
@@ -102,17 +101,17 @@ class StepFolder(OpenedFile):
     ----------
     format : str
     keys : tuple of str
-        Of the files, and `STEPS`. Numbers that differ from file to file have a row per file; tables
-        of whole numbers that are the same in all files have none.
+        Keys of the files, and `STEPS`. Numbers that differ between files have a row per file.
+        Tables of whole numbers that are equal in all files are stored once.
     attributes : dict
-        Those that are the same in all files.
-    passed_over : dict of str to str
-        Files whose names say no step, and what of the others is not read.
+        Attributes that are equal in all files.
+    unread : dict of str to str
+        Files without a step in their names, and unread content of the others.
 
     Raises
     ------
     FormatError
-        If the files do not hold the same arrays; all but the first may have some more.
+        If the files do not hold the same arrays. Only the first may lack some.
     """
 
     format = "folder"
@@ -120,7 +119,7 @@ class StepFolder(OpenedFile):
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
         super().__init__(path, is_folder=True)
         self._opened = opened
-        self._entries = step_entries(path, self.passed_over)
+        self._entries = step_entries(path, self.unread)
         self._held: dict[str, Array] = {}
         self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         try:
@@ -150,7 +149,7 @@ class StepFolder(OpenedFile):
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Values of an array in the files from `start` up to `stop`; of floats, their bits.
+        """Read an array in the files from `start` up to `stop`; floats as their bits.
 
         Raises
         ------
@@ -158,7 +157,7 @@ class StepFolder(OpenedFile):
             If they cannot be read, or `outer` is given: a folder has no axis before its rows.
         """
         if outer is not None:
-            raise FormatError(f"{self.path}: {key} of a folder has no axis before its steps")
+            raise FormatError(f"{self.path}: a folder has no axis of runs, so {key} has none")
         if key == STEPS:
             return np.array([step for step, _ in self._entries], np.int64)[start:stop]
         if key in self._held:
@@ -170,7 +169,7 @@ class StepFolder(OpenedFile):
         return np.stack(read).reshape(len(rows), *self._kinds[key][0])
 
     def _name(self, row: int, key: str) -> str:
-        """Key in the file of a row; a `.npy` has its own name, which holds the step."""
+        """Key in the file of a row. The key of a `.npy` contains the step."""
         file = self._file(row)
         return file.keys[0] if file.format == "npy" else key
 
@@ -184,7 +183,7 @@ class StepFolder(OpenedFile):
         return self._cache[row]
 
     def _agreed(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
-        """Shape, type and first row of each array; and what else the files say, row by row."""
+        """Shape, type and first row of each array. Also collect the numbers of all files."""
         kinds: dict[str, tuple[tuple[int, ...], str, int]] = {}
         attributes: list[dict[str, Any]] = []
         tables: dict[str, Array] = {}
@@ -198,20 +197,23 @@ class StepFolder(OpenedFile):
             for key in here.keys() | kinds.keys():
                 if row > 1 and (key in here) != (key in kinds):
                     raise FormatError(
-                        f"{self.path}: {key} is in one of {first} and {path.name}, and not in the "
-                        "other; the files of a folder must hold the same arrays"
+                        f"{self.path}: only one of {first} and {path.name} holds {key}, expected "
+                        "the same arrays in all files of a folder"
                     )
                 if key in here and key in kinds and here[key] != kinds[key][:2]:
                     raise FormatError(
                         f"{self.path}: {key} is {kinds[key][1]} of shape {kinds[key][0]} in "
-                        f"{first}, and {here[key][1]} of shape {here[key][0]} in {path.name}"
+                        f"{first}, but {here[key][1]} of shape {here[key][0]} in {path.name}"
                     )
                 if row == 1 and key in kinds and key not in here:
-                    raise FormatError(f"{self.path}: {key} is in {first} and not in {path.name}")
+                    raise FormatError(
+                        f"{self.path}: {first} holds {key}, but {path.name} does not; expected the "
+                        "same arrays in all files of a folder"
+                    )
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
             attributes.append(dict(file.attributes))
-            for key, why in file.passed_over.items():
+            for key, why in file.unread.items():
                 unread.setdefault((key, why), []).append(path.name)
             self._compare_tables(tables, file, here, row)
         for key, values in tables.items():
@@ -224,16 +226,16 @@ class StepFolder(OpenedFile):
         series, left = numbers_of_steps(attributes, lambda row: self._entries[row][1].name)
         taken = kinds.keys() | self._held.keys()
         self._held |= {key: rows for key, rows in series.items() if key not in taken}
-        self.passed_over |= left
+        self.unread |= left
         for (key, why), names in unread.items():
             more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
-            self.passed_over[f"{key} of {names[0]}{more}"] = why
+            self.unread[f"{key} of {names[0]}{more}"] = why
         return kinds
 
     def _compare_tables(
         self, tables: dict[str, Array], file: ArrayFile, here: Mapping[str, Any], row: int
     ) -> None:
-        """Keep of the first file what may be one table of all steps, as long as it is."""
+        """Keep the tables of the first file that are equal in all files so far."""
         if row == 0 and len(self._entries) > 1 and file.format != "npy":
             for key, (shape, dtype) in here.items():
                 is_whole = "int" in dtype or dtype == "bool"
@@ -246,9 +248,9 @@ class StepFolder(OpenedFile):
                 del tables[key]
 
     def _add_log(self) -> None:
-        """Take what a Trainer logged in these steps, where its checkpoints do not say it."""
+        """Add numbers that a Trainer logged at these steps, unless the checkpoints hold them."""
         logged, left = logged_rows(self.path, self._entries)
-        self.passed_over |= left
+        self.unread |= left
         for key, rows in logged.items():
             if not any(key in there for there in (self._kinds, self._held, self.attributes)):
                 self._held[key] = rows
@@ -259,7 +261,7 @@ class StepFolder(OpenedFile):
 
 
 class TrainerCheckpoint(OpenedFile):
-    """A `checkpoint-N` folder of Hugging Face's Trainer: its model, and its optimizer's state.
+    """A `checkpoint-N` folder of Hugging Face's Trainer: model and optimizer state.
 
     Parameters
     ----------
@@ -271,10 +273,10 @@ class TrainerCheckpoint(OpenedFile):
     ----------
     format : str
     keys : tuple of str
-        Of the model's tensors; those of the optimizer begin with ``optimizer.``.
+        Names of the model's tensors. Names of the optimizer's tensors start with ``optimizer.``.
     attributes : dict
-    passed_over : dict of str to str
-        Of its files.
+    unread : dict of str to str
+        Unread content of its files.
 
     Raises
     ------
@@ -288,7 +290,7 @@ class TrainerCheckpoint(OpenedFile):
         super().__init__(path, is_folder=True)
         models = _model_files(path)
         if not models:
-            raise FormatError(f"{path} holds no model, that is {' or '.join(_MODELS)}")
+            raise FormatError(f"{path} holds no model, expected {' or '.join(_MODELS)}")
         self._files: list[ArrayFile] = []
         self._where: dict[str, tuple[ArrayFile, str]] = {}
         try:
@@ -305,7 +307,7 @@ class TrainerCheckpoint(OpenedFile):
         self._files.append(file)
         self._where |= {f"{prefix}{key}": (file, key) for key in file.keys}
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
-        self.passed_over |= {f"{prefix}{key}": why for key, why in file.passed_over.items()}
+        self.unread |= {f"{prefix}{key}": why for key, why in file.unread.items()}
 
     def _close(self) -> None:
         for file in self._files:
@@ -324,30 +326,30 @@ class TrainerCheckpoint(OpenedFile):
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Values of a tensor."""
+        """Read a tensor, or its rows from `start` up to `stop`."""
         file, name = self._where[key]
         return file.read(name, start, stop, outer)
 
 
 def _is_float(values: Array) -> bool:
-    """Whether an array is one of floating-point numbers."""
+    """True for an array of floating-point numbers."""
     return values.dtype.kind == "f"
 
 
 def _shape(file: ArrayFile, key: str) -> tuple[int, ...]:
-    """Shape of an array of a file; of a number with an axis of one, as of one without."""
+    """Shape of an array of a file. A float of shape (1,) counts as a scalar."""
     shape = file.shape(key)
     return () if shape == (1,) and file.dtype(key) in NATIVE_TYPES else shape
 
 
 def _array_name(path: Path) -> str:
-    """Name of the array of a `.npy`: that of the file without the number of the step."""
+    """Name of the array of a `.npy`: the name of the file without the number of the step."""
     name = _NUMBER.sub("", path.stem).strip("_-. ")
     return "W" if not name or _STEP.fullmatch(name) else name
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint of a Trainer itself."""
+    """True if a folder itself is a checkpoint of a Trainer."""
     return bool(_model_files(path))
 
 

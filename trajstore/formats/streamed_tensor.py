@@ -1,4 +1,4 @@
-"""What a file will hold: tensors, each made of parts that are read when their turn comes."""
+"""Tensors to write, as parts that are read one after another."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Part:
     Attributes
     ----------
     where : tuple of slice
-        Its place, in the first one or two dimensions.
+        Its position in the first one or two dimensions.
     read : callable
-        Returns its bits, and how many values had to be rounded.
+        Returns its bits, and the number of rounded values.
     """
 
     where: tuple[slice, ...]
@@ -35,12 +35,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor to be.
+    """A tensor to write.
 
     Attributes
     ----------
     key : str
-        Its name in the file.
+        Name in the file.
     dtype : str
         bfloat16, float16, float32, float64, int64, int32 or bool.
     shape : tuple of int
@@ -65,7 +65,7 @@ def item_type(dtype: str) -> np.dtype[Any]:
 
 
 def constant(key: str, dtype: str, value: npt.ArrayLike) -> Tensor:
-    """Tensor of values that are already at hand."""
+    """Tensor of values in memory."""
     array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))
 
     def parts() -> Iterator[Part]:

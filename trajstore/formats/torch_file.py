@@ -1,10 +1,10 @@
-"""Files of `torch.save`: tensors in dictionaries and lists, and the numbers and texts beside them.
+"""Files of `torch.save`: tensors, numbers and strings in dictionaries and lists.
 
-Lists that grew by one entry a step are arrays: of numbers, of tensors of one shape, of dictionaries
-with the same keys, and tensors under the numbers of their steps.
+Lists that grew by one entry per step are arrays: lists of numbers, of tensors of one shape, or of
+dictionaries with the same keys. So are tensors under the numbers of their steps.
 
-The only place of the formats that needs torch, imported when a file is opened. Nothing but tensors
-and plain values is unpickled (``weights_only=True``), so a file cannot run code.
+Only this module of the formats needs torch, which it imports when a file is opened. It unpickles
+only tensors and plain values (``weights_only=True``), so a file cannot run code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TYPES = (*NATIVE_TYPES, "int64", "int32", "int16", "int8", "uint8", "uint16", "
 
 
 class TorchFile(OpenedFile):
-    """A `.pt` file, open for reading; a context manager. Its tensors stay on disk until read.
+    """A `.pt` file, open for reading; a context manager. Tensors stay on disk until they are read.
 
     Parameters
     ----------
@@ -45,18 +45,18 @@ class TorchFile(OpenedFile):
     ----------
     format : str
     keys : tuple of str
-        Of the tensors: the keys that lead to each, with points between.
+        Path of each tensor: keys joined by periods.
     attributes : dict of str to str, int, float or bool
-        Plain values, named likewise.
-    passed_over : dict of str to str
-        Tensors of types, layouts or devices that are not read.
+        Plain values by the same kind of path.
+    unread : dict of str to str
+        Tensors of unsupported types, layouts or devices.
 
     Raises
     ------
     RunNotFound
-        If there is no file.
+        If the file does not exist.
     FormatError
-        If torch cannot read it, or it holds other objects than tensors and plain values.
+        If torch cannot read it, or it holds objects other than tensors and plain values.
     MissingExtra
         If torch is not installed.
     """
@@ -68,16 +68,18 @@ class TorchFile(OpenedFile):
             import torch
         except ImportError:
             raise MissingExtra(
-                f"{path} was written by torch.save, and torch is not installed to read it; "
-                "install trajstore[train], or save the tensors as safetensors"
+                f"{path} was written by torch.save, but torch is not installed; install "
+                "trajstore[train], or save the tensors as safetensors"
             ) from None
         super().__init__(path)
         self._tensors: dict[str, torch.Tensor] = {}
         self._rows: dict[str, list[torch.Tensor]] = {}
         for key, value in _leaves(self._loaded(torch), "", 0):
             arrays = len(self._tensors) + len(self._rows)
-            if arrays + len(self.attributes) + len(self.passed_over) >= _MOST_ITEMS:
-                raise FormatError(f"{path} holds more than {_MOST_ITEMS} values")
+            if arrays + len(self.attributes) + len(self.unread) >= _MOST_ITEMS:
+                raise FormatError(
+                    f"{path} holds more than {_MOST_ITEMS} values; save only the tensors to import"
+                )
             if isinstance(value, np.ndarray | torch.Tensor):
                 self._take(torch, key, torch.as_tensor(value))
             elif isinstance(value, list):
@@ -104,14 +106,14 @@ class TorchFile(OpenedFile):
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
     ) -> Array:
-        """Values of a tensor, or of its rows from `start` up to `stop`; of floats, their bits.
+        """Read a tensor, or its rows from `start` up to `stop`; floats as their bits.
 
         Parameters
         ----------
         key : str
         start, stop : int, optional
         outer : int, optional
-            Place along a first axis that lies before the rows.
+            Position along a first axis before the rows.
         """
         import torch
 
@@ -141,15 +143,15 @@ class TorchFile(OpenedFile):
                     return torch.load(
                         self.path, map_location="cpu", weights_only=True, mmap=in_place
                     )
-            except Exception as error:  # whatever its unpickler meets in a damaged file
-                # Files of torch before 1.6 cannot be mapped, and are read as a whole.
+            except Exception as error:  # a damaged file can raise anything in the unpickler
+                # Files of torch before 1.6 cannot be mapped, and are read whole.
                 if not in_place or "mmap can only be used" not in str(error):
                     text = str(error).strip().partition("\n")[0]
                     if isinstance(error, pickle.UnpicklingError):
-                        # Its own advice is to allow what would run the code of the file.
+                        # torch's own advice would allow the file to run code.
                         text = (
-                            "it is damaged, or holds objects of Python, which could run code and "
-                            "are never loaded; save a dictionary of its tensors"
+                            "it is damaged, or holds Python objects, which could run code and are "
+                            "never loaded; save a dictionary of its tensors"
                         )
                     raise FormatError(
                         f"torch cannot read {self.path} ({size} bytes) as tensors and plain "
@@ -158,14 +160,14 @@ class TorchFile(OpenedFile):
         raise AssertionError("one of the two ways returns or raises")
 
     def _take_rows(self, torch: Any, key: str, tensors: list[torch.Tensor]) -> None:
-        """Take tensors of one shape and type, a row each."""
+        """Add tensors of one shape and type as rows."""
         for tensor in tensors:
             self._take(torch, key, tensor)
-        if self._tensors.pop(key, None) is None or key in self.passed_over:
+        if self._tensors.pop(key, None) is None or key in self.unread:
             return
-        # One tensor that is listed again and again could announce any size, too.
+        # A list that repeats one tensor could announce any size.
         if sum(tensor.nbytes for tensor in tensors) > self.path.stat().st_size:
-            self.passed_over[key] = "a list of tensors that repeats one, whose values changed since"
+            self.unread[key] = "a list that repeats one tensor, so earlier values are lost"
         else:
             self._rows[key] = tensors
 
@@ -176,11 +178,11 @@ class TorchFile(OpenedFile):
         held = tensor.untyped_storage().nbytes() if dense else 0
         if not dense:
             layout = str(tensor.layout).removeprefix("torch.")
-            self.passed_over[key] = f"a tensor of layout {layout} on {tensor.device.type}"
+            self.unread[key] = f"a tensor of layout {layout} on {tensor.device.type}"
         elif dtype not in _TYPES:
-            self.passed_over[key] = f"a tensor of type {dtype}"
+            self.unread[key] = f"a tensor of type {dtype}"
         elif tensor.numel() * tensor.element_size() > held:
-            self.passed_over[key] = "a tensor that repeats its values, with strides of 0"
+            self.unread[key] = "a tensor that repeats its values, with strides of 0"
         else:
             self._tensors[key] = tensor
 
@@ -211,13 +213,13 @@ def _leaves(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _series(values: Sequence[Any]) -> Array | list[Any] | dict[Any, list[Any]] | None:
-    """An array of numbers, tensors that are its rows, or lists by the keys of each entry's.
+    """An array of numbers, tensors that are its rows, or a list per key of the entries.
 
-    None for other lists, the arguments of a function for instance.
+    None for other lists, such as the arguments of a function.
     """
     types = {type(value) for value in values}
     if types in ({int}, {bool}) or (types and types <= {int, float}):
-        # Two numbers in brackets are a pair, such as both betas.
+        # A tuple of two numbers is a pair, such as both betas.
         is_pair = isinstance(values, tuple) and len(values) == 2
         array = None if is_pair else np.array(values)
         return array if array is not None and array.dtype.kind in "bif" else None
@@ -232,7 +234,7 @@ def _series(values: Sequence[Any]) -> Array | list[Any] | dict[Any, list[Any]] |
 
 
 def _by_step(value: Mapping[Any, Any]) -> tuple[list[int], list[Any]] | None:
-    """Numbers and tensors of a dictionary that has one of these for each of those."""
+    """Steps and tensors of a dictionary from step numbers to tensors; None for others."""
     if len(value) < 2 or {type(key) for key in value} != {int} or not _are_alike(value.values()):
         return None
     steps = sorted(value)
@@ -240,7 +242,7 @@ def _by_step(value: Mapping[Any, Any]) -> tuple[list[int], list[Any]] | None:
 
 
 def _are_alike(values: Iterable[Any]) -> bool:
-    """Whether values are tensors of one shape and type."""
+    """True if all values are tensors of one shape and type."""
     kinds = {
         (tuple(value.shape), value.dtype) if hasattr(value, "untyped_storage") else None
         for value in values

@@ -1,15 +1,15 @@
 """A run on disk or in an object store.
 
 ``storage``
-    The places: folders, object stores, atomic replacement, locks.
+    Places of runs: folders, object stores, atomic replacement, locks.
 ``metadata``
-    The metadata: names, shapes, codecs, attributes, digests; the plan of the blocks.
+    Metadata: names, shapes, codecs, attributes, digests, the plan of the blocks.
 ``reading``
-    Opening runs; arrays read past zarr.
+    Opening runs; reading arrays without zarr.
 ``writing``
-    Rows in, blocks out, each with an atomic commit; resumed, forked and labeled runs.
+    Writing rows in blocks, each with an atomic commit; resuming, forking and labeling runs.
 
-Where one step's array goes: `writing.writer` copies it to its place in a block. `block_commits`
-hands a full block to `block_writer`, which encodes its chunks and puts one shard per array in
-place. `commit` then replaces the metadata, the root last; from then on readers see the row.
+The path of one step's array: `writing.writer` copies it to its place in a block. `block_commits`
+passes a full block to `block_writer`, which encodes its chunks and writes one shard per array.
+`commit` then replaces the metadata, the root last. From then on readers see the row.
 """

@@ -1,4 +1,4 @@
-"""What a signature says of types is insisted on, in a sentence."""
+"""Arguments are checked against the types of the signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trajstore.errors import InvalidArgument
 
 
 class _NotComputed:
-    """What a lazy array is made of, that no check may ask for."""
+    """Elements of a lazy array, which no check may compute."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
@@ -74,7 +74,7 @@ def ask(
         {"optimizer": {}},
         {"path": Path()},
         {"flag": True},
-        {"tokens": {1}},  # nothing is said about types such as this
+        {"tokens": {1}},  # such types are not checked
         {"rest": "a"},
     ],
     ids=str,
@@ -93,19 +93,19 @@ def test_what_fits(given):
         ({"k": None}, "got k=None, expected a whole number$"),
         ({"k": np.array([1])}, r"got k=ndarray of shape \(1,\) and type int64, expected a whole"),
         ({"share": "0.5"}, "got share='0.5', expected a number$"),
-        ({"name": ["dead"]}, r"got name=\['dead'\], expected a text or None"),
+        ({"name": ["dead"]}, r"got name=\['dead'\], expected a string or None"),
         ({"steps": slice(3)}, "expected a list of whole numbers or a whole number or None"),
         ({"steps": [1.5]}, "expected a list of whole numbers"),
         ({"steps": np.array([1.5])}, "expected a list of whole numbers"),
         ({"steps": np.zeros((2, 2), int)}, "expected a list of whole numbers"),
         ({"steps": "12"}, "expected a list of whole numbers"),
         ({"levels": 0.5}, "got levels=0.5, expected a list of numbers"),
-        ({"names": "ab"}, "got names='ab', expected a list of texts"),
-        ({"names": {"a": 1}}, "expected a list of texts"),
+        ({"names": "ab"}, "got names='ab', expected a list of strings"),
+        ({"names": {"a": 1}}, "expected a list of strings"),
         ({"metric": 3}, "got metric=3, expected 'ulp' or 'ordinal'"),
         ({"since": 1.5}, "got since=1.5, expected a whole number or 'previous'"),
         ({"optimizer": "adam"}, "got optimizer='adam', expected a mapping or None"),
-        ({"path": 3}, "got path=3, expected a text or a PathLike"),
+        ({"path": 3}, "got path=3, expected a string or a PathLike"),
         ({"flag": 1}, "got flag=1, expected True or False"),
     ],
     ids=str,
@@ -115,7 +115,7 @@ def test_what_does_not(given, expected):
         ask(**given)
 
 
-def test_by_position_and_what_python_says_itself():
+def test_positional_arguments_and_errors_of_python():
     with pytest.raises(InvalidArgument, match="got k='a'"):
         ask(None, "a")
     with pytest.raises(TypeError, match="multiple values for argument 'ds'"):

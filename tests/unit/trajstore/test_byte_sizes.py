@@ -10,7 +10,7 @@ from trajstore.errors import InvalidArgument
 
 @pytest.mark.parametrize("size", [1.5, None])
 def test_a_size_is_text_or_a_whole_number(size: Any) -> None:
-    with pytest.raises(InvalidArgument, match="as a size"):
+    with pytest.raises(InvalidArgument, match="got size"):
         parse_bytes(size)
 
 

@@ -8,7 +8,7 @@ from trajstore.schema import resolve_record, variable
 
 
 @pytest.mark.parametrize(
-    ("typed", "known", "said"),
+    ("typed", "known", "suggestion"),
     [
         ("w", ["W", "grad"], " (did you mean 'W'?)"),
         ("exp-avg", ["exp_avg", "exp_avg_sq"], " (did you mean 'exp_avg'?)"),
@@ -19,14 +19,14 @@ from trajstore.schema import resolve_record, variable
         ("W", [], ""),
     ],
 )
-def test_the_nearest_name_is_told_if_there_is_one(typed: str, known: list[str], said: str) -> None:
-    assert did_you_mean(typed, known) == said
+def test_the_nearest_name_is_suggested(typed: str, known: list[str], suggestion: str) -> None:
+    assert did_you_mean(typed, known) == suggestion
 
 
-def test_variables_that_are_mistyped_are_told() -> None:
+def test_mistyped_variables_get_a_suggestion() -> None:
     with pytest.raises(InvalidArgument, match="'gard' \\(did you mean 'grad'\\?\\)"):
         variable("gard")
     with pytest.raises(InvalidArgument, match="'weigths' \\(did you mean 'weights'\\?\\)"):
         resolve_record("weigths")
-    with pytest.raises(InvalidArgument, match="and 'loss, lr' leaves it out"):
+    with pytest.raises(InvalidArgument, match="got 'loss, lr' without W"):
         resolve_record(("loss", "lr"))

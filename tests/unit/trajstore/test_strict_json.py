@@ -12,8 +12,8 @@ from trajstore.strict_json import differences, document_bytes, parse, same
     ("text", "message"),
     [
         ('{"a": 1, "a": 1}', "a name occurs twice"),
-        ("[NaN]", "NaN is no JSON value"),
-        ('{"a": -Infinity}', "-Infinity is no JSON value"),
+        ("[NaN]", "NaN is not a JSON value"),
+        ('{"a": -Infinity}', "-Infinity is not a JSON value"),
         ("{", "Expecting property name"),
         ("", "Expecting value"),
         ("[" * 100_000, "recursion"),
@@ -50,5 +50,5 @@ def test_documents_are_bounded(tmp_path: Path) -> None:
         document_bytes(document)
     document.unlink()
     os.mkfifo(document)
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         document_bytes(document)

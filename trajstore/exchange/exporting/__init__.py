@@ -1,17 +1,17 @@
-"""Runs as files for other programs.
+"""Export of runs for other programs.
 
 ``export``
-    Runs, or parts of them, as files, as Zarr or as runs again: the function that picks the format.
+    The public function: a run, or part of it, to safetensors, HDF5, Zarr or a new run.
 ``export_layout``
-    Runs as the files of the notebooks: tensors, numbers and texts of a layout.
+    Files in the layouts of the notebooks: tensors, numbers and strings.
 ``export_native``
-    Files with all of a run: safetensors with its own names, HDF5 with those that its users know.
+    Files with everything that a run holds: safetensors with native names, HDF5 with common names.
 ``export_run``
-    A selection of a run as a run again, with blocks of another size.
+    A selection of a run as a new run, with blocks of another size.
 ``export_zarr``
     A selection of a run as ordinary Zarr: a Dataset that every reader of Zarr v3 opens.
 ``exported_file``
-    What a file will hold of a run, whatever its format: tensors, texts, and notes for its reader.
+    Content of a file, independent of its format: tensors, strings and notes.
 ``to_torch``
-    A selection of a run as torch tensors. The only place of the store that needs torch.
+    A selection of a run as torch tensors. The only module of the store that needs torch.
 """

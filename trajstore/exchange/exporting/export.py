@@ -1,13 +1,13 @@
-"""Runs, or parts of them, as files for other programs: safetensors, HDF5, Zarr; or as runs again.
+"""Export of a run, or part of it, to safetensors, HDF5, Zarr or a new run.
 
-Everything is streamed: a tile of a variable is decoded, put into the type of the file and written
-to its place, so that memory does not grow with the run. The result appears whole or not at all.
+Everything is streamed: a tile of a variable is decoded, converted to the type of the file and
+written to its place. Memory does not grow with the run. The result appears complete or not at all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
@@ -34,6 +35,7 @@ from trajstore.store.writing.create import (
     staged_file,
     staged_run,
 )
+from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]
@@ -43,7 +45,7 @@ FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes
     ----------
@@ -52,9 +54,9 @@ class Exported:
     rows, tokens : int
     variables : tuple of str
     bytes : int
-        On disk.
+        Size on disk.
     notes : tuple of str
-        What whoever reads the file should know: what was rounded, left out or moved.
+        Notes for the reader of the file: values rounded, variables omitted, rows moved.
     """
 
     path: Path
@@ -67,7 +69,7 @@ class Exported:
     notes: tuple[str, ...]
 
     def __fspath__(self) -> str:
-        """The path, so that whatever opens files takes the result."""
+        """The path: functions that open files accept the result."""
         return str(self.path)
 
 
@@ -81,41 +83,46 @@ def export(
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
+    encoding: Encoding | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Exported:
-    """Write a run, or part of it, for another program.
+    """Export a run, or part of it, for another program.
 
     Parameters
     ----------
     run : path-like, str or Dataset
-        A run, or a Dataset with its variables (a subset, say).
+        A run, or a Dataset with its variables (a subset, for example).
     file : path-like
-        Made beside its place, then moved there.
+        Target. The export is written to a temporary path next to it, then renamed.
     format : {'safetensors', 'hdf5', 'zarr', 'run'}, optional
-        That of the layout without it, safetensors for ``native``. ``hdf5`` keeps 16-bit types as
-        uint16 bits and needs the extra ``hdf5``. ``zarr`` is ordinary Zarr v3, which every reader
-        opens without trajstore. ``run`` is a run again, with blocks of another size.
+        Default: the format of the layout; ``run`` with an encoding; otherwise safetensors.
+        ``hdf5`` keeps 16-bit types as uint16 bits and needs the extra ``hdf5``. ``zarr`` is
+        ordinary Zarr v3, which every reader opens without trajstore. ``run`` is a new run, with
+        blocks of another size or in another encoding.
     layout : str, default 'native'
-        ``native`` keeps names and native types and all that an import needs; the others
-        are those of the notebooks' files, as ``trajstore import`` lists them. What of a layout the
-        run does not hold is left out and said.
+        ``native`` keeps names, native types and everything that an import needs. The others are
+        the layouts of the notebooks' files, which ``trajstore import`` lists. Parts of a layout
+        that the run does not hold are omitted, with a note.
     steps : str, int, slice or iterable of int, optional
-        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
-        from the start. All without it.
+        Step numbers. ``0:200:10`` selects the recorded steps from 0 to 199 whose distance from 0 is
+        a multiple of 10. Default: all.
     tokens : str, path-like or iterable of int, optional
-        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file of ids. Default: all.
     variables : str or iterable of str, optional
-        Names, also as one text with commas. All without it.
+        Names, also as one string with commas. Default: all.
     block_rows : int, optional
-        Rows of a chunk of ``zarr``, or of a block of ``run``; planned without it.
+        Rows of a chunk of ``zarr``, or of a block of ``run``. Default: planned.
+    encoding : {'delta', 'replay'}, optional
+        Encoding of a ``run``. Default: the encoding of the exported run.
     memory : int or str, default 320 MiB
-        For the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of 16 MiB.
+        Memory for the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of
+        16 MiB.
     overwrite : bool
-        Replace a file that is there; with ``zarr`` an exported Zarr, with ``run`` a run.
+        Replace an existing file; with ``zarr`` an exported Zarr, with ``run`` a run.
     on_progress : callable, optional
-        Called with the bytes that are done, and those there are.
+        Called with the bytes that are done and the bytes in total.
 
     Returns
     -------
@@ -124,15 +131,15 @@ def export(
     Raises
     ------
     RunExists
-        If there is something at `file` and `overwrite` is not set, or it is of another kind.
+        If `file` exists and `overwrite` is not set, or it is of another kind.
     InvalidArgument
-        For an unknown format or layout, or a selection that cannot be read or is empty.
+        If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
     VariableNotRecorded, StepNotFound
-        If the run lacks what the layout or the selection names.
+        If the run lacks a variable or step of the layout or the selection.
     MissingExtra
-        If ``hdf5`` is wanted and h5py is not installed.
+        If the format is ``hdf5`` and h5py is not installed.
     OSError
-        If the disk is full, for example; nothing is left behind.
+        If the disk is full, for example. Nothing is left behind.
 
     Examples
     --------
@@ -143,15 +150,15 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
-    format = _checked_format(format, layout, block_rows)
+    format = _checked_format(format, layout, block_rows, encoding)
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
+    omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
         options: dict[str, Any] = {
@@ -159,6 +166,10 @@ def export(
             "memory": memory,
             "on_progress": on_progress,
         }
+        if format == "run":
+            remarks: list[str] = []
+            notes = remarks
+            options |= {"encoding": encoding, "on_note": remarks.append}
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
     else:
@@ -166,7 +177,7 @@ def export(
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
         notes = (*content.notes, *_on_rounding(rounded, layout))
-        left_out = content.left_out
+        omitted = content.omitted
     tokens_written = len(selection.along_token(recorded.coordinates["token"]))
     if layout != "native" and LAYOUTS[layout].only_dead:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
@@ -177,14 +188,16 @@ def export(
         layout=layout,
         rows=len(selection.rows),
         tokens=tokens_written,
-        variables=tuple(name for name in selection.variables if name not in left_out),
+        variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
-def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
-    """The format of an export that is possible."""
+def _checked_format(
+    format: str | None, layout: str, block_rows: int | None, encoding: str | None
+) -> str:
+    """Format of the export, after a check of the arguments."""
     if format is not None and format not in FORMATS:
         raise InvalidArgument(
             f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
@@ -195,11 +208,24 @@ def _checked_format(format: str | None, layout: str, block_rows: int | None) -> 
             f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
             f"choose from {', '.join(EXPORT_LAYOUTS)}"
         )
-    own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
+    plain = "safetensors" if encoding is None else "run"
+    own = LAYOUTS[layout].format if layout != "native" else format or plain
     if format is not None and format != own:
-        raise InvalidArgument(f"layout {layout} is one of {own} files, got format {format}")
+        raise InvalidArgument(
+            f"got format {format} with layout {layout}, which is for {own} files; omit one of them"
+        )
     if own not in ("zarr", "run") and block_rows is not None:
-        raise InvalidArgument(f"{own} has no blocks; use block_rows with zarr or run only")
+        raise InvalidArgument(
+            f"got block_rows={block_rows} with format {own}, which has no blocks; use it with zarr "
+            "or run only"
+        )
+    if encoding is not None and own != "run":
+        raise InvalidArgument(
+            f"got encoding={encoding} with format {own}, which has no encoding; use it with run "
+            "only"
+        )
+    if encoding is not None:
+        check_encoding(encoding)
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own
@@ -232,8 +258,8 @@ def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
     for key, count in rounded.items():
         if count:
             yield (
-                f"{count} values of {key} were rounded, as layout {layout} holds a smaller type "
-                "than the run"
+                f"{count} values of {key} were rounded: layout {layout} holds a smaller type than "
+                "the run"
             )
 
 

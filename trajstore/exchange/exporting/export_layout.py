@@ -1,6 +1,6 @@
-"""Runs as the files of the notebooks: tensors, numbers and texts of a layout.
+"""Files in the layouts of the notebooks: tensors, numbers and strings.
 
-A layout holds what the run holds: what is not recorded, selected or known is left out and said.
+An export omits whatever is not recorded, not selected or not known, with a note.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> ExportedFile:
-    """Tensors and metadata of a notebook's file, and what the reader of it should know.
+    """Content of a notebook's file: tensors, metadata, and notes for its reader.
 
     Raises
     ------
     VariableNotRecorded
-        If the run holds nothing that the layout has, or does not tell the dead tokens that are all
-        that the layout has rows of.
+        If the run holds no variable of the layout. Also if the layout has rows of dead tokens only
+        and the run does not record which tokens are dead.
     InvalidArgument
-        If the layout needs the row before a selected one, and the run does not hold it.
+        If the layout needs the row before a selected one, and the run does not hold that row.
     """
     steps = run.steps[selection.rows]
     notes: list[str] = []
     if layout.only_dead:
         selection = _only_dead(layout, run, selection)
-        notes.append("the file has rows of the dead tokens only")
+        notes.append("the file holds rows of dead tokens only")
     columns, absent = _columns(layout, run, selection, steps)
     placeless = _without_place(layout, run, selection)
     if placeless:
-        notes.append(f"{', '.join(placeless)} left out, as layout {layout.name} has none")
+        notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
     numbers = dict(_numbers(layout, run, selection))
     metadata = {
         "exporter": "trajstore",
         "trajstore_version": __version__,
         "layout": layout.name,
-        # The labels of the notebooks' own files counted callbacks; these are true.
+        # The step labels of the notebooks' own files counted callbacks; these count steps.
         "steps": "optimizer",
     }
     if layout.as_texts:
@@ -76,7 +76,7 @@ def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> Exported
         chunk_rows=layout.chunk_rows,
         gzip=layout.gzip,
         float16_as_bits=any(column.as_bits for column in layout.columns),
-        left_out=tuple(name for name in placeless if name in VARIABLES),
+        omitted=tuple(name for name in placeless if name in VARIABLES),
         notes=(*notes, *absent, *_notes(layout, run, steps, columns.keys(), numbers.keys())),
     )
 
@@ -96,21 +96,22 @@ def _without_place(layout: Layout, run: TiledRun, selection: Selection) -> list[
 def _only_dead(layout: Layout, run: TiledRun, selection: Selection) -> Selection:
     if "is_dead" not in run.coordinates:
         raise VariableNotRecorded(
-            f"layout {layout.name} has rows of the dead tokens only, and the run does not tell "
-            "them; export another layout"
+            f"layout {layout.name} holds dead tokens only, and the run does not record which "
+            "tokens are dead; use another layout, or label them with trajstore annotate"
         )
     is_dead = run.coordinates["is_dead"].astype(bool)
     places = np.arange(len(is_dead)) if selection.tokens is None else selection.tokens
     places = places[is_dead[places]]
     if not len(places):
         raise InvalidArgument(
-            f"layout {layout.name} has rows of the dead tokens only, and none is selected"
+            f"layout {layout.name} holds dead tokens only, and none is selected; select dead "
+            "tokens, or use another layout"
         )
     return replace(selection, tokens=places)
 
 
 def _labels(layout: Layout, run: TiledRun, selection: Selection, steps: Array) -> Iterator[Tensor]:
-    """Steps, where they are not counted from 0, and tokens, with what tells the dead ones."""
+    """Steps and tokens, unless they count from 0, and the marks of the dead tokens."""
     if layout.steps is not None or not np.array_equal(steps, np.arange(len(steps))):
         yield constant(layout.steps or "recorded_steps", "int64", steps)
     ids = selection.along_token(run.coordinates["token"])
@@ -122,13 +123,13 @@ def _labels(layout: Layout, run: TiledRun, selection: Selection, steps: Array) -
     if layout.only_dead and _is_vocabulary(run):
         yield from population(layout.populations, run.coordinates["is_dead"].astype(bool))
     else:
-        # The notebooks index the token axis with these: places, which are ids in a whole run.
+        # The notebooks index the token axis with these: positions, equal to ids in a whole run.
         is_dead = selection.along_token(run.coordinates["is_dead"]).astype(bool)
         yield from population(layout.populations, is_dead)
 
 
 def _is_vocabulary(run: TiledRun) -> bool:
-    """Whether the run has a row of every id."""
+    """True if the run holds a row of every id."""
     ids = run.coordinates["token"]
     return bool(np.array_equal(ids, np.arange(len(ids))))
 
@@ -139,7 +140,7 @@ def population(keys: Collection[str], is_dead: Array) -> Iterator[Tensor]:
     Parameters
     ----------
     keys : collection of str
-        Of `trajstore.exchange.layouts.POPULATIONS`.
+        Keys of `trajstore.exchange.layouts.POPULATIONS`.
     is_dead : ndarray of bool, (token,)
     """
     for key in keys:
@@ -154,10 +155,10 @@ def population(keys: Collection[str], is_dead: Array) -> Iterator[Tensor]:
 def _columns(
     layout: Layout, run: TiledRun, selection: Selection, steps: Array
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors with a row per step, by their keys, and why others are left out."""
+    """Tensors with a row per step, by their keys, and notes about omitted ones."""
     columns = layout.columns
     if "W" not in run.series:
-        # A run that was imported from changes knows them, and nothing else of W.
+        # A run that was imported from changes of W holds only these.
         columns = tuple(
             replace(column, variable="delta", time="after") if column.time == "change" else column
             for column in columns
@@ -176,28 +177,28 @@ def _columns(
             unrecorded.append(column.key)
     if not tensors.keys() - set(zeros):
         raise VariableNotRecorded(
-            f"layout {layout.name} holds {', '.join(column.variable for column in columns)}, and "
-            f"this export {', '.join(selection.variables)}; export the native layout"
+            f"layout {layout.name} holds only {', '.join(column.variable for column in columns)}, "
+            f"but the selection has {', '.join(selection.variables)}; use the native layout"
         )
     notes = []
     if unrecorded:
-        notes.append(f"{', '.join(unrecorded)} left out, as their variables were not recorded")
+        notes.append(f"{', '.join(unrecorded)} omitted: not recorded")
     if unselected:
-        notes.append(f"{', '.join(unselected)} left out, as their variables were not selected")
+        notes.append(f"{', '.join(unselected)} omitted: not selected")
     if zeros:
-        notes.append(f"{', '.join(zeros)} are 0, as SGD has no moments")
+        notes.append(f"{', '.join(zeros)} are 0: SGD has no moments")
     return tensors, notes
 
 
 def _is_sgd(run: TiledRun) -> bool:
-    """Whether an optimizer without moments trained the run."""
+    """True if an optimizer without moments trained the run."""
     name = str(attribute(run.attributes, "optimizer", "class") or "").rpartition(".")[2]
     momentum = attribute(run.attributes, "optimizer", "hyperparameters", "momentum")
     return name in ("SGD", "RoundedSGD") and not momentum
 
 
 def _zeros(column: Column, run: TiledRun, selection: Selection, rows: int) -> Tensor:
-    """Moments of an optimizer that has none, as their files had them."""
+    """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
     like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
     tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
     shape = (rows, tokens, like.shape[2])
@@ -232,12 +233,12 @@ def _column(
         blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
         tensor = _with_zeros(tensor, steps) if blank else tensor
         return replace(tensor, dtype=_stored(column))
-    # Step 0 has no step before it: 1.12a repeats the initial state there, a change is zero.
+    # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
     before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
     if (before < 0).any():
         raise InvalidArgument(
-            f"layout {layout.name} needs W before step {steps[before < 0][0]}, and the run does "
-            "not hold the step before it; leave that step out, or use another layout"
+            f"layout {layout.name} needs W before step {steps[before < 0][0]}, but the run does "
+            "not hold the step before it; omit that step, or use another layout"
         )
     if column.time == "before":
         return variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
@@ -245,7 +246,7 @@ def _column(
 
 
 def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
-    """The tensor with zeros where no step had been taken yet, as the notebooks put them."""
+    """The tensor with zeros in the row of step 0, as in the notebooks' files."""
     first = np.flatnonzero(steps == 0)
     if not len(first):
         return tensor
@@ -262,7 +263,7 @@ def _parts_with_zeros(tensor: Tensor, row: int) -> Iterator[Part]:
 
 
 def _zeros_for_nan(part: Part, dtype: str, row: int) -> tuple[Array, int]:
-    """Bits of a part, with zeros in a row that holds nothing but NaN."""
+    """Bits of a part, with zeros in place of a row of NaN."""
     bits, rounded = part.read()
     if is_nan(bits[row : row + 1], native_type(dtype)).all():
         bits = bits if bits.flags.writeable else bits.copy()
@@ -271,7 +272,7 @@ def _zeros_for_nan(part: Part, dtype: str, row: int) -> tuple[Array, int]:
 
 
 def _change(key: str, variable: TiledVariable, selection: Selection, before: Array) -> Tensor:
-    """Differences to the rows before, in float32."""
+    """Differences from the rows before, in float32."""
     tokens = np.arange(variable.shape[1]) if selection.tokens is None else selection.tokens
     shape = (len(before), len(tokens), *variable.shape[2:])
     parts = partial(_parts_of_change, variable, selection.rows, before, tokens)
@@ -293,7 +294,7 @@ def _difference(
     tile: Tile, variable: TiledVariable, before: Array, tokens: Array
 ) -> tuple[Array, int]:
     earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
-    with np.errstate(invalid="ignore"):  # of two infinities it is NaN
+    with np.errstate(invalid="ignore"):  # the difference of two infinities is NaN
         change = np.subtract(tile.read(), earlier, dtype=np.float32)
     return change.view(np.uint32), 0
 
@@ -301,7 +302,7 @@ def _difference(
 def _numbers(
     layout: Layout, run: TiledRun, selection: Selection
 ) -> Iterator[tuple[str, int | float]]:
-    """Numbers beside the arrays that are known, by their keys."""
+    """Known numbers of the layout, by their keys."""
     if "is_dead" in run.coordinates:
         is_dead = run.coordinates["is_dead"].astype(bool)
         if not layout.only_dead:
@@ -312,12 +313,12 @@ def _numbers(
 
 
 def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int | float]]:
-    """Numbers that the attributes of a run tell.
+    """Numbers from the attributes of a run.
 
     Parameters
     ----------
     keys : collection of str
-        Names of `trajstore.exchange.guessing.kind_table.SCALARS`.
+        Names from `trajstore.exchange.guessing.kind_table.SCALARS`.
     run : TiledRun
     """
     for key in keys:
@@ -333,7 +334,7 @@ def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int 
 
 
 def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
-    """Value of a scalar; None where the attributes do not tell it."""
+    """Value of a scalar; None if the attributes do not hold it."""
     for path in scalar.paths:
         value = attribute(attributes, *path)
         if isinstance(value, str) and value in scalar.codes:
@@ -344,7 +345,7 @@ def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
 
 
 def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
-    """What the metadata of 1.12a say, as far as it is told."""
+    """Metadata of 1.12a, as far as they are known."""
     known = dict(numbers_of(layout.as_texts, run))
     metadata = {key: str(value) for key, value in known.items()}
     if "vocab_size" in metadata:
@@ -364,17 +365,17 @@ def _notes(
 ) -> Iterator[str]:
     if layout.marks_dead and "is_dead" not in run.coordinates:
         known = ", ".join((*layout.populations, *layout.counts))
-        yield f"{known} left out, as the run does not tell which tokens are dead"
+        yield f"{known} omitted: the run does not record which tokens are dead"
     unknown = [key for key in layout.scalars if key not in numbers]
     if unknown:
-        yield f"{', '.join(unknown)} left out, as the run's attributes do not tell them"
+        yield f"{', '.join(unknown)} omitted: not in the run's attributes"
     before = [column.key for column in layout.columns if column.time == "before"]
     before = [key for key in before if key in columns]
     if before:
         named = " and ".join([", ".join(before[:-1]), before[-1]] if before[1:] else before)
         yield (
-            f"{named} are those before the step of their row, so those after step {steps[-1]} are "
-            "not in the file"
+            f"{named} are the values before the step of their row; the file does not hold those "
+            f"after step {steps[-1]}"
         )
         if steps[0] == 0 and "logits" in columns:
-            yield "logits of step 0 are NaN: the run holds no forward pass before step 1"
+            yield "logits of step 0 are NaN: a run does not record the forward pass before step 1"

@@ -1,4 +1,4 @@
-"""Files with all of a run: safetensors with its own names, HDF5 with those that its users know."""
+"""Files with everything a run holds: safetensors with native names, HDF5 with common names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["hdf5_file", "native_file"]
 
 
 def native_file(run: TiledRun, selection: Selection) -> ExportedFile:
-    """Every variable under its own name in its own type, and the attributes as metadata."""
+    """Content of a safetensors file: native names and types, with the attributes as metadata."""
     tensors = [constant(STEP.name, "int64", run.steps[selection.rows])]
     tensors += [variable_tensor(name, run.series[name], selection) for name in selection.variables]
     tensors += [
@@ -37,7 +37,7 @@ _POPULATIONS = (
 
 
 def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
-    """Every variable in its own type, dead tokens in every form, and all that an import needs."""
+    """Content of an HDF5 file: native types, every form of dead tokens, all that imports need."""
     tensors = [
         variable_tensor(HDF5_KEYS.get(name, name), run.series[name], selection)
         for name in selection.variables
@@ -45,7 +45,7 @@ def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
     tensors.append(constant("recorded_steps", "int64", run.steps[selection.rows]))
     attributes: dict[str, Any] = dict(numbers_of(LAYOUTS["thimble-6"].scalars, run))
     for name, values in run.coordinates.items():
-        if name in run.populations:  # whose names may mean something else to who reads the file
+        if name in run.populations:  # their names may have another meaning in the file
             continue
         selected, dtype = selection.along_token(values), COORDINATES[name].dtype
         if name == "is_dead":
@@ -60,7 +60,7 @@ def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
 
 
 def _json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
-    """Attributes of the run and its variables, and the coordinates that are texts, as JSON."""
+    """Attributes of the run and its variables, and the coordinates of strings, as JSON."""
     attributes = {name: run.series[name].attributes for name in selection.variables}
     texts = {"attributes": json.dumps(run.attributes), "variables": json.dumps(attributes)}
     for name, values in run.coordinates.items():

@@ -1,7 +1,8 @@
-"""A selection of a run as a run again, with blocks of another size."""
+"""A selection of a run as a new run, with blocks of another size, or in another encoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
-from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.exchange.selection import Selection
-from trajstore.schema import STEP
+from trajstore.schema import STEP, Encoding
+from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
 from trajstore.store.reading.tiled_reader import Tile, TiledRun
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
@@ -29,23 +30,29 @@ def write_run(
     *,
     block_rows: int | None,
     memory: int | str,
+    encoding: Encoding | None = None,
+    on_note: Callable[[str], None],
     on_progress: Progress | None = None,
 ) -> None:
     """Write a selection as a new run.
 
-    What is read goes straight into the buffer of the writer, a block of it at a time; where the new
-    blocks are smaller, a block of the old run is held between. Where `memory` does not hold a block
-    of the old run, its chunks are decoded more than once, and memory stays flat.
+    Rows are decoded straight into the buffer of the writer, one block at a time. If the new blocks
+    are smaller, a block of the old run is held in between. If `memory` does not hold a block of the
+    old run, its chunks are decoded more than once, and memory stays constant.
 
     Parameters
     ----------
     path : Path
-        Where nothing is yet.
+        A path that does not exist yet.
     run : TiledRun
     selection : Selection
     block_rows : int, optional
     memory : int or str
-        For the buffer of the writer, and what is held between.
+        Memory for the buffer of the writer and the rows held in between.
+    encoding : {'delta', 'replay'}, optional
+        Default: the encoding of `run`.
+    on_note : callable
+        As for `RunWriter.create`.
     on_progress : callable, optional
 
     Raises
@@ -58,6 +65,7 @@ def write_run(
         for name, values in run.coordinates.items()
         if name not in run.populations
     }
+    dropped = {*OF_THE_STORE, *CHANGING}
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
     with RunWriter.create(
         path,
@@ -68,8 +76,10 @@ def write_run(
         block_rows=block_rows,
         buffers=1,
         commit_every=None,
-        fsync=False,  # the whole of it is flushed before it gets its name
-        attributes={key: run.attributes[key] for key in KEPT_ATTRIBUTES if key in run.attributes},
+        fsync=False,  # the caller flushes the whole run before it gets its name
+        encoding=encoding or run.attributes.get("encoding", "delta"),
+        on_note=on_note,
+        attributes={name: run.attributes[name] for name in run.attributes if name not in dropped},
         populations={
             name: selection.along_token(values) for name, values in run.populations.items()
         },
@@ -86,12 +96,12 @@ def _copy(
     spare: int,
     on_progress: Progress | None,
 ) -> None:
-    """Copy the selected rows; `spare` bytes are left for those that are held between."""
+    """Copy the selected rows. `spare` bytes are left for rows held in between."""
     steps = run.steps[selection.rows]
     arrays = {name: array for name, array in new.layout.arrays.items() if name != STEP.name}
     row_bytes = sum(array.row_bytes for array in arrays.values())
-    # Where the new blocks are smaller, rows of a whole old block are held between the two, as many
-    # as what is left of the memory holds.
+    # If the new blocks are smaller, up to one old block of rows is held in between, as far as the
+    # spare memory allows.
     block = max(variable.tile[0] for variable in run.series.values())
     most = min(block, spare // row_bytes, len(steps))
     if most <= new.layout.block_rows:
@@ -112,14 +122,18 @@ def _copy(
 
 
 def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
-    """Fill the places of rows."""
+    """Fill the places of rows: a tile of all matrices at a time, as some are computed together."""
+    tiles: dict[Any, list[tuple[Array, Tile]]] = {}
     for name, place in places.items():
         variable = run.series[name]
         tokens = selection.tokens if "token" in variable.dims else None
-        tiles = variable.tiles(rows, tokens, native=True)
-        for _ in in_parallel(partial(_fill, place, tile) for tile in tiles):
-            pass
+        for tile in variable.tiles(rows, tokens, native=True):
+            where = tuple((part.start, part.stop) for part in tile.where)
+            tiles.setdefault(where, []).append((place, tile))
+    for _ in in_parallel(partial(_fill, together) for together in tiles.values()):
+        pass
 
 
-def _fill(place: Array, tile: Tile) -> None:
-    place[tile.where] = tile.read()
+def _fill(tiles: list[tuple[Array, Tile]]) -> None:
+    for place, tile in tiles:
+        place[tile.where] = tile.read()

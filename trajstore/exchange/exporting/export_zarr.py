@@ -1,7 +1,7 @@
 """A selection of a run as ordinary Zarr: a Dataset that every reader of Zarr v3 opens.
 
-xarray writes it, with codecs of the Zarr v3 specification and Blosc only. It is no run: it has no
-labels and no digests, and is neither verified nor resumed.
+xarray writes it, only with codecs of the Zarr v3 specification and Blosc. The result is not a run:
+it has no block labels and no digests, and can be neither verified nor resumed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
-from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
 from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
@@ -33,28 +33,25 @@ __all__ = ["check_zarr_target", "write_zarr"]
 
 Array = npt.NDArray[Any]
 
-_OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
-"""Attributes of the root that are true of a run only, beside those that every commit sets."""
-
 _MOST_ROWS = 256
 _CHUNK = 4 << 20
 _OPTIONS: dict[str, Any] = {"zarr_format": 3, "consolidated": True, "write_empty_chunks": True}
 
 
 def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """Where a Zarr group may be made.
+    """Check the path of a new Zarr group.
 
     Raises
     ------
     RunExists
-        If something is there and `overwrite` is not set, or it is a run, or no export.
+        If the path exists and `overwrite` is not set, or if it is anything but an exported Zarr.
     """
     path = local_path(target).absolute()
     if not path.exists() and not path.is_symlink():
         return path
     if not overwrite:
         raise RunExists(
-            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+            f"{path} already exists; choose another path, or overwrite it (--overwrite)"
         )
     try:
         ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
@@ -62,8 +59,8 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
         ours = False
     if path.is_symlink() or not ours:
         raise RunExists(
-            f"{path} is not an exported Zarr, so it is not overwritten; choose another path (to "
-            "rechunk a run in place, use --format run)"
+            f"{path} is not an exported Zarr, so it is not overwritten; choose another path, or "
+            "use --format run to rechunk a run in place"
         )
     return path
 
@@ -79,24 +76,24 @@ def write_zarr(
 ) -> None:
     """Write a selection as a Zarr group, a few blocks of one variable at a time.
 
-    Values have the type of the store: float32 that holds each native value exactly.
+    Values have the type of the store: float32, which holds each native value exactly.
 
     Parameters
     ----------
     path : Path
-        Where nothing is yet.
+        A path that does not exist yet.
     run : TiledRun
     selection : Selection
     block_rows : int, optional
-        Rows of a chunk; without it those of a block of the run, at most 256.
+        Rows of a chunk. Default: the rows of a block of the run, at most 256.
     memory : int or str
-        For the rows that are held before they are written.
+        Memory for the rows that are held until they are written.
     on_progress : callable, optional
 
     Raises
     ------
     InvalidArgument
-        If `memory` does not hold a row, or `block_rows` of them.
+        If `memory` does not hold one row, or `block_rows` rows.
     """
     budget = parse_bytes(memory)
     tokens = len(selection.along_token(run.coordinates["token"]))
@@ -107,7 +104,7 @@ def write_zarr(
         shapes[name] = (shape[0], tokens, *shape[2:]) if "token" in variable.dims else shape
         held[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
     with warnings.catch_warnings():
-        # Readers that know consolidated metadata expect it; the others need not.
+        # Some readers expect consolidated metadata; the others ignore it.
         warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
         _empty(run, selection, shapes).to_zarr(
             path,
@@ -135,7 +132,7 @@ def write_zarr(
 def _chunks(
     variable: TiledVariable, shape: tuple[int, ...], block_rows: int | None, memory: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Rows that are held at once, whole chunks of them, and the shape of a chunk."""
+    """Rows to hold at once (whole chunks), and the shape of a chunk."""
     row = max(1, math.prod(shape[1:])) * variable.native.stored.itemsize
     fitting = memory // row
     if fitting < (block_rows or 1):
@@ -151,26 +148,26 @@ def _chunks(
     else:
         rows = block_rows or max(1, min(_CHUNK // row, fitting, shape[0]))
         chunk = (rows, *shape[1:])
-    # Where the chunks are smaller than the blocks that are read, several are written at once.
+    # If chunks are smaller than the blocks that are read, several chunks are written at once.
     return rows * max(1, min(variable.tile[0], fitting) // rows), chunk
 
 
 def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
     from zarr.codecs import BloscCodec, TransposeCodec
 
-    # Values of neighboring steps are alike, so the steps of one value lie side by side.
+    # Values of neighboring steps are similar, so the steps of one element are stored contiguously.
     order = (*range(1, len(chunk)), 0)
     return {
         "chunks": chunk,
         "filters": [TransposeCodec(order=order)] if len(chunk) > 1 else [],
         "compressors": [BloscCodec(cname="zstd", clevel=1, shuffle="bitshuffle")],
-        "_FillValue": None,  # so that a reader changes no NaN
+        "_FillValue": None,  # readers keep every NaN as it is
     }
 
 
 def _empty(run: TiledRun, selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
-    """The Dataset, all but the values of its variables."""
-    dropped = {*_OF_THE_STORE, *CHANGING}
+    """The Dataset, without the values of its variables."""
+    dropped = {*OF_THE_STORE, *CHANGING}
     coordinates: dict[str, Any] = {
         STEP.name: (STEP.name, run.steps[selection.rows], {"long_name": STEP.long_name})
     }
@@ -196,7 +193,7 @@ def _empty(run: TiledRun, selection: Selection, shapes: dict[str, tuple[int, ...
 
 
 def _plain(values: Array) -> Array:
-    """The same; texts in the one type of texts that Zarr has."""
+    """The same values; strings get the string type of Zarr."""
     if values.dtype.kind in "TUO":
         return values.astype(object).astype(np.dtypes.StringDType())
     return values

@@ -1,4 +1,4 @@
-"""What a file will hold of a run, whatever its format: tensors, texts, and notes for its reader."""
+"""Content of an exported file, independent of its format: tensors, strings and notes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = ["ExportedFile", "variable_tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedFile:
-    """A file that is to be written.
+    """Content of a file to write.
 
     Attributes
     ----------
     tensors : tuple of Tensor
     texts : dict of str to str
-        What it says besides: the metadata of a safetensors file, datasets of bytes in HDF5.
+        Metadata of a safetensors file, or datasets of bytes in HDF5.
     attributes : dict of str to str, int or float
-        Of the root, in HDF5.
+        Attributes of the root in HDF5.
     chunk_rows : int
-        Rows of a chunk, in HDF5.
+        Rows of a chunk in HDF5.
     gzip : int
         Level of compression in HDF5; 0 for none.
     float16_as_bits : bool
-        Whether float16 too is written to HDF5 as its bits; bfloat16 always is.
-    left_out : tuple of str
-        Variables that were selected, and that it has no place for.
+        True if HDF5 holds float16 as its bits, as it always holds bfloat16.
+    omitted : tuple of str
+        Selected variables that the layout has no place for.
     notes : tuple of str
-        What whoever reads the file should know.
+        Notes for the reader of the file.
     """
 
     tensors: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class ExportedFile:
     chunk_rows: int = 1
     gzip: int = 0
     float16_as_bits: bool = True
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -62,7 +62,7 @@ def variable_tensor(
     dtype: NativeType | None = None,
     rows: Array | None = None,
 ) -> Tensor:
-    """Tensor of a selection of a variable.
+    """Tensor of the selected part of a variable.
 
     Parameters
     ----------
@@ -70,9 +70,9 @@ def variable_tensor(
     variable : TiledVariable
     selection : Selection
     dtype : NativeType, optional
-        Type in the file; the native one without it.
+        Type in the file. Default: the native type.
     rows : ndarray of int, optional
-        Positions along ``step`` instead of those of the selection, as many.
+        Positions along ``step`` that replace those of the selection, in the same number.
     """
     wanted = dtype or variable.native
     rows = selection.rows if rows is None else rows

@@ -1,4 +1,4 @@
-"""A selection of a run as torch tensors. The only place of the store that needs torch."""
+"""A selection of a run as torch tensors. The only module of the store that needs torch."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ def to_torch(
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a selection, in native types: bfloat16 comes back as ``torch.bfloat16``.
+    """Read a selection as tensors in native types: bfloat16 becomes ``torch.bfloat16``.
 
-    Each tensor owns memory that was allocated for it and is filled once, tile by tile; nothing is
-    shared with the run, with a Dataset or with another tensor, so writing into one changes nothing
-    else. Only the selection is decoded and held.
+    Each tensor has its own memory, which is filled once, tile by tile. It shares nothing with the
+    run, a Dataset or another tensor, so writing to it changes nothing else. Only the selection is
+    decoded and held.
 
     Parameters
     ----------
     run : path-like, str or Dataset
     steps : str, int, slice or iterable of int, optional
-        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
-        from the start. All without it.
+        Step numbers. ``0:200:10`` selects the recorded steps from 0 to 199 whose distance from 0 is
+        a multiple of 10. Default: all.
     tokens : str, path-like or iterable of int, optional
-        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file of ids. Default: all.
     variables : str or iterable of str, optional
-        Names, also as one text with commas. All without it.
+        Names, also as one string with commas. Default: all.
 
     Returns
     -------
     dict of str to torch.Tensor
-        On the CPU: ``step`` (int64), ``token`` (int64), and each variable.
+        Tensors on the CPU: ``step`` (int64), ``token`` (int64), and each variable.
 
     Raises
     ------
     MissingExtra
         If torch is not installed.
     RunNotFound, FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
-        If there is no such run or selection.
+        If the run or the selection does not exist.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def to_torch(
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     token = selection.along_token(recorded.coordinates["token"])
-    made = {
+    tensors = {
         "step": torch.tensor(recorded.steps[selection.rows], dtype=torch.int64),
         "token": torch.tensor(token, dtype=torch.int64),
     }
@@ -84,10 +84,10 @@ def to_torch(
         bits = np.empty(wanted.shape, recorded.series[name].native.bits)
         for _ in in_parallel(partial(_fill, bits, part) for part in wanted.parts()):
             pass
-        # torch has few unsigned types; the signed one of the same width carries the same bits.
+        # torch has few unsigned types; the signed type of the same width holds the same bits.
         signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
-        made[name] = signed.view(getattr(torch, wanted.dtype))
-    return made
+        tensors[name] = signed.view(getattr(torch, wanted.dtype))
+    return tensors
 
 
 def _fill(bits: Array, part: Part) -> None:

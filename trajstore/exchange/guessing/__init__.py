@@ -1,9 +1,9 @@
-"""Which array of a file holds which variable.
+"""Detection of the variable that each array of a file holds.
 
 ``detect_arrays``
-    What each array of a file is taken for: by its name, its type and its shape; never silently.
+    Kind of each array, from its name, type and shape. Every decision is reported.
 ``detect_numbers``
-    Numbers beside the arrays of a file: attributes, texts that are numbers, arrays of one value.
+    Single numbers of a file: attributes, strings with numbers, arrays of one value.
 ``kind_table``
-    The kinds of arrays and numbers that are known: the names in use, dimensions and types.
+    Known kinds of arrays and numbers: common names, dimensions and types.
 """

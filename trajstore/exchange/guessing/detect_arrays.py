@@ -1,8 +1,7 @@
-"""What each array of a file is taken for: by its name, its type and its shape; never silently.
+"""Kind of each array of a file, from its name, type and shape. Every decision is reported.
 
-A name that is in `kind_table` decides, if rank and type fit it; an array of (step, token,
-hidden) that is alone needs no name. What nothing is known of, or follows from the rest, is left out
-and listed.
+A name from `kind_table` decides if rank and type fit. A single array of (step, token, hidden) needs
+no name. Unknown and derived arrays are omitted and listed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,11 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.detect_numbers import number_of_one, numbers_beside, vectors_beside
+from trajstore.exchange.guessing.detect_numbers import (
+    number_of_one,
+    numbers_per_run,
+    single_numbers,
+)
 from trajstore.exchange.guessing.kind_table import (
     AMBIGUOUS,
     ARRAY_KINDS,
@@ -34,24 +37,27 @@ from trajstore.values.native_types import NATIVE_TYPES
 __all__ = ["IGNORE", "DetectedArray", "DetectedArrays", "Detection", "abridged", "detect_arrays"]
 
 IGNORE = "ignore"
-"""Kind of arrays that are to be left out."""
+"""Kind of arrays to omit."""
 
 _BITS = ("uint16", "int16")
 _BATCH = 4 << 20
+_IGNORED = "ignored (--map)"
+_OTHER_PARAMETER = "belongs to another parameter"
 _LISTS = ("dead_mask", "live_mask", "dead_ids", "live_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """A line of the table of what was taken for what.
+    """A line of the table of detected arrays.
 
     Attributes
     ----------
     name, dtype : str
     shape : tuple of int
     kind : str
-        What it was taken for; empty for what was left out.
+        Detected kind; empty if the array is omitted.
     why : str
+        Details of the detection, or the reason for the omission.
     """
 
     name: str
@@ -63,7 +69,7 @@ class Detection:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectedArray:
-    """An array that has a kind.
+    """An array with a known kind.
 
     Attributes
     ----------
@@ -85,30 +91,30 @@ class DetectedArray:
 
     @property
     def extra(self) -> int:
-        """Axes that it has more than its kind."""
+        """Number of axes beyond those of its kind."""
         return len(self.shape) - len(self.kind.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectedArrays:
-    """What a file holds.
+    """Detected content of a file.
 
     Attributes
     ----------
     found : tuple of DetectedArray
     numbers : dict of str to int, float or bool
-        Numbers beside the arrays, by their keys.
+        Single numbers by key.
     vectors : dict of str to list
-        One number for each run, by their keys.
-    left_out : tuple of Detection
+        Lists of one number per run, by key.
+    omitted : tuple of Detection
     guessed : tuple of str
-        Keys of arrays that are W by their shape alone.
+        Keys of arrays that were taken as W because of their shape alone.
     """
 
     found: tuple[DetectedArray, ...]
     numbers: dict[str, Any]
     vectors: dict[str, list[Any]]
-    left_out: tuple[Detection, ...]
+    omitted: tuple[Detection, ...]
     guessed: tuple[str, ...] = ()
 
     def of(self, kind: str) -> tuple[DetectedArray, ...]:
@@ -119,21 +125,21 @@ class DetectedArrays:
 def detect_arrays(
     file: ArrayFile, mapped: Mapping[str, str] | None = None, *, ignored: tuple[str, ...] = ()
 ) -> DetectedArrays:
-    """Find out what the arrays of a file are.
+    """Detect the kinds of the arrays of a file.
 
     Parameters
     ----------
     file : ArrayFile
     mapped : mapping of str to str, optional
-        Keys, and the kinds that they are to have.
+        Keys and their kinds.
     ignored : tuple of str, optional
-        Keys that are left out.
+        Keys to ignore.
 
     Raises
     ------
     FormatError
-        If a name fits no array of such a type or rank, two names fit one kind, or the only array
-        that could be W has no name that says it, beside others that have names.
+        If the type or rank of an array does not fit its name, or two arrays have one kind. Also if
+        other arrays have known names, and the only array that could be W has not.
     InvalidArgument
         If a kind or a key does not exist.
     """
@@ -142,31 +148,31 @@ def detect_arrays(
     _check_attributes(file, ignored)
     mapped_kinds = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
     found: list[DetectedArray] = []
-    left = _passed_over(file, ignored)
-    numbers = numbers_beside(file, ignored)
-    vectors = vectors_beside(file, ignored)
+    left = _unread(file, ignored)
+    numbers = single_numbers(file, ignored)
+    vectors = numbers_per_run(file, ignored)
     unknown: list[DetectedArray] = []
     alone: list[DetectedArray] = []
     for key in file.keys:
         shape, dtype = file.shape(key), file.dtype(key)
         line = Detection(name=key, dtype=dtype, shape=shape, kind="")
         if key in ignored:
-            left.append(replace(line, why="as you said"))
+            left.append(replace(line, why=_IGNORED))
             continue
         name = named(key)
         if key not in mapped and shape and key.lower() in AMBIGUOUS:
             kinds = AMBIGUOUS[key.lower()]
             raise FormatError(
-                f"{file.path}: {key} may be {' or '.join(kinds)}; say which with "
+                f"{file.path}: {key} may be {' or '.join(kinds)}; choose with "
                 f"{' or '.join(f'--map {kind}={key}' for kind in kinds)}"
             )
         if key in mapped:
             kind = mapped[key]
             if kind not in ARRAY_KINDS:
-                continue  # a scalar, which is among the numbers
+                continue  # a scalar, already among the numbers
             name = replace(name, kind=ARRAY_KINDS[kind])
         elif name.kind is not None and name.kind.name in mapped_kinds and name.kind.is_variable:
-            left.append(replace(line, why=f"{_mapped_to(mapped, name.kind)} was named as that"))
+            left.append(replace(line, why=f"replaced by {_mapped_to(mapped, name.kind)} (--map)"))
             continue
         if name.kind is not None and name.kind.name == "token_ids":
             name = _described(file, key, name)
@@ -176,14 +182,14 @@ def detect_arrays(
             if name.kind is not None and name.kind.is_variable and dtype in NATIVE_TYPES:
                 alone.append(_found(key, dtype, shape, name))
             elif key not in numbers:
-                left.append(replace(line, why="no number"))
+                left.append(replace(line, why="not a number"))
         elif name.kind is not None:
             per_run = scalar_of(key) is not None and len(shape) == 1 and name.kind.name == "lr"
             if per_run:
                 vectors[key] = values_of(file, key).tolist()
             one = _found(key, dtype, shape, name)
             if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
-                left.append(replace(line, why="of another parameter"))
+                left.append(replace(line, why=_OTHER_PARAMETER))
                 continue
             if not _fits(one):
                 raise _unfit(file, one, is_mapped=key in mapped)
@@ -193,18 +199,18 @@ def detect_arrays(
         elif len(shape) == 1 and scalar_of(key) is not None:
             vectors[key] = values_of(file, key).tolist()
         elif is_derived(key):
-            left.append(replace(line, why="follows from the rest"))
+            left.append(replace(line, why="derived from other arrays"))
         elif (len(shape) == 3 and _is_float(dtype)) or (
             len(shape) == 2 and _is_float(dtype) and "." not in key
         ):
             unknown.append(_found(key, dtype, shape, replace(name, kind=ARRAY_KINDS["W"])))
         else:
-            left.append(replace(line, why="not known"))
+            left.append(replace(line, why="unknown name"))
     chosen, more = _by_shape_alone(file, found, unknown)
     found, dropped = _of_one_parameter(found + chosen)
     anchors = [one for one in found if one.kind.name in TRAJECTORIES]
     for key in [key for key, values in vectors.items() if len(values) == 1]:
-        # One rate for all rows, unless there is but one row.
+        # One rate for all rows, unless the file has only one row.
         if any(len(one.shape) > 2 and one.shape[one.extra] > 1 for one in anchors):
             numbers[key] = number_of_one(file, key)
             del vectors[key]
@@ -216,18 +222,16 @@ def detect_arrays(
         found=tuple(found),
         numbers=numbers,
         vectors=vectors,
-        left_out=(*left, *more, *dropped, *others),
+        omitted=(*left, *more, *dropped, *others),
         guessed=tuple(one.key for one in chosen),
     )
 
 
-def _passed_over(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
-    """What the file holds besides, which its format does not offer."""
+def _unread(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
+    """Content of the file that its format cannot read, with reasons."""
     return [
-        Detection(
-            name=key, dtype="", shape=(), kind="", why="as you said" if key in ignored else why
-        )
-        for key, why in file.passed_over.items()
+        Detection(name=key, dtype="", shape=(), kind="", why=_IGNORED if key in ignored else why)
+        for key, why in file.unread.items()
     ]
 
 
@@ -241,19 +245,19 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
         if key not in file.keys and key not in file.attributes:
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
     for key in ignored:
-        if key not in (*file.keys, *file.attributes, *file.passed_over):
+        if key not in (*file.keys, *file.attributes, *file.unread):
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
 
 
 def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
-    """Whether no attribute tells of the tokens what only arrays are asked for."""
+    """Refuse masks and lists of tokens in attributes: they are read from arrays only."""
     for key, value in file.attributes.items():
         kind = named(key).kind
         is_list = isinstance(value, list) or (isinstance(value, str) and value[:1] in ("[", "("))
         if key not in ignored and is_list and kind is not None and kind.name in _LISTS:
             raise FormatError(
-                f"{file.path}: {key} is an attribute, and {kind.name} is read from arrays only; "
-                f"save it as an array, or beside the file as {kind.name}.npy for --masks with "
+                f"{file.path}: {key} is an attribute, but {kind.name} is read from arrays only; "
+                f"save it as an array, or save {kind.name}.npy and pass --masks {kind.name}.npy "
                 f"--map {IGNORE}={key}"
             )
 
@@ -277,9 +281,9 @@ def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> Detected
 
 
 def _described(file: ArrayFile, key: str, name: Name) -> Name:
-    """Name of a list of tokens, of which a description says whether they are dead."""
-    stated = " ".join(str(value) for at, value in file.attributes.items() if "descr" in at.lower())
-    population = described_population(stated)
+    """Name of a list of tokens; a description of the file may define them as dead or live."""
+    text = " ".join(str(value) for at, value in file.attributes.items() if "descr" in at.lower())
+    population = described_population(text)
     if population is None:
         return name
     return replace(name, kind=ARRAY_KINDS[f"{population}_ids"], is_described=True)
@@ -290,7 +294,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _fits(one: DetectedArray) -> bool:
-    """Whether the type and rank of an array fit its kind."""
+    """True if the type and rank of an array fit its kind."""
     kind, rank = one.kind, len(one.shape)
     if kind.values == "float":
         fits = one.dtype in NATIVE_TYPES or (one.dtype in _BITS and rank > 1)
@@ -304,24 +308,24 @@ def _fits(one: DetectedArray) -> bool:
 
 def _unfit(file: ArrayFile, one: DetectedArray, *, is_mapped: bool) -> FormatError:
     expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
-                "truth": "truths"}[one.kind.values]  # fmt: skip
-    stated = f"{one.key} is of type {one.dtype} and shape {one.shape}"
+                "truth": "booleans"}[one.kind.values]  # fmt: skip
+    received = f"{one.key} has type {one.dtype} and shape {one.shape}"
     wanted = f"expected {expected} of ({', '.join(one.kind.dims)})"
     if is_mapped:
         return FormatError(
-            f"{file.path}: {stated}, and was said to be {one.kind.name}, {wanted}; the file holds "
-            f"{abridged(file.keys)}"
+            f"{file.path}: {received}, but is mapped to {one.kind.name}, {wanted}; map another "
+            f"array of {abridged(file.keys)}"
         )
     return FormatError(
-        f"{file.path}: {stated}, and its name says {one.kind.name}, {wanted}; say what it is with "
-        f"--map KIND={one.key}, or leave it out with --map {IGNORE}={one.key}"
+        f"{file.path}: {received}, but its name means {one.kind.name}, {wanted}; name its kind "
+        f"with --map KIND={one.key}, or omit it with --map {IGNORE}={one.key}"
     )
 
 
 def _by_shape_alone(
     file: ArrayFile, found: list[DetectedArray], unknown: list[DetectedArray]
 ) -> tuple[list[DetectedArray], tuple[Detection, ...]]:
-    """W, where no name says which array it is and one alone has its rank; the others."""
+    """W, if no name identifies it and only one array has its rank; and the omitted arrays."""
     anchors = [one for one in found if one.kind.name in TRAJECTORIES]
     ranks = sorted({len(one.shape) for one in unknown}, reverse=True)
     for rank in ranks if not anchors else ():
@@ -330,18 +334,18 @@ def _by_shape_alone(
         if len(alike) == len(runs):
             _check_alone(file, alike[0], found)
             rest = [one for one in unknown if one not in alike]
-            return alike, tuple(_left(one, "not known") for one in rest)
+            return alike, tuple(_left(one, "unknown name") for one in rest)
         break
-    return [], tuple(_left(one, "not known; say what it is with --map") for one in unknown)
+    return [], tuple(_left(one, "unknown name; name its kind with --map") for one in unknown)
 
 
 def _check_alone(file: ArrayFile, one: DetectedArray, found: list[DetectedArray]) -> None:
-    """Whether an array without a name that says it may be W: not beside others that have names."""
-    beside = [other.key for other in found if other.kind.is_variable]
-    if beside:
+    """Refuse to take an array as W by its shape alone if other arrays have known names."""
+    others = [other.key for other in found if other.kind.is_variable]
+    if others:
         raise FormatError(
-            f"{file.path} holds {abridged(beside)} and no W: {one.key} of shape {one.shape} could "
-            f"be it, and its name does not say so; say it with --map W={one.key}"
+            f"{file.path} holds {abridged(others)} but no known name of W; if {one.key} of shape "
+            f"{one.shape} is W, pass --map W={one.key}"
         )
 
 
@@ -350,7 +354,7 @@ def _left(one: DetectedArray, why: str) -> Detection:
 
 
 def _of_one_parameter(found: list[DetectedArray]) -> tuple[list[DetectedArray], list[Detection]]:
-    """Of an optimizer's state, which has moments of every parameter, those of W."""
+    """Keep the moments of W from an optimizer's state, which has moments of every parameter."""
     shapes = {one.shape for one in found if one.kind.name == "W"}
     kept, left = [], []
     for one in found:
@@ -359,16 +363,16 @@ def _of_one_parameter(found: list[DetectedArray]) -> tuple[list[DetectedArray], 
         if not state or (one.shape in shapes and len(alike) == 1):
             kept.append(one)
         elif one.shape in shapes:
-            left.append(_left(one, "of several parameters of this shape; --map says which"))
+            left.append(_left(one, "several parameters have this shape; choose with --map"))
         else:
-            left.append(_left(one, "of another parameter"))
+            left.append(_left(one, _OTHER_PARAMETER))
     return kept, left
 
 
 def _once(
     file: ArrayFile, found: list[DetectedArray]
 ) -> tuple[list[DetectedArray], list[Detection]]:
-    """The arrays, if no two are the same variable; W that is tied in a model counts once."""
+    """The arrays, of which no two may be the same variable. A tied W counts once."""
     left: list[Detection] = []
     matrices = {one.matrix for one in found if one.kind.name == "W"}
     untied = "E" in matrices and len(matrices) > 1
@@ -380,16 +384,16 @@ def _once(
         other = seen.setdefault(place, one)
         if other is not one:
             raise FormatError(
-                f"{file.path}: {other.key} and {one.key} both have names of {one.kind.name}; say "
-                f"which it is with --map {one.kind.name}={one.key}"
+                f"{file.path}: {other.key} and {one.key} both have names of {one.kind.name}; "
+                f"choose with --map {one.kind.name}={one.key}"
             )
     if untied:
         same = _tied(file, [one for one in found if one.kind.name == "W"])
         if same is not None:
-            left.append(_left(same, "the same values as the other matrix, which it is tied to"))
+            left.append(_left(same, "tied to the other matrix: the same values"))
             found = [replace(one, matrix=None) for one in found if one is not same]
         else:
-            # A W beside an E is the other matrix of an untied model.
+            # If there is an E, a W is the other matrix of an untied model.
             found = [
                 replace(one, matrix="W")
                 if one.matrix is None and one.kind.name == "W" else one
@@ -401,7 +405,7 @@ def _once(
 
 
 def _tied(file: ArrayFile, matrices: list[DetectedArray]) -> DetectedArray | None:
-    """The unembedding of a model that is its embedding; untied histories have names.
+    """The unembedding of a model, if it equals the embedding. Untied histories have plain names.
 
     Values are compared a few rows at a time.
     """
@@ -419,6 +423,6 @@ def _tied(file: ArrayFile, matrices: list[DetectedArray]) -> DetectedArray | Non
 
 
 def abridged(keys: Any) -> str:
-    """Keys for a message, a dozen at most."""
+    """Keys for a message, at most twelve."""
     names = sorted(map(str, keys))
     return ", ".join(names[:12]) + (" …" if len(names) > 12 else "") if names else "nothing"

@@ -1,4 +1,4 @@
-"""Numbers beside the arrays of a file: attributes, texts that are numbers, arrays of one value."""
+"""Single numbers of a file: attributes, strings with numbers, arrays of one value."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from trajstore.exchange.guessing.kind_table import is_pair, named
 from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
 
-__all__ = ["number_of_one", "numbers_beside", "vectors_beside"]
+__all__ = ["number_of_one", "numbers_per_run", "single_numbers"]
 
 _LONGEST_TEXT = 64
 _PAIR = re.compile(r"\s*[(\[]([^,]*),([^,]*?),?\s*[)\]]\s*")
 _GROUPED = re.compile(r"(?:.+\.)?param_groups\.\d+\.(betas\.[01]|eps|weight_decay)")
 
 
-def numbers_beside(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
-    """Numbers beside the arrays, by their keys; both of a pair, such as ``betas[0]``.
+def single_numbers(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
+    """Single numbers of a file by key. A pair gives two, such as ``betas[0]`` and ``betas[1]``.
 
     Parameters
     ----------
     file : ArrayFile
     ignored : tuple of str
-        Keys that are left out.
+        Keys to ignore.
     """
     found = dict(_of_attributes(file, ignored))
     for key in file.keys:
@@ -42,7 +42,7 @@ def numbers_beside(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
 
 
 def number_of_one(file: ArrayFile, key: str) -> int | float | bool | None:
-    """Number of an array of one value; None if it is none, or not finite."""
+    """Number in an array of one value; None if it is not a number, or not finite."""
     dtype = file.dtype(key)
     if dtype.startswith(("str", "bytes")):
         value = file.read(key).reshape(-1)[0]
@@ -50,8 +50,8 @@ def number_of_one(file: ArrayFile, key: str) -> int | float | bool | None:
     return plain_number(values_of(file, key).reshape(-1)[0]) if is_number(dtype) else None
 
 
-def vectors_beside(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Attributes that are several numbers, by their keys."""
+def numbers_per_run(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Attributes that are lists of numbers, by key."""
     return {
         key: value
         for key, value in file.attributes.items()
@@ -74,7 +74,7 @@ def _of_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> Iterator[tuple[
 
 
 def _pair(value: Any) -> list[Any] | None:
-    """Both numbers of a list or of a text such as ``(0.9, 0.95)``."""
+    """Both numbers of a list, or of a string such as ``(0.9, 0.95)``."""
     if isinstance(value, str):
         match = _PAIR.fullmatch(value) if len(value) <= _LONGEST_TEXT else None
         value = [_number(text) for text in match.groups()] if match else None
@@ -86,12 +86,12 @@ def _both(key: str, values: list[Any]) -> dict[str, Any]:
 
 
 def _agreed_of_groups(numbers: dict[str, Any]) -> dict[str, Any]:
-    """What all groups of parameters of an optimizer's state say alike."""
-    stated: dict[str, set[Any]] = {}
+    """Hyperparameters that are equal in all parameter groups of an optimizer's state."""
+    by_name: dict[str, set[Any]] = {}
     for key, value in numbers.items():
         if match := _GROUPED.fullmatch(key):
-            stated.setdefault(f"param_groups.{match[1]}", set()).add(value)
-    return {key: next(iter(values)) for key, values in stated.items() if len(values) == 1}
+            by_name.setdefault(f"param_groups.{match[1]}", set()).add(value)
+    return {key: next(iter(values)) for key, values in by_name.items() if len(values) == 1}
 
 
 def _number(text: str) -> int | float | None:

@@ -1,8 +1,8 @@
-"""The kinds of arrays and numbers that are known: the names in use, dimensions and types.
+"""Known kinds of arrays and numbers: common names, dimensions and types.
 
-This one table drives the detection in every format. A name is looked up whole, and then without
-what people add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_E``, ``_W`` or
-``_U`` for the matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
+This table drives the detection in every format. A name is looked up whole, and then without common
+additions: the prefix ``run_0_``, the suffixes ``_history`` or ``_bits``, ``_E``, ``_W`` or ``_U``
+for the matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Values = Literal["float", "whole", "truth"]
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayKind:
-    """What an array of a file can be.
+    """A kind of array in a file.
 
     Attributes
     ----------
     name : str
-        Of the variable or coordinate that it becomes, or of what it tells.
+        Name of the resulting variable or coordinate, or of its content.
     names : tuple of str
-        In use, in lower case.
+        Common names in lower case.
     dims : tuple of str
-        ``tokens`` is any number of tokens, ``vocabulary`` one value for each of them.
+        ``tokens`` is any number of tokens; ``vocabulary`` has one value per id.
     values : {'float', 'whole', 'truth'}
-        Of numbers; 16-bit integers are the bits of 16-bit floats, and 0 and 1 are truths.
+        Type of the values. 16-bit integers count as bits of 16-bit floats, 0 and 1 as booleans.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ArrayKind:
 
     @property
     def is_variable(self) -> bool:
-        """Whether it has a row per step."""
+        """True if it has a row per step."""
         return self.name in VARIABLES
 
 
@@ -87,10 +87,10 @@ _NAMES = {
     "token_count": "token_count token_counts counts count occurrences frequencies "
     "token_frequencies token_frequency appearances vocab_counts",
 }
-"""Names in use; a variable that is not here has its own in lower case only."""
+"""Common names. Other variables are known by their own name only, in lower case."""
 
 _DIMS: dict[str, tuple[str, ...]] = {
-    # MODEL: nobody else has them. OF_EXAMPLES: no file but our own says whose they are.
+    # MODEL: no other program has them. OF_EXAMPLES: only native files identify the examples.
     **{name: entry.dims for name, entry in VARIABLES.items() if name not in (*MODEL, *OF_EXAMPLES)},
     STEP.name: ("step",),
     "token": ("token",),
@@ -108,7 +108,7 @@ ARRAY_KINDS: dict[str, ArrayKind] = {
     )
     for name, dims in _DIMS.items()
 }
-"""By name."""
+"""Kinds by name."""
 
 AMBIGUOUS: dict[str, tuple[str, ...]] = {
     "dw": ("grad", "delta"),
@@ -116,9 +116,9 @@ AMBIGUOUS: dict[str, tuple[str, ...]] = {
     "mu": ("exp_avg", "hidden_mean"),
     "means": ("exp_avg", "hidden_mean"),
 }
-"""Names that people use for more than one kind."""
+"""Names that are common for more than one kind."""
 
-# What follows from the rest and is left out by name: whole words of a name.
+# Words in the names of derived arrays, which are omitted.
 _DERIVED = frozenset(
     "prime centroid centroids motion freeze frozen freezing l1 l2 linf phase phases displacement "
     "displacements distance distances radius radii cosine similarity pca center centre mean std "
@@ -142,7 +142,7 @@ _STORAGE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """What the name of an array says.
+    """Parsed name of an array.
 
     Attributes
     ----------
@@ -152,9 +152,9 @@ class Name:
         Number of the run in ``run_0_…``.
     matrix : {'E', 'W'}, optional
     population : {'dead', 'live'}, optional
-        Tokens that it has rows of.
+        Tokens of its rows.
     is_described : bool
-        Whether a description says the kind, not the name.
+        True if a description of the file, not the name, defines the kind.
     """
 
     kind: ArrayKind | None
@@ -165,7 +165,7 @@ class Name:
 
 
 def named(key: str) -> Name:
-    """What a name says.
+    """Parse the name of an array.
 
     Examples
     --------
@@ -181,8 +181,7 @@ def named(key: str) -> Name:
         run, text = int(match[1]), match[2]
     *groups, last = text.lower().rstrip("'").split("/")
     stems = [_stem("/".join((*groups, last)))]
-    # A group that has a name of the table itself, or one of what follows from the rest, says more
-    # than the name in it.
+    # A group whose own name is known or derived decides; the name inside it does not.
     if groups and not any(_is_known(_stem(group)) for group in groups):
         stems.append(_stem(last))
     for wording, matrix, population in (each for stem in stems for each in _readings(stem)):
@@ -202,13 +201,13 @@ def _is_known(group: str) -> bool:
 
 
 def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
-    """Wordings of a name, the longest first, and the matrix and the tokens that it names."""
+    """Possible names within a name, the longest first, each with its matrix and population."""
     yield stem, None, None
     if is_derived(stem):
         return
     parts = stem.split(".")
-    for at in range(1, len(parts)):  # the path to a tensor of a model, or of an optimizer
-        if parts[at:] != ["weight"]:  # of any layer
+    for at in range(1, len(parts)):  # the path to a tensor of a model or an optimizer
+        if parts[at:] != ["weight"]:  # a weight of any layer
             yield ".".join(parts[at:]), None, None
     if parts[-1] in ("weight", "weights"):
         return
@@ -234,7 +233,7 @@ def _by_name() -> dict[str, ArrayKind]:
 
 
 def is_derived(key: str) -> bool:
-    """Whether a name, which no kind has, is one of quantities that follow from others.
+    """True if a name belongs to no kind and contains a word for a derived quantity.
 
     Examples
     --------
@@ -247,18 +246,18 @@ def is_derived(key: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Scalar:
-    """A number that repeats part of the configuration.
+    """A number that belongs to the configuration.
 
     Attributes
     ----------
     name : str
     names : tuple of str
-        In use, in lower case.
+        Common names in lower case.
     paths : tuple of tuple of str
-        Where in the attributes of a run it may be; the first that is there counts. An import writes
-        it to the first.
+        Its possible places in the attributes of a run; the first existing one counts. An import
+        writes to the first.
     codes : dict of str to int
-        Numbers that stand for words; empty where the attribute is a number itself.
+        Number of each word; empty if the attribute itself is a number.
     """
 
     name: str
@@ -268,12 +267,12 @@ class Scalar:
 
     @property
     def words(self) -> dict[Any, str]:
-        """Word of each number; of several, the first."""
+        """Word of each number; the first one of several."""
         return {code: word for word, code in reversed(list(self.codes.items()))}
 
 
 RULE = ("optimizer", "hyperparameters")
-"""Where the attributes of a run have the numbers of the optimizer's rule."""
+"""Path of the optimizer's hyperparameters in the attributes of a run."""
 
 _RULE, _MODEL = ".".join(RULE), "config.model"
 
@@ -297,8 +296,8 @@ SCALARS: dict[str, Scalar] = {
         _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", f"{_RULE}.betas.1"),
         _scalar("adam_epsilon adam_eps epsilon eps", f"{_RULE}.eps"),
         _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma {_OLD_INIT}.sigma"),
-        # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
-        # bfloat16.
+        # Type in which the initial values were drawn: 0 for float32 (then rounded; also a point
+        # without a type), 1 for bfloat16.
         _scalar(
             "init_method_code",
             f"{_INIT}.dtype {_INIT}.kind {_OLD_INIT}.dtype {_OLD_INIT}.kind",
@@ -316,23 +315,23 @@ SCALARS: dict[str, Scalar] = {
         _scalar("tied_weights tie_weights", f"{_MODEL}.tied"),
     )
 }
-"""By name; whatever other numbers a file holds go to ``config.scalars`` under their own names."""
+"""Scalars by name. Other numbers of a file go to ``config.scalars`` under their own names."""
 
 
 _CONFIGURATION = re.compile(
     r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups"
     r"|meta|metadata)[./])+"
 )
-"""Groups in which people keep such numbers."""
+"""Common groups of such numbers."""
 
 
 def is_pair(key: str) -> bool:
-    """Whether a name is one of two numbers: of both betas of Adam."""
+    """True if a name is one of a pair of numbers: both betas of Adam."""
     return _CONFIGURATION.sub("", key.lower()) in ("betas", "adam_betas")
 
 
 def scalar_of(key: str) -> Scalar | None:
-    """Scalar of a name, or of its plural, which has a number for each run; None for others."""
+    """Scalar of a name, or of its plural, which has one number per run. None for other names."""
     stem = _CONFIGURATION.sub("", key.lower())
     if pair := re.fullmatch(r"(.+)[./]([01])", stem):
         stem = f"{pair[1]}[{pair[2]}]" if is_pair(pair[1]) else stem
@@ -349,9 +348,9 @@ _TRAINED_TOKENS = r"\btrained[\s_-]+(?:token|id)"
 
 
 def described_population(text: Any) -> Literal["dead", "live"] | None:
-    """Whether a description speaks of dead tokens or of live ones; None if that is not plain.
+    """Population that a description means: dead or live tokens; None if it is unclear.
 
-    It is not if it speaks of neither or both, denies something, or speaks of no tokens.
+    It is unclear if it mentions neither, both, a negation, or no tokens.
 
     Examples
     --------
@@ -367,5 +366,5 @@ def described_population(text: Any) -> Literal["dead", "live"] | None:
     if dead == live:
         return None
     if live and not words & {"live", "alive"} and not re.search(_TRAINED_TOKENS, description):
-        return None  # it is a model, or a tokenizer, that was trained
+        return None  # "trained" describes a model or a tokenizer
     return "dead" if dead else "live"

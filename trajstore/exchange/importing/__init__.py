@@ -1,29 +1,29 @@
-"""Files of other programs as runs.
+"""Import of files of other programs.
 
 ``file_numbers``
-    Numbers beside the arrays of a file, as attributes of a run: the configuration it holds.
+    Single numbers of a file, as attributes of a run: its configuration.
 ``file_rows``
-    The rows of a file: how many there may be, their steps, and the state that each of them holds.
+    Rows of a file: their number, their steps, and the state that each row holds.
 ``import_arrays``
-    The runs of a file whose arrays are detected, and what each array was taken for.
+    Runs of a file with detected arrays, and the table of detections.
 ``import_file``
-    Files that people already have, as runs.
+    The public function: a file to one or several runs.
 ``import_native``
-    What a safetensors file of `trajstore.export` holds, under its own names.
+    Content of a native safetensors file of `trajstore.export`.
 ``import_options``
-    Options of an import: what its user decides about the file.
+    Options of an import.
 ``imported_file``
-    What a file holds, once it is detected and every shape and type is checked.
+    Content of a file after detection, with checked shapes and types.
 ``learning_rates``
-    Learning rates that a file does not hold, by a schedule that its user names.
+    Learning rates from a schedule, for files without them.
 ``read_runs``
-    The runs of a file, as its user's options have them: the one way from a path to runs.
+    Runs of a file under the given options: the only way from a path to runs.
 ``run_parts``
-    Which arrays of a file make which run, where it holds several, or both matrices of a model.
+    Assignment of arrays to runs, for files of several runs or of both matrices of a model.
 ``assembled_run``
-    One run of a file, put together of its arrays: steps, tokens, variables, attributes.
+    One run, assembled from the arrays of a file: steps, tokens, variables, attributes.
 ``token_masks``
-    Files of masks, ids or counts: which tokens are dead, for an import or for an existing run.
+    Files of masks, ids or counts that label dead tokens, for an import or an existing run.
 ``token_tables``
-    Which tokens a file has rows of, which of them are dead, and how often they occur.
+    Tokens of the rows of a file: their ids, which are dead, and their counts.
 """

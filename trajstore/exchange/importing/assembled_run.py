@@ -1,4 +1,4 @@
-"""One run of a file, put together of its arrays: steps, tokens, variables, attributes."""
+"""One run, assembled from the arrays of a file: steps, tokens, variables, attributes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trajstore.exchange.importing.file_rows import (
     checked_labels,
     named_steps,
     true_steps,
-    unlabelled_steps,
+    unlabeled_steps,
 )
 from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import (
@@ -54,7 +54,7 @@ Array = npt.NDArray[Any]
 
 
 class RunReading:
-    """One run of a file, being put together.
+    """Assembly of one run from a file.
 
     Parameters
     ----------
@@ -62,9 +62,9 @@ class RunReading:
     part : RunPart
     options : ImportOptions
     layout : Layout, optional
-        That the file is of.
+        Layout of the file.
     own : bool
-        Whether trajstore wrote it and it says what it means.
+        True if trajstore wrote the file, with a description of its content.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class RunReading:
         self.anchor = self._anchor()
 
     def run(self, memory: int) -> ImportedRun:
-        """The run, none of whose values have been read beyond so many bytes at once.
+        """Assemble the run. At most `memory` bytes of values are read at once.
 
         Raises
         ------
         FormatError
-            If arrays contradict each other, or what they must be.
+            If arrays contradict each other, or have wrong shapes or types.
         InvalidArgument
-            If what the user says does not fit them, or a row not into the memory.
+            If an option does not fit them, or a row does not fit into the memory.
         """
         anchor, file = self.anchor, self.file
         self.single = len(anchor.shape) == 2
@@ -104,7 +104,7 @@ class RunReading:
         if not all(shape):
             raise FormatError(
                 f"{file.path}: {anchor.key} has shape {anchor.shape}, expected (step, token, "
-                "hidden), none of them 0"
+                "hidden) without a length of 0"
             )
         self.rows, self.tokens, self.hidden = shape
         check_size(file.path, anchor.key, shape, anchor.dtype, memory)
@@ -140,13 +140,14 @@ class RunReading:
         )
 
     def _anchor(self) -> DetectedArray:
-        """The array whose shape the others must have: W, or its changes."""
+        """The array that defines the shape of the others: W, or its changes."""
         for kind in TRAJECTORIES:
             held = [one for one in self.found if one.kind.name == kind]
             if held:
                 return held[0]
         raise FormatError(
-            f"{self.file.path}: run {self.part.label} holds no W, nor its changes or its cells"
+            f"{self.file.path}: run {self.part.label} holds none of {', '.join(TRAJECTORIES)}; "
+            "name the array with --map W=NAME"
         )
 
     def _steps(self) -> Array:
@@ -158,13 +159,13 @@ class RunReading:
         if self.options.steps in file.keys:
             labels = [one for one in labels if one.key == self.options.steps]
         if labels:
-            labelled = {one.key: self._labels(one) for one in labels}
-            key, steps = next(iter(labelled.items()))
-            for other, values in labelled.items():
+            labeled = {one.key: self._labels(one) for one in labels}
+            key, steps = next(iter(labeled.items()))
+            for other, values in labeled.items():
                 if not np.array_equal(values, steps):
                     raise FormatError(
-                        f"{file.path}: {key} and {other} label the rows differently; --labels "
-                        f"steps={key} says which to take"
+                        f"{file.path}: {key} and {other} label the rows differently; choose with "
+                        f"--labels steps={key}"
                     )
             trusted = self.own or file.attributes.get("steps") == "optimizer"
             trusted = trusted or file.format == "folder" or key == self.options.steps
@@ -177,17 +178,17 @@ class RunReading:
             if step is None:
                 step = first_row or 0
                 self.notes.append(
-                    f"{self.anchor.key} is one state and the file names no step; it was taken as "
-                    f"that of step {step} (--labels steps=N)"
+                    f"{self.anchor.key} is one state without a step number; it was taken as the "
+                    f"state after step {step} (--labels steps=N)"
                 )
             return np.array([step], np.int64)
-        steps, note = unlabelled_steps(self.rows, first=start or first_row or 0)
+        steps, note = unlabeled_steps(self.rows, first=start or first_row or 0)
         if file.attributes.get("steps") != "optimizer":
             self.notes.append(note)
         return steps
 
     def _labels(self, one: DetectedArray) -> Array:
-        """Labels of the rows; those of all runs have an axis of runs."""
+        """Labels of the rows. Labels of several runs have a first axis of runs."""
         if self.rows not in one.shape:
             raise self._misshapen(one.key, one.shape)
         values = values_of(self.file, one.key)
@@ -199,12 +200,12 @@ class RunReading:
 
     def _misshapen(self, key: str, shape: tuple[int, ...]) -> FormatError:
         return FormatError(
-            f"{self.file.path}: {key} has shape {shape}, and {self.anchor.key} has {self.rows} "
-            f"rows, expected ({self.rows},)"
+            f"{self.file.path}: {key} has shape {shape}, expected ({self.rows},): "
+            f"{self.anchor.key} has {self.rows} rows"
         )
 
     def _step_number(self) -> int | None:
-        """Step of a single state, of a number beside it."""
+        """Step of a single state, from a number in the file."""
         for key, value in self.part.numbers.items():
             name = key.lower().rpartition(".")[2]
             if (
@@ -222,14 +223,14 @@ class RunReading:
         return None
 
     def _is_resumed(self) -> bool:
-        """Whether the first row is the state that a training went on from."""
+        """True if the first row is the state at which a training was resumed."""
         start = self._starting_step()
         if start is None or start == 0:
             return False
         if int(self.steps[0]) != start:
             self.notes.append(
-                f"the file says that it was resumed at step {start}, and its first row is labelled "
-                f"{self.steps[0]}"
+                f"by a number in the file, the training was resumed at step {start}, but its first "
+                f"row is labeled {self.steps[0]}"
             )
             return False
         return True
@@ -243,7 +244,7 @@ class RunReading:
         if populations & {"dead", "live"} and None in populations:
             raise FormatError(
                 f"{self.file.path}: {self.anchor.key} and others have rows of different tokens; "
-                "leave some out with --map ignore=NAME"
+                "omit some with --map ignore=NAME"
             )
         if self.by_population:
             tokens = sum(len(self._ids(arrays, each)) for each in ("dead", "live"))
@@ -276,8 +277,8 @@ class RunReading:
             if each.kind == f"{population}_mask":
                 return np.flatnonzero(each.values)
         raise FormatError(
-            f"{self.file.path}: {self.anchor.key} has rows of the {population} tokens, and nothing "
-            f"tells which they are; give a file that does with --masks"
+            f"{self.file.path}: {self.anchor.key} has rows of {population} tokens with unknown "
+            "ids; give a file of their ids or masks with --masks"
         )
 
     def _alignment(self) -> Alignment:
@@ -291,7 +292,7 @@ class RunReading:
             steps=self.steps,
             single=self.single,
             resumed=self.resumed,
-            labelled=any(one.kind.name == STEP.name and one.shape for one in self.found),
+            labeled=any(one.kind.name == STEP.name and one.shape for one in self.found),
             fits_before=is_shifted,
             is_before=is_shifted and (forced or exported),
             forced=self.options.layout if is_shifted and forced else None,
@@ -305,7 +306,7 @@ class RunReading:
                 continue
             variable = self._variable(one, tokens)
             other = held.get(variable.variable)
-            if other is not None:  # of the other population
+            if other is not None:  # the rows of the other population
                 variable = self._joined(other, variable)
             held[variable.variable] = variable
         for variable in held.values():
@@ -316,15 +317,17 @@ class RunReading:
                 and ("token" in VARIABLES[variable.variable].dims)
             ):
                 raise FormatError(
-                    f"{self.file.path}: {variable.key} has rows of some tokens only, other arrays "
-                    "of all; leave it out with --map ignore=" + variable.key
+                    f"{self.file.path}: {variable.key} has rows of some tokens only, but other "
+                    f"arrays have rows of all; omit it with --map ignore={variable.key}"
                 )
         return tuple(held[name] for name in VARIABLES if name in held)
 
     def _joined(self, one: ImportedVariable, other: ImportedVariable) -> ImportedVariable:
         if one.native != other.native or one.rows != other.rows:
             raise FormatError(
-                f"{self.file.path}: {one.key} and {other.key} differ in type or in rows"
+                f"{self.file.path}: {one.key} has {one.rows} rows of {one.native.name}, but "
+                f"{other.key} has {other.rows} rows of {other.native.name}; omit one with --map "
+                f"ignore={other.key}"
             )
         return replace(one, sources=(*one.sources, *other.sources))
 
@@ -354,19 +357,22 @@ class RunReading:
         missing = len(shape) == len(dims) and shape[0] == self.rows - 1 and self.rows > 1
         if not self.single and missing and shape[1:] == expected[1:]:
             self.notes.append(
-                f"{one.key} has one row less than {self.anchor.key}: its first is the second of "
-                "the run"
+                f"{one.key} has one row less than {self.anchor.key}: its first row is the second "
+                "row of the run"
             )
         elif shape != expected:
             raise FormatError(
-                f"{self.file.path}: {one.key} has shape {one.shape}, and {self.anchor.key} "
-                f"{self.anchor.shape}, expected {expected[1:] if self.single else expected} "
-                f"({', '.join(dims[1:] if self.single else dims)})"
+                f"{self.file.path}: {one.key} has shape {one.shape}, expected "
+                f"{expected[1:] if self.single else expected} "
+                f"({', '.join(dims[1:] if self.single else dims)}), as {self.anchor.key} has shape "
+                f"{self.anchor.shape}"
             )
         else:
             missing = False
         if not all(expected):
-            raise FormatError(f"{self.file.path}: {one.key} has shape {one.shape}, holding nothing")
+            raise FormatError(
+                f"{self.file.path}: {one.key} has shape {one.shape}, expected no length of 0"
+            )
         native = self._native(one)
         return ImportedVariable(
             file=self.file,
@@ -382,13 +388,13 @@ class RunReading:
         )  # fmt: skip
 
     def _native(self, one: DetectedArray) -> NativeType:
-        """Type as which the values of an array are read."""
+        """Native type of the values of an array."""
         if one.dtype in ("uint16", "int16"):
             return NATIVE_TYPES[self.options.bits_of(one.kind.name, one.key) or "bfloat16"]
         if one.dtype not in NATIVE_TYPES:
             raise FormatError(
-                f"{self.file.path}: {one.key} is of type {one.dtype}, expected "
-                f"{', '.join(NATIVE_TYPES)}, or 16 bits of one of them"
+                f"{self.file.path}: {one.key} has type {one.dtype}, expected "
+                f"{', '.join(NATIVE_TYPES)}, or the 16 bits of one of them"
             )
         return NATIVE_TYPES[one.dtype]
 
@@ -396,36 +402,39 @@ class RunReading:
         if self.own:
             key = HDF5_TEXTS["attributes"]
             if self.file.dtype(key) != "uint8" or len(self.file.shape(key)) != 1:
-                raise FormatError(f"{self.file.path}: {key} is no text")
+                raise FormatError(
+                    f"{self.file.path}: {key} has type {self.file.dtype(key)} and shape "
+                    f"{self.file.shape(key)}, expected the bytes of a JSON text"
+                )
             try:
                 text = values_of(self.file, key).tobytes().decode()
             except UnicodeDecodeError as error:
                 raise FormatError(
-                    f"{self.file.path}: its attributes cannot be read ({error})"
+                    f"{self.file.path}: cannot read its attributes ({error})"
                 ) from None
             return kept_attributes(self.file, text)
         for key, size in self._sizes("hidden_dim").items():
             if size != self.hidden:
                 raise FormatError(
-                    f"{self.file.path}: {key} is {size}, and {self.anchor.key} has shape "
-                    f"{self.anchor.shape}; leave it out with --map ignore={key}"
+                    f"{self.file.path}: {key} is {size}, but {self.anchor.key} has shape "
+                    f"{self.anchor.shape}; omit it with --map ignore={key}"
                 )
         return attributes_of(self.file.path, self.part.numbers, self.options.mapped)
 
     def _sizes(self, name: str) -> dict[str, int]:
-        """Numbers that are a size of the table of scalars, by their keys."""
+        """Numbers that are a given size of the table of scalars, by their keys."""
         numbers = scalar_numbers(self.part.numbers, name, self.options.mapped)
         return {key: size for key, size in numbers.items() if isinstance(size, int)}
 
     def _check_rule_is_read(self) -> None:
-        """Whether no default would stand for what the file says and its format does not offer."""
-        for key, why in self.file.passed_over.items():
+        """Refuse a default in place of a hyperparameter that the format cannot read."""
+        for key, why in self.file.unread.items():
             scalar = scalar_of(key)
             is_of_rule = scalar is not None and scalar.paths[0][:2] == RULE
             if (is_of_rule or is_pair(key)) and key not in self.options.ignored:
                 raise InvalidArgument(
-                    f"{self.file.path}: {key} is {why}, so --schedule would put a default in its "
-                    f"place; write it as a number, or allow the default with --map ignore={key}"
+                    f"{self.file.path}: {key} is {why}, so --schedule would use a default instead; "
+                    f"write it as a number, or accept the default with --map ignore={key}"
                 )
 
     def _note_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
@@ -433,11 +442,11 @@ class RunReading:
         if self.own:
             return
         if self.anchor.kind.name == "cells":
-            self.notes.append("the file holds W rounded to bfloat16, as cells, and no W")
+            self.notes.append("the file holds cells (W rounded to bfloat16), but no W")
         elif "W" not in names:
             key = self.anchor.key
             self.notes.append(
-                "the file holds delta and no initial W, hence no W" if key == "delta"
+                "the file holds delta, but no initial W, hence no W" if key == "delta"
                 else f"{key} became delta; the file holds no initial W, hence no W"
             )  # fmt: skip
         if self.layout is not None:
@@ -449,7 +458,7 @@ class RunReading:
 
 
 def _tables(file: ArrayFile, found: Sequence[DetectedArray]) -> list[TokenArray]:
-    """Tables of tokens among the arrays of a run."""
+    """Arrays of a run that describe the tokens."""
     return token_arrays(
-        file, DetectedArrays(found=tuple(found), numbers={}, vectors={}, left_out=())
+        file, DetectedArrays(found=tuple(found), numbers={}, vectors={}, omitted=())
     )

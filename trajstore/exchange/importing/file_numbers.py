@@ -1,4 +1,4 @@
-"""Numbers beside the arrays of a file, as attributes of a run: the configuration it tells."""
+"""Single numbers of a file, as attributes of a run: its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajstore.schema import STEP
 __all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of", "scalar_numbers"]
 
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
-"""Names of the step that a training went on from."""
+"""Names of the step at which a training was resumed."""
 
 _ELSEWHERE = ("config", "scalars")
 
@@ -23,21 +23,21 @@ _ELSEWHERE = ("config", "scalars")
 def attributes_of(
     where: Path, numbers: Mapping[str, Any], mapped: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Attributes that the numbers of a file make.
+    """Attributes of a run, from the numbers of a file.
 
     Parameters
     ----------
     where : Path
-        Of the file, for messages.
+        Path of the file, for messages.
     numbers : mapping of str to int, float or bool
-        By their keys in the file.
+        Numbers by their keys in the file.
     mapped : mapping of str to str
-        Keys, and the scalars that they are said to be.
+        Keys and the scalars that they are mapped to.
 
     Raises
     ------
     FormatError
-        If two of them are the same quantity, and differ.
+        If two numbers mean the same quantity and differ.
     """
     attributes: dict[str, Any] = {}
     first: dict[tuple[str, ...], str] = {}
@@ -45,8 +45,8 @@ def attributes_of(
         other = first.setdefault(path, key)
         if other is not key and not _same(numbers[other], numbers[key]):
             raise FormatError(
-                f"{where}: {other} is {numbers[other]} and {key} is {numbers[key]}, and both mean "
-                f"{'.'.join(path)}; leave one out with --map ignore={key}"
+                f"{where}: {other} is {numbers[other]} and {key} is {numbers[key]}, but both mean "
+                f"{'.'.join(path)}; omit one with --map ignore={key}"
             )
         _put(attributes, path, value)
     given = attributes.get("optimizer", {}).get("hyperparameters", {})
@@ -62,7 +62,7 @@ def attributes_of(
 
 
 def places_of(numbers: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
-    """Where in the attributes each number goes, by its key, for people."""
+    """Path of each number in the attributes, by its key, for display."""
     return {key: ".".join(path) for key, path, _ in _placed(numbers, mapped)}
 
 
@@ -72,20 +72,20 @@ def number_of(where: Path, numbers: Mapping[str, Any], name: str, mapped: Mappin
     Raises
     ------
     InvalidArgument
-        If the file does not tell it.
+        If the file does not hold it.
     """
     for value in scalar_numbers(numbers, name, mapped).values():
         return value
     raise InvalidArgument(
-        f"{where} tells no {name}, under none of the names {', '.join(SCALARS[name].names)}; say "
-        f"which number it is with --map {name}=NAME"
+        f"{where} holds no {name}, under none of the names {', '.join(SCALARS[name].names)}; name "
+        f"the number with --map {name}=NAME"
     )
 
 
 def scalar_numbers(
     numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Those of the numbers that are a scalar of the table, by their keys."""
+    """Numbers that are a given scalar of the table, by their keys."""
     of_key = {key: _scalar(key, mapped) for key in numbers}
     return {
         key: numbers[key]
@@ -113,7 +113,7 @@ def _placed(
             continue
         scalar = _scalar(key, mapped)
         if scalar is None and "." in key:
-            continue  # of one of many parts of a checkpoint
+            continue  # a number of one of many parts of a checkpoint
         words = {} if scalar is None else scalar.words
         if scalar is None or (scalar.codes and value not in words):
             yield key, (*_ELSEWHERE, key), value
@@ -122,7 +122,7 @@ def _placed(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two numbers are the same to the precision of float32."""
+    """True if two numbers are equal to the precision of float32."""
     return math.isclose(one, other, rel_tol=1e-6)
 
 

@@ -1,7 +1,7 @@
-"""The rows of a file: how many there may be, their steps, and the state that each of them holds.
+"""Rows of a file: their number, their steps, and the state that each row holds.
 
-Some labels count callbacks instead of steps, and some files have none. A row holds the state after
-its step, or the one before it.
+Some labels count callbacks instead of steps, and some files have no labels. A row holds the state
+after its step, or the state before it.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ __all__ = [
     "checked_labels",
     "named_steps",
     "true_steps",
-    "unlabelled_steps",
+    "unlabeled_steps",
 ]
 
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3
-_BYTES_OF_A_TOKEN = 64  # its id, whether it is dead, how often it occurs, while they are checked
+_BYTES_OF_A_TOKEN = 64  # its id, mask and count, while they are checked
 
 
 def check_size(path: Path, key: str, shape: tuple[int, ...], dtype: str, memory: int) -> None:
-    """Insist that what is held of all rows, of all tokens and of one row at once is not too much.
+    """Refuse a file with too many rows, or with rows that do not fit into the memory.
 
     Parameters
     ----------
     path : Path
-        Of the file, for messages.
+        Path of the file, for messages.
     key : str
-        Of the array.
+        Key of the array.
     shape : tuple of int
         (step, token, hidden).
     dtype : str
     memory : int
-        Bytes that may be taken.
+        Bytes that may be used.
 
     Raises
     ------
     FormatError
         If there are more than 4,194,304 rows.
     InvalidArgument
-        If a row needs more memory to be read; the message says how much.
+        If one row needs more memory; the message names the necessary size.
     """
     rows, tokens, hidden = shape
     if rows > _MOST_ROWS:
         raise FormatError(
-            f"{path}: {key} has {rows:,} rows, and an import takes at most {_MOST_ROWS:,}"
+            f"{path}: {key} has {rows:,} rows, but an import accepts at most {_MOST_ROWS:,}"
         )
     row = tokens * hidden * (8 if "64" in dtype else 4 if "32" in dtype else 2)
     need = _COPIES_OF_A_ROW * row + _BYTES_OF_A_TOKEN * tokens
     if need > memory:
         raise InvalidArgument(
-            f"{path}: {key} has rows of {format_bytes(row)}, of which {format_bytes(need)} are "
-            f"needed to read one, and {format_bytes(memory)} may be taken: give more memory "
+            f"{path}: {key} has rows of {format_bytes(row)}; reading one needs "
+            f"{format_bytes(need)}, but the memory budget is {format_bytes(memory)}; raise it "
             f"(--memory {-(-need >> 20)}MiB)"
         )
 
@@ -76,14 +76,14 @@ Array = npt.NDArray[Any]
 
 
 def checked_labels(where: Any, name: str, labels: Array) -> Array:
-    """Labels of the rows of a file, as step numbers.
+    """Check the labels of the rows of a file, and return them as step numbers.
 
     Parameters
     ----------
     where : path-like
-        Of the file, for messages.
+        Path of the file, for messages.
     name : str
-        Of the array that holds them.
+        Name of the array of labels.
     labels : ndarray of int, (step,)
 
     Raises
@@ -97,8 +97,8 @@ def checked_labels(where: Any, name: str, labels: Array) -> Array:
         row = int(np.flatnonzero(wrong)[0])
         after = f" after {labels[row - 1]}" if row else ""
         raise FormatError(
-            f"{where}: {name} holds {labels[row]}{after} in row {row}, expected step numbers from "
-            "0 on that increase; --labels steps=… gives others"
+            f"{where}: {name} holds {labels[row]}{after} in row {row}, expected increasing step "
+            "numbers of at least 0; replace them with --labels steps=…"
         )
     return labels.astype(np.int64)
 
@@ -106,27 +106,27 @@ def checked_labels(where: Any, name: str, labels: Array) -> Array:
 def true_steps(
     labels: Array, *, name: str = "recorded_steps", trusted: bool = False
 ) -> tuple[Array, str | None]:
-    """Optimizer steps of the rows of a file.
+    """Optimizer steps of the rows of a file, from their labels.
 
     The recorder of notebooks 14.1a, 15.1a and 1.12f counted a callback that fires after every step
-    and once more at the end of an epoch, when nothing is recorded. So its labels skip a number
-    after every epoch: 10,001 rows are labelled 0 to 10001, and every label past step 8,306 is one
-    too high. Holes at every multiple of one number of rows are this mistake; any other labels are
-    taken as they are.
+    and once more at the end of an epoch, when nothing is recorded. Its labels therefore skip a
+    number after every epoch: 10,001 rows are labeled 0 to 10001, and every label past step 8,306 is
+    one too high. Holes at every multiple of one number of rows show this error. All other labels
+    are kept.
 
     Parameters
     ----------
     labels : ndarray of int64, (step,)
     name : str
-        Of the array that holds them.
+        Name of the array of labels.
     trusted : bool
-        Whether the file or its user says that they count optimizer steps.
+        True if the labels are known to count optimizer steps.
 
     Returns
     -------
     steps : ndarray of int64, (step,)
     note : str, optional
-        What was corrected.
+        Note on the correction.
     """
     spacing = np.diff(labels)
     holes = np.flatnonzero(spacing == 2)
@@ -136,27 +136,27 @@ def true_steps(
     if epoch == 0 or not np.array_equal(holes, np.arange(epoch, len(spacing), epoch)):
         return labels, None
     return np.arange(len(labels), dtype=np.int64), (
-        f"{name} ran from 0 to {labels[-1]} in {len(labels)} rows and skipped a number "
-        f"every {epoch} rows, at the end of each epoch: it counted callbacks; the rows are "
-        f"optimizer steps 0 to {len(labels) - 1} and were labelled so (--labels steps={name} keeps "
-        "what it says)"
+        f"{name} runs from 0 to {labels[-1]} in {len(labels)} rows and skips a number "
+        f"every {epoch} rows, at the end of each epoch: it counted callbacks; the rows were "
+        f"labeled as optimizer steps 0 to {len(labels) - 1} (--labels steps={name} keeps its "
+        "labels)"
     )
 
 
-def unlabelled_steps(rows: int, *, first: int = 0) -> tuple[Array, str]:
-    """Steps of the rows of a file that does not say them, and a note on how they were taken."""
+def unlabeled_steps(rows: int, *, first: int = 0) -> tuple[Array, str]:
+    """Steps of the rows of a file without labels, and a note on them."""
     last = first + rows - 1
-    note = f"the file labels no steps; its rows were taken as steps {first} to {last}"
+    note = f"the file has no labels of steps; its rows were taken as steps {first} to {last}"
     return np.arange(first, first + rows, dtype=np.int64), note
 
 
 def named_steps(text: str, rows: int) -> Array:
-    """Steps that the user names: ``0:2001:50`` as in Python, or numbers between commas.
+    """Parse given steps: ``0:2001:50`` as in Python, or numbers separated by commas.
 
     Raises
     ------
     InvalidArgument
-        If it cannot be read, or names other than as many increasing steps as there are rows.
+        If the text is invalid, or does not give one increasing step for each row.
 
     Examples
     --------
@@ -173,11 +173,11 @@ def named_steps(text: str, rows: int) -> Array:
         count = len(steps)
     else:
         raise InvalidArgument(
-            f"cannot read {text!r} as steps; write the name of an array, 0:2001:50, or 0,10,50"
+            f"got steps {text!r}, expected the name of an array, 0:2001:50, or 0,10,50"
         )
     if count != rows or (np.diff(steps) <= 0).any():
         raise InvalidArgument(
-            f"steps {text} are {count}, expected {rows} that increase, one for each row"
+            f"got {count} steps from {text!r}, expected {rows} that increase, one for each row"
         )
     return steps
 
@@ -189,31 +189,31 @@ _STATE = ("W", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """What is known of the rows, but for their values.
+    """Properties of the rows, except their values.
 
     Attributes
     ----------
     steps : ndarray of int64, (step,)
     single : bool
-        Whether there is one state, without an axis of steps.
+        True for one state, without an axis of steps.
     resumed : bool
-        Whether the first row is a state that a training went on from.
-    labelled : bool
-        Whether an array labels the rows.
+        True if the first row is the state at which a training was resumed.
+    labeled : bool
+        True if an array labels the rows.
     fits_before : bool
-        Whether the names are those of a layout whose states are before the step of their row.
+        True if the names fit a layout whose states are before the step of their row.
     is_before : bool
-        Whether the user or the file names that layout.
+        True if an option or the file names that layout.
     forced : str, optional
-        The layout that the user names, if it is such a one.
+        That layout, if an option names it.
     first_row_is_given : bool
-        Whether the user says which step the first row is of.
+        True if an option gives the step of the first row.
     """
 
     steps: Array
     single: bool
     resumed: bool
-    labelled: bool
+    labeled: bool
     fits_before: bool
     is_before: bool
     forced: str | None
@@ -221,12 +221,12 @@ class Alignment:
 
 
 def aligned(where: Any, variables: Variables, rows: Alignment) -> tuple[Variables, list[str]]:
-    """The variables, marked where they are before the step of their row, or know nothing of row 0.
+    """Mark the variables that precede the step of their row, and those without a value in row 0.
 
     Parameters
     ----------
     where : path-like
-        Of the file, for messages.
+        Path of the file, for messages.
     variables : tuple of ImportedVariable
     rows : Alignment
 
@@ -238,8 +238,8 @@ def aligned(where: Any, variables: Variables, rows: Alignment) -> tuple[Variable
     Raises
     ------
     FormatError
-        If what a step makes has values in the row of step 0, or the rows are not those of the
-        layout that is named.
+        If a result of a step has values in the row of step 0, or the rows do not fit the named
+        layout.
     """
     notes: list[str] = []
     if not rows.single and _is_before(where, variables, rows):
@@ -251,8 +251,8 @@ def _before(where: Any, variables: Variables, rows: Alignment) -> Variables:
     for held in variables:
         if held.variable in _STATE and (np.diff(rows.steps) != 1).any():
             raise FormatError(
-                f"{where}: {held.key} is that before the step of its row, so its steps must follow "
-                "one another; take the run that it was exported from"
+                f"{where}: {held.key} is the value before the step of its row, so its steps must "
+                "be consecutive; use the run from which it was exported"
             )
     return tuple(
         replace(held, time="before") if held.variable in _STATE else held for held in variables
@@ -260,11 +260,10 @@ def _before(where: Any, variables: Variables, rows: Alignment) -> Variables:
 
 
 def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
-    """Whether W and the moments are those before the step of their row.
+    """True if W and the moments are the values before the step of their row.
 
-    Then rows 0 and 1 of each are the same, both before step 1; and the moments know nothing of the
-    gradient of row 1. Where there are no moments to tell, and the names are those of such a layout,
-    that is not decided by itself.
+    Rows 0 and 1 of each are then equal, both before step 1, and the moments do not depend on the
+    gradient of row 1. Without moments, and with the names of such a layout, an option must decide.
     """
     if rows.first_row_is_given and not rows.is_before:
         return False
@@ -276,17 +275,17 @@ def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
     if rows.forced is not None and not all(same):
         raise FormatError(
             f"{where}: {states[same.index(False)].key} differs between rows 0 and 1, but in layout "
-            f"{rows.forced} both come before step 1"
+            f"{rows.forced} both come before step 1; omit --layout {rows.forced}"
         )
     if not all(same) or "grad" not in held or held["grad"].missing:
         return False
     if rows.is_before:
         return True
-    if len(states) == 1 and rows.fits_before and not rows.labelled:
+    if len(states) == 1 and rows.fits_before and not rows.labeled:
         raise FormatError(
-            f"{where}: {held['W'].key} is the same in rows 0 and 1, as in files of 1.12a, which "
-            "hold W before the step of each row, and as after a first step with a learning rate "
-            "of 0; no moments tell which: say --layout 1.12a, or --first-row 0"
+            f"{where}: {held['W'].key} is equal in rows 0 and 1, either because files of 1.12a "
+            "hold W before the step of each row, or because the first step had a learning rate of "
+            "0; pass --layout 1.12a, or --first-row 0"
         )
     gradient, last = held["grad"], len(rows.steps) - 1
     pushed = not is_zero_or_nan(gradient.read(1, 2), gradient.native).all()
@@ -299,21 +298,21 @@ def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
 def _with_first_row(
     where: Any, held: ImportedVariable, rows: Alignment, notes: list[str]
 ) -> ImportedVariable:
-    """The variable, its first row taken as NaN where no step had been taken yet."""
+    """The variable. Its first row becomes NaN if no step precedes it."""
     if held.missing or held.time == "before" or VARIABLES[held.variable].row0 != "nan":
         return held
     if rows.steps[0] != 0 and not rows.resumed:
         if held.variable == "grad" and len(rows.steps) > 1 and first_row_is_blank(held):
             notes.append(
                 f"{held.key} of step {rows.steps[0]}, the first row, is 0 or NaN everywhere and "
-                "was kept: a training that was resumed there would have made none (a number "
-                f"starting_step of {rows.steps[0]} in the file says so)"
+                "was kept; if a training was resumed there, add the number starting_step "
+                f"{rows.steps[0]} to the file"
             )
         return held
     if first_row_is_blank(held):
         note = (
-            f"resumed at step {rows.steps[0]}: what its first step made is not in the file, and "
-            "NaN in the run"
+            f"resumed at step {rows.steps[0]}: the file does not hold the results of that step, "
+            "which are NaN in the run"
         )
         notes += [note] if rows.resumed and note not in notes else []
         return replace(held, blank=True)
@@ -321,15 +320,14 @@ def _with_first_row(
         return held
     if held.variable == "logits":
         notes.append(
-            f"{held.key} of row 0 are of a forward pass that no step made; they were left out"
+            f"{held.key} of row 0 omitted: they come from a forward pass before the first step"
         )
         return replace(held, blank=True)
     if held.variable == "hidden_mean":
-        notes.append(f"{held.key} of row 0 is of a forward pass that no step made")
+        notes.append(f"{held.key} of row 0 comes from a forward pass before the first step")
         return held
     raise FormatError(
-        f"{where}: {held.key} has values in the row of step 0, where no step had been taken; a run "
-        "holds in each row the gradient, logits and loss of its step, and the state after it. If "
-        "the first row is that after step 1, say --first-row 1; or leave it out with --map "
-        f"ignore={held.key}"
+        f"{where}: {held.key} has values in the row of step 0, before the first step; a row of a "
+        "run holds the gradient, logits and loss of its step, and the state after it. If the first "
+        f"row belongs to step 1, pass --first-row 1; or omit it with --map ignore={held.key}"
     )

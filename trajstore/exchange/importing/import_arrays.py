@@ -1,4 +1,4 @@
-"""The runs of a file whose arrays are detected, and what each array was taken for."""
+"""Runs of a file with detected arrays, and the table of detections."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["read_arrays"]
 
 
 def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> ImportedFile:
-    """Understand a file, whose rows are to fit into so many bytes of memory.
+    """Interpret a file. One of its rows must fit into `memory` bytes.
 
     Raises
     ------
     FormatError
-        If it holds no W and no changes of it, or shapes, types, labels or masks contradict.
+        If it holds neither W nor its changes, or shapes, types, labels or masks contradict.
     InvalidArgument
-        If what the user says does not fit the file, or a row of it not into the memory.
+        If an option does not fit the file, or a row does not fit into the memory.
     """
     layout = _forced(file, options)
     mapped = dict(options.mapped)
@@ -51,14 +51,14 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
         RunReading(file, part, options, layout or LAYOUTS.get(name), own=own).run(memory)
         for part in run_parts(file, detected)
     )
-    table = (*_table(detected, runs, options), *detected.left_out)
-    left = [line.name for line in detected.left_out if line.name not in hidden]
+    table = (*_table(detected, runs, options), *detected.omitted)
+    left = [line.name for line in detected.omitted if line.name not in hidden]
     if detected.guessed:
-        note = f"{detected.guessed[0]} was taken for W by its shape alone (--map W=NAME)"
+        note = f"{detected.guessed[0]} was taken as W because of its shape alone (--map W=NAME)"
         runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
     if left:
         runs = tuple(
-            replace(run, notes=(*run.notes, f"left out: {', '.join(left)} (see the table)"))
+            replace(run, notes=(*run.notes, f"omitted: {', '.join(left)} (see the table)"))
             for run in runs
         )
     table = tuple(line for line in table if line.name not in hidden)
@@ -66,25 +66,25 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
 
 
 def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
-    """The layout that the user or the file itself names."""
+    """The layout that the options or the file itself name."""
     name = options.layout
     if name is None:
-        stated = file.attributes.get("layout")
-        return LAYOUTS[stated] if stated in LAYOUTS and _fits(file, LAYOUTS[stated]) else None
+        own = file.attributes.get("layout")
+        return LAYOUTS[own] if own in LAYOUTS and _fits(file, LAYOUTS[own]) else None
     if name == "hdf5":
         return None
     layout = LAYOUTS[name]
     missing = [key for key in layout.required if key not in file.keys]
     if missing:
         raise FormatError(
-            f"{file.path}: layout {name} requires {', '.join(missing)}; it holds "
-            f"{abridged(file.keys)}"
+            f"{file.path}: layout {name} requires {', '.join(missing)}, but the file holds "
+            f"{abridged(file.keys)}; omit --layout to detect the arrays"
         )
     return layout
 
 
 def _columns(file: ArrayFile, layout: Layout) -> dict[str, str]:
-    """Keys of a layout, and their kinds."""
+    """Keys of a layout and their kinds."""
     return {
         column.key: "delta" if column.time == "change" else column.variable
         for column in layout.columns
@@ -97,7 +97,7 @@ def _fits(file: ArrayFile, layout: Layout) -> bool:
 
 
 def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
-    """The layout that a file is of, or its format."""
+    """The layout of a file, or its format."""
     series = {one.key for one in detected.found if one.kind.is_variable}
     fitting: dict[str, tuple[bool, int]] = {}
     for layout in LAYOUTS.values():
@@ -118,32 +118,31 @@ def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
     tables = [one.key for one in detected.found if one.kind.name in TOKEN_KINDS]
     more = ""
     if tables:
-        more = f"; it tells tokens ({', '.join(tables)}), for --masks of another import"
-    if file.passed_over:
-        more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.passed_over.items())}"
+        more = f"; its labels of tokens ({', '.join(tables)}) can be the --masks of another import"
+    if file.unread:
+        more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.unread.items())}"
     raise FormatError(
-        f"{file.path} holds no W of (step, token, hidden), nor its changes: {holds}{more}; --map "
-        "W=NAME says which array it is"
+        f"{file.path} holds no W of (step, token, hidden) and no changes of it: {holds}{more}; "
+        "name the array with --map W=NAME"
     )
 
 
 def _check_bits(file: ArrayFile, detected: DetectedArrays, options: ImportOptions) -> None:
-    """Whether what the user says of 16 bits is said of arrays that have them."""
+    """Refuse `bits` for arrays whose type is not one of 16 bits."""
     for name in options.bits:
         alike = [one for one in detected.found if name in (one.key, one.kind.name)]
         if name == OTHERS or any(one.dtype in ("uint16", "int16", "float16") for one in alike):
             continue
-        what = f"{alike[0].key} is {alike[0].dtype}" if alike else "it holds none"
+        what = f"{alike[0].key} is {alike[0].dtype}" if alike else f"the file holds no {name}"
         raise InvalidArgument(
-            f"{file.path}: --bits {name}=… says what uint16 or float16 are, and {what}; leave it "
-            "out"
+            f"{file.path}: --bits {name}=… applies to uint16 and float16, but {what}; omit it"
         )
 
 
 def _table(
     detected: DetectedArrays, runs: tuple[ImportedRun, ...], options: ImportOptions
 ) -> Iterator[Detection]:
-    """What each array and each number was taken for."""
+    """Detected kinds of all arrays and numbers."""
     read = {source.key: held for run in runs for held in run.variables for source in held.sources}
     for one in detected.found:
         kind, why = one.kind.name, []
@@ -154,9 +153,9 @@ def _table(
             why += ["without the first row"] if held.missing else []
             why += ["first row NaN"] if held.blank else []
         elif one.kind.is_variable:
-            kind, why = "", ["a number of each run"]
+            kind, why = "", ["one number per run"]
         elif one.kind.name == STEP.name and options.steps not in (None, one.key):
-            kind, why = "", ["the steps are as you said"]
+            kind, why = "", ["replaced by --labels"]
         why += [f"run {one.run}"] if one.run is not None else []
         why += [f"runs along {one.shape[0]}"] if one.extra == 1 and held is not None else []
         why += [one.matrix] if one.matrix is not None else []
@@ -177,5 +176,5 @@ def _table(
     for key, values in detected.vectors.items():
         if key not in [one.key for one in detected.found]:
             kind = places.get(key, "") if len(runs) > 1 else ""
-            reason = "one a run" if len(runs) > 1 else "several numbers, and one run"
+            reason = "one number per run" if len(runs) > 1 else "several numbers, but one run"
             yield Detection(name=key, dtype="float", shape=(len(values),), kind=kind, why=reason)

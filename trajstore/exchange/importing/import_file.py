@@ -1,8 +1,8 @@
-"""Files that people already have, as runs.
+"""Import of existing files.
 
-A few rows at a time go from the file into the buffer of a writer; no tensor is ever in memory as
-a whole. Nothing is invented: what a file does not tell is absent, and what was understood
-differently from what is written there is said.
+The rows are copied from the file into the buffer of a writer, a few at a time; no tensor is ever
+completely in memory. Nothing is invented: missing information stays missing, and notes report every
+difference between the file and the run.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _FEWEST_MEMORY = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What was imported.
+    """Result of an import.
 
     Attributes
     ----------
     path : Path
     layout : str
-        As which the file was read, or its format where it is of no layout.
+        Layout of the file, or its format if it has no known layout.
     rows, tokens : int
     first_step, last_step : int
     variables : dict of str to str
-        Native type of each.
+        Native type of each variable.
     notes : tuple of str
-        What was corrected, left out or is not known.
+        Notes on corrections, omissions and missing information.
     table : tuple of Detection
-        What each array and number of the file was taken for.
+        Detected kind of each array and number of the file.
     others : tuple of Imported
-        The further runs of a file that holds several.
+        Further runs of a file that holds several.
     """
 
     path: Path
@@ -75,15 +75,15 @@ class Imported:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What an import of a file would make.
+    """Preview of an import.
 
     Attributes
     ----------
     layout : str
     runs : dict of str to dict
-        ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number, or None
-        where it is not known), ``variables`` and ``notes`` of each run, by its label, which is
-        empty for a single one.
+        ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number; None
+        if unknown), ``variables`` and ``notes`` of each run, by its label. A single run has an
+        empty label.
     table : tuple of Detection
     """
 
@@ -95,19 +95,19 @@ class Preview:
 def preview_import(
     file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **options: Any
 ) -> Preview:
-    """What `import_file` would make of a file; nothing is written.
+    """Preview the result of `import_file`. Nothing is written.
 
     Parameters
     ----------
     file : path-like
     memory : int or str
     **options
-        As `import_file` takes it: layout, map, bits, labels, first_row, masks, schedule.
+        Options of `import_file`: layout, map, bits, labels, first_row, masks, schedule.
 
     Raises
     ------
     RunNotFound, FormatError, InvalidArgument, MissingExtra
-        As `import_file`.
+        As for `import_file`.
 
     Examples
     --------
@@ -152,44 +152,45 @@ def import_file(
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Imported:
-    """Make a run of a file, or several of one that holds several.
+    """Import a file as a run, or as several runs if it holds several.
 
     Parameters
     ----------
     file : path-like
         safetensors, HDF5, ``.npz``, ``.npy``, ``.pt`` of torch, or a folder of one such file per
-        step. Its arrays are recognised by names in use, types and shapes; an array of (step, token,
-        hidden) alone is enough.
+        step. Arrays are recognized by common names, types and shapes. A single array of (step,
+        token, hidden) is enough.
     path : path-like
-        Where the run will be; it appears there whole. Several are ``NAME.0.zarr``, ``NAME.1.zarr``
-        or ``NAME.E.zarr``, ``NAME.W.zarr`` beside it.
+        Path of the new run, which appears complete. Several runs become ``NAME.0.zarr``,
+        ``NAME.1.zarr`` or ``NAME.E.zarr``, ``NAME.W.zarr`` in the same folder.
     layout : str, optional
-        native, hdf5 or one of the notebooks', as ``trajstore import`` lists them, whose keys and
-        alignment it then has; recognised without it.
+        native, hdf5 or a layout of the notebooks, which ``trajstore import`` lists. It defines the
+        keys and the alignment. Default: recognized.
     map : mapping of str to str or iterable of str, optional
-        Arrays by their kinds, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
-        are left out.
+        Arrays by kind, such as ``{"W": "weights_0", "loss": "nll"}``. Arrays under ``ignore`` are
+        omitted.
     bits : {'bfloat16', 'float16'} or mapping of str to them, optional
-        What uint16 are bits of (bfloat16 without it), and what float16 was before: of all arrays,
-        or by variable or name, such as ``{"W": "bfloat16"}``; ``*`` stands for all others.
+        Type of uint16 bits (default: bfloat16), and the original type of float16. Either one type
+        for all arrays, or types by variable or name, such as ``{"W": "bfloat16"}``; ``*`` means
+        all others.
     labels : mapping of str to str, optional
-        ``{"steps": "cs"}`` or ``{"steps": "0:2001:50"}``: labels of the rows.
+        Labels of the rows: ``{"steps": "cs"}`` or ``{"steps": "0:2001:50"}``.
     first_row : {0, 1}, optional
-        Step of the first row of a file that labels none; each row is the state after its step.
+        Step of the first row of a file without labels. Each row is the state after its step.
     masks : path-like, optional
-        A file that tells the dead tokens, or counts.
+        File that labels the dead tokens, or counts tokens.
     schedule : str, optional
-        ``constant`` or ``linear:N``: makes ``lr`` of the file's learning rate, and fills in what it
-        leaves out of the optimizer's rule; the attribute ``imported`` says that they are given.
+        ``constant`` or ``linear:N``: compute ``lr`` from the file's learning rate, and complete the
+        optimizer's rule with defaults. The attribute ``imported`` records the given values.
     block_rows : int, optional
-        Rows of a block; planned from `memory` without it.
+        Rows of a block. Default: planned from `memory`.
     memory : int or str, default 320 MiB
-        For the buffer of the writer, and as much again for compressed chunks of HDF5 that can only
-        be read whole.
+        Memory for the buffer of the writer. Compressed HDF5 chunks that must be read whole may take
+        as much again.
     overwrite : bool
-        Replace a run that is there.
+        Replace an existing run.
     on_progress : callable, optional
-        Called with the bytes that are done, and those there are.
+        Called with the bytes that are done and the bytes in total.
 
     Returns
     -------
@@ -198,20 +199,20 @@ def import_file(
     Raises
     ------
     RunNotFound
-        If there is no file.
+        If the file does not exist.
     FormatError
-        If it is of no known format, not sound, holds no W, or contradicts itself.
+        If the format is unknown, the file is damaged, holds no W, or contradicts itself.
     MissingExtra
         If its format needs a library that is not installed.
     RunExists
-        If something is at `path` and `overwrite` is not set.
+        If `path` exists and `overwrite` is not set.
     InvalidArgument
-        If an argument does not exist or fit the file, or `memory` does not hold a block.
+        If an argument is unknown or does not fit the file, or `memory` does not hold a block.
 
     Notes
     -----
-    float32 whose every value is one of bfloat16 is stored as bfloat16, unless the file is one of
-    `trajstore.export`, which says what the type was.
+    float32 in which every value is a bfloat16 is stored as bfloat16, unless `trajstore.export`
+    wrote the file, which then records the type.
 
     Examples
     --------
@@ -252,9 +253,9 @@ def import_file(
 
 
 def _block_rows(run: ImportedRun, memory: int) -> int | None:
-    """Rows of a block where there are very many tiny ones: what is there need not be seen early.
+    """Rows of a block for very many tiny rows, which no reader waits for; None otherwise.
 
-    Blocks as a recording plans them would be thousands, each of a few files and a commit.
+    Blocks planned as for a recording would be thousands, each with a few files and a commit.
     """
     row = run.row_bytes + STEP_TYPE.itemsize
     if row >= _TINY_ROW or len(run.steps) <= _MANY_ROWS or memory < _FEWEST_MEMORY:
@@ -263,7 +264,7 @@ def _block_rows(run: ImportedRun, memory: int) -> int | None:
 
 
 def _target(path: Path, label: str) -> Path:
-    """Path of one run: NAME.0.zarr beside NAME.zarr."""
+    """Path of one of several runs: NAME.0.zarr in the folder of NAME.zarr."""
     if not label:
         return path
     return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
@@ -298,7 +299,7 @@ def _origin(
     held: ImportedFile,
     run: ImportedRun,
 ) -> dict[str, Any]:
-    """What the attribute `imported` of a run says."""
+    """Value of the attribute `imported` of a run."""
     source = Path(file)
     sizes = [each.stat().st_size for each in source.rglob("*")] if source.is_dir() else []
     origin: dict[str, Any] = {
@@ -321,18 +322,19 @@ def _origin(
 
 
 def _notes(run: ImportedRun) -> Iterator[str]:
-    """What was understood differently from what is written in the file, and what is not known."""
+    """Notes on differences between the file and the run, and on missing information."""
     yield from run.notes
     shifted = [held.variable for held in run.variables if held.time == "before"]
     if shifted:
         yield (
-            f"{', '.join(shifted)} are those before the step of their row and were shifted by one; "
-            f"after step {run.steps[-1]} they are not in the file, and NaN in the run"
+            f"{', '.join(shifted)} are the values before the step of their row and were shifted by "
+            f"one; the file does not hold those after step {run.steps[-1]}, which are NaN in the "
+            "run"
         )
 
 
 def _reported(on_progress: Progress | None, before: int, total: int) -> Callable[[int], None]:
-    """What is called with the bytes of one run that are done, where others come before it."""
+    """Progress callback of one run, which adds the bytes of the runs before it."""
     if on_progress is None:
         return lambda done: None
     return lambda done: on_progress(before + done, total)
@@ -356,7 +358,7 @@ def _write(
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,
-        fsync=False,  # the whole of it is flushed before it gets its name
+        fsync=False,  # the caller flushes the whole run before it gets its name
         **run.coordinates,
         **options,
     ) as writer:
@@ -383,7 +385,7 @@ def _rows(held: ImportedVariable, start: int, stop: int) -> Array:
     if held.missing and start == 0:
         bits = np.concatenate([nan, bits])
     if len(bits) < stop - start:
-        # What was before the next step is known; what came after the last one is not.
+        # The file lacks the state after the last step: it holds states before steps.
         bits = np.concatenate([bits, nan])
     if held.blank and start == 0:
         bits = bits if bits.flags.writeable else bits.copy()

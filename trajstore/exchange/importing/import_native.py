@@ -1,4 +1,4 @@
-"""What a safetensors file of `trajstore.export` holds, under its own names."""
+"""Content of a native safetensors file of `trajstore.export`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ Array = npt.NDArray[Any]
 
 
 def read_native(file: SafetensorsFile) -> ImportedFile:
-    """Understand a file of the native layout.
+    """Interpret a file of the native layout.
 
     Raises
     ------
     FormatError
-        If something is missing, or shapes or types disagree.
+        If a key is missing, or shapes or types contradict.
     """
     missing = [key for key in (STEP.name, "token") if key not in file.keys]
     if missing:
         raise FormatError(
-            f"{file.path}: layout native requires {', '.join(missing)}; "
-            f"it holds {abridged(file.keys)}"
+            f"{file.path}: layout native requires {', '.join(missing)}, but the file holds "
+            f"{abridged(file.keys)}"
         )
     steps = checked_labels(file.path, STEP.name, _filled(file, STEP.name, ("int64",)))
     token = _filled(file, "token", ("int32", "int64"))
@@ -77,39 +77,39 @@ def read_native(file: SafetensorsFile) -> ImportedFile:
     known = (STEP.name, *COORDINATES, *VARIABLES, *populations)
     table = tuple(
         Detection(name=key, dtype=file.dtype(key), shape=file.shape(key),
-              kind=key if key in known else "", why="" if key in known else "not known")
+              kind=key if key in known else "", why="" if key in known else "unknown name")
         for key in file.keys
     )  # fmt: skip
     return ImportedFile(layout="native", runs=(run,), table=table)
 
 
 def _parameters(file: SafetensorsFile) -> tuple[str, ...]:
-    """Names of the parameters that variables of the model are of."""
+    """Names of the parameters, for variables of the model."""
     held = [name for name in MODEL if name in file.keys]
     if not held:
         return ()
     shape = file.shape(held[0])
     if len(shape) != 2 or "parameter" not in file.attributes:
         raise FormatError(
-            f"{file.path}: {held[0]} has shape {shape}, and the file does not name the parameters "
-            "that it is of"
+            f"{file.path}: {held[0]} has shape {shape}, but the file does not name its parameters "
+            "(metadata parameter)"
         )
     names = checked_texts(file, "parameter", file.attributes["parameter"], shape[1])
     if len(set(names)) != len(names):
-        raise FormatError(f"{file.path}: parameter must hold distinct names")
+        raise FormatError(f"{file.path}: parameter repeats a name, expected distinct names")
     return tuple(names)
 
 
 def _variables(
     file: SafetensorsFile, rows: int, tokens: int, parameters: int
 ) -> tuple[ImportedVariable, ...]:
-    """Variables of the file, their shapes and types checked."""
+    """Variables of the file, with checked shapes and types."""
     hidden = next((file.shape(key)[-1] for key in TRAJECTORIES if key in file.keys
                    and len(file.shape(key)) == 3), None)  # fmt: skip
     if hidden is None:
         raise FormatError(
-            f"{file.path}: it holds none of {', '.join(TRAJECTORIES)}, without which there is "
-            "no run"
+            f"{file.path} holds {abridged(file.keys)}, but a run needs one of "
+            f"{', '.join(TRAJECTORIES)} of (step, token, hidden)"
         )
     found = []
     lengths = {"step": rows, "token": tokens, "hidden": hidden, "parameter": parameters}
@@ -119,7 +119,7 @@ def _variables(
         shape, dtype = file.shape(name), file.dtype(name)
         if len(shape) == len(entry.dims):
             for dim, length in zip(entry.dims, shape, strict=True):
-                lengths.setdefault(dim, length)  # of examples and positions, the first one's
+                lengths.setdefault(dim, length)  # the first variable defines examples, positions
         elif not lengths.keys() >= set(entry.dims):
             raise FormatError(
                 f"{file.path}: {name} has shape {shape}, expected ({', '.join(entry.dims)})"
@@ -128,10 +128,10 @@ def _variables(
         if shape != expected:
             raise FormatError(f"{file.path}: {name} has shape {shape}, expected {expected}")
         if not all(shape):
-            raise FormatError(f"{file.path}: {name} has shape {shape}, which holds nothing")
+            raise FormatError(f"{file.path}: {name} has shape {shape}, expected no length of 0")
         if dtype not in NATIVE_TYPES:
             raise FormatError(
-                f"{file.path}: {name} is of type {dtype}, expected {', '.join(NATIVE_TYPES)}"
+                f"{file.path}: {name} has type {dtype}, expected {', '.join(NATIVE_TYPES)}"
             )
         native = NATIVE_TYPES[dtype]
         found.append(

@@ -1,4 +1,4 @@
-"""Options of an import: what its user decides, in place of what is detected or beside it."""
+"""Options of an import. They override or complete the detection."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trajstore.exchange.layouts import IMPORT_LAYOUTS
 __all__ = ["OTHERS", "ImportOptions", "import_options"]
 
 OTHERS = "*"
-"""Name of all variables that are not named."""
+"""Key of all variables without an entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Options of an import: what its user decides, in place of what is detected or beside it.
+    """Options of an import. They override or complete the detection.
 
     Attributes
     ----------
     layout : str, optional
-        One of `trajstore.exchange.layouts.LAYOUTS`, whose keys and alignment the file has.
+        One of `trajstore.exchange.layouts.LAYOUTS`: the keys and alignment of the file.
     mapped : dict of str to str
-        Keys, and the kinds that they have.
+        Keys and their kinds.
     ignored : tuple of str
-        Keys that are left out.
+        Keys to omit.
     bits : dict of str to str
-        What 16 bits are, bfloat16 or float16, by variables and keys; of all others under `OTHERS`.
+        Type of 16-bit values, bfloat16 or float16, by variable or key; `OTHERS` for the rest.
     steps : str, optional
         Labels of the rows: a key, or numbers such as ``0:2001:50``.
     first_row : {0, 1}, optional
-        Step of the first row, where nothing labels the rows.
+        Step of the first row of a file without labels.
     schedule : str, optional
-        Of the learning rate.
+        Schedule of the learning rate.
     masks : tuple of TokenArray
-        Tables of tokens of another file.
+        Labels of tokens from another file.
     """
 
     layout: str | None = None
@@ -52,12 +52,12 @@ class ImportOptions:
     masks: tuple[TokenArray, ...] = ()
 
     def bits_of(self, variable: str, *keys: str) -> str | None:
-        """What the 16 bits of arrays of a variable are, if the user says it."""
+        """Type of the 16-bit arrays of a variable, if an option gives it."""
         names = (*keys, variable, OTHERS)
         return next((self.bits[name] for name in names if name in self.bits), None)
 
     def names_bits(self, variable: str, *keys: str) -> bool:
-        """Whether the user says it of this variable by its name."""
+        """True if an option gives this type by the name of the variable or array."""
         return any(name in self.bits for name in (*keys, variable))
 
 
@@ -71,16 +71,16 @@ def import_options(
     masks: str | os.PathLike[str] | None = None,
     schedule: str | None = None,
 ) -> ImportOptions:
-    """Options of an import, checked as far as that needs no file but the one of the masks.
+    """Check the options of an import. Of all files, only ``masks`` is read.
 
     Parameters
     ----------
     layout : str, optional
     map : mapping of str to str or iterable of str, optional
-        Name of the array that has each kind, or several of a file with several runs; those of
-        ``ignore`` are left out.
+        Name of the array of each kind, or several names in a file with several runs. Arrays under
+        ``ignore`` are omitted.
     bits : {'bfloat16', 'float16'} or mapping of str to them, optional
-        Of all arrays, or by variables and names of arrays.
+        Type of all 16-bit arrays, or types by variable or name of an array.
     labels : mapping of str to str, optional
         ``steps``: the name of an array, or numbers such as ``0:2001:50``.
     first_row : {0, 1}, optional
@@ -90,9 +90,9 @@ def import_options(
     Raises
     ------
     InvalidArgument
-        If one of them cannot be.
+        If an option has an invalid value.
     RunNotFound, FormatError
-        If `masks` is no file that tells tokens.
+        If `masks` does not exist, or labels no tokens.
     """
     if layout is not None and layout not in IMPORT_LAYOUTS:
         raise InvalidArgument(
@@ -101,18 +101,20 @@ def import_options(
     bits_of = {} if bits is None else {OTHERS: bits} if isinstance(bits, str) else dict(bits)
     for type in bits_of.values():
         if type not in ("bfloat16", "float16"):
-            raise InvalidArgument(f"16 bits are bfloat16 or float16, got {type!r}")
+            raise InvalidArgument(f"got bits {type!r}, expected bfloat16 or float16")
     if first_row not in (None, 0, 1):
-        raise InvalidArgument(f"the first row is that of step 0 or 1, got {first_row!r}")
+        raise InvalidArgument(f"got first row {first_row!r}, expected step 0 or 1")
     unknown = set(labels or {}) - {"steps"}
     if unknown:
-        raise InvalidArgument(f"labels are of steps, got {', '.join(sorted(unknown))}")
+        raise InvalidArgument(f"got labels of {', '.join(sorted(unknown))}, expected steps only")
     mapped: dict[str, str] = {}
     ignored: list[str] = []
     for kind, keys in (map or {}).items():
         for key in [keys] if isinstance(keys, str) else keys:
             if key in mapped:
-                raise InvalidArgument(f"{key} cannot be both {mapped[key]} and {kind}")
+                raise InvalidArgument(
+                    f"got {key} mapped to {mapped[key]} and to {kind}, expected one of them"
+                )
             if kind == IGNORE:
                 ignored.append(key)
             else:

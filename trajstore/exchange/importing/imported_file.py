@@ -1,4 +1,4 @@
-"""What a file holds, once it is detected and every shape and type is checked."""
+"""Content of a file after detection, with checked shapes and types."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 HalfForm = Literal["values", "bits", "either"]
-"""Whether float16 holds values of bfloat16, could only be its bits, or is 0 either way."""
+"""float16 that holds values of bfloat16, that can only be bits of bfloat16, or that is all 0."""
 
 Time = Literal["after", "before"]
-"""Whether a row holds the state after its step, or before it."""
+"""Time of the state in a row: after its step, or before it."""
 
 _DEEPEST_JSON = 32
 _BATCH = 4 << 20
@@ -46,17 +46,17 @@ _BATCH = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An array of a file that holds a variable, or the part of it of some tokens.
+    """An array of a file that holds a variable, or its part for some tokens.
 
     Attributes
     ----------
     key : str
     outer : int, optional
-        Place along a first axis of runs.
+        Position along a first axis of runs.
     places : ndarray of int, optional
-        Places along ``token`` where its tokens go; all without it.
+        Positions of its tokens along ``token`` in the run. Default: all.
     pick : ndarray of int, optional
-        What to take along its token axis; all without it.
+        Positions to read along its own token axis. Default: all.
     """
 
     key: str
@@ -67,30 +67,30 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedVariable:
-    """A variable as a file holds it.
+    """A variable in a file.
 
     Attributes
     ----------
     variable : str
     native : NativeType
-        In the file, or as which its bits are read.
+        Type in the file, or the type that its bits represent.
     wanted : NativeType
-        In the run.
+        Type in the run.
     rows : int
-        In the file.
+        Number of rows in the file.
     row_shape : tuple of int
-        In the run.
+        Shape of a row in the run.
     file : ArrayFile, optional
     sources : tuple of Source
     given : ndarray, optional
-        Its bits, where no file holds them.
+        Bits of a variable that no file holds.
     single : bool
-        Whether the file holds one state, without an axis of steps.
+        True if the file holds one state, without an axis of steps.
     time : {'after', 'before'}
     missing : bool
-        Whether its first row in the file is the run's second.
+        True if its first row in the file is the second row of the run.
     blank : bool
-        Whether its first row, 0 or whatever it is, is NaN in the run: no step made it.
+        True if its first row becomes NaN in the run, whatever its value: no step produced it.
     """
 
     variable: str
@@ -117,7 +117,7 @@ class ImportedVariable:
         return math.prod(self.row_shape) * self.native.itemsize
 
     def read(self, start: int, stop: int) -> Array:
-        """Bits of the rows of the file from `start` up to `stop`, in the type that it has."""
+        """Bits of the rows of the file from `start` up to `stop`, in its native type."""
         if self.given is not None:
             return self.given[start:stop]
         assert self.file is not None
@@ -136,7 +136,7 @@ class ImportedVariable:
         return whole
 
     def wanted_bits(self, bits: Array) -> Array:
-        """Bits of the wanted type, which holds every value, as `holds_bfloat16` has checked."""
+        """Bits in the wanted type. `holds_bfloat16` has checked that it holds every value."""
         if self.wanted == self.native:
             return bits
         if self.native.name == "float32":
@@ -144,11 +144,11 @@ class ImportedVariable:
         return narrow(widen(bits, self.native), self.wanted)
 
     def holds_bfloat16(self) -> bool:
-        """Whether every value is one of bfloat16."""
+        """True if every value is a bfloat16."""
         return all(self._are_bfloat16(bits) for bits in self._batches())
 
     def half_form(self) -> HalfForm:
-        """What its float16 may be, if they were bfloat16 before."""
+        """Form of its float16, if they were bfloat16 before."""
         blank = True
         for bits in self._batches():
             if not self._are_bfloat16(bits):
@@ -174,19 +174,19 @@ class ImportedRun:
     Attributes
     ----------
     label : str
-        That tells it from the others of the file; empty for the only one.
+        Name among the runs of the file; empty for the only one.
     steps : ndarray of int64, (step,)
     token : ndarray of int, (token,)
     coordinates : dict of str to array_like, (token,)
     variables : tuple of ImportedVariable
     attributes : dict
-        For the root of the run.
+        Attributes for the root of the run.
     notes : tuple of str
-        What was corrected, left out or is not known.
+        Notes on corrections, omissions and missing information.
     parameters : tuple of str
-        Names, where there are variables of the model's parameters.
+        Names of the model's parameters, if variables need them.
     populations : dict of str to ndarray of bool, (token,)
-        By the names of their coordinates.
+        Populations by the names of their coordinates.
     """
 
     steps: Array
@@ -212,15 +212,15 @@ class ImportedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedFile:
-    """A file that is understood.
+    """Interpreted content of a file.
 
     Attributes
     ----------
     layout : str
-        Of the table of layouts, or the format where it is of none.
+        Name of the layout, or the format of a file without one.
     runs : tuple of ImportedRun
     table : tuple of Detection
-        What each array was taken for.
+        Detected kind of each array.
     """
 
     layout: str
@@ -229,17 +229,17 @@ class ImportedFile:
 
 
 def first_row_is_blank(held: ImportedVariable) -> bool:
-    """Whether the first row holds nothing but zeros and NaN."""
+    """True if the first row holds only zeros and NaN."""
     return bool(is_zero_or_nan(held.read(0, 1), held.native).all())
 
 
 def checked_tokens(file: ArrayFile, token: Array) -> Array:
-    """Vocabulary ids that a run can hold.
+    """Check vocabulary ids.
 
     Raises
     ------
     FormatError
-        If they are not distinct, or out of range.
+        If ids are repeated or out of range.
     """
     limit = np.iinfo(np.int32).max
     if (token < 0).any() or (token > limit).any() or len(np.unique(token)) != len(token):
@@ -248,12 +248,12 @@ def checked_tokens(file: ArrayFile, token: Array) -> Array:
 
 
 def checked_texts(file: ArrayFile, name: str, text: str, length: int) -> list[str]:
-    """Texts of a coordinate, of a JSON text.
+    """Parse the strings of a coordinate from a JSON text.
 
     Raises
     ------
     FormatError
-        If they are not so many texts.
+        If it is not a list of `length` strings.
     """
     texts = _parsed(file, text)
     sound = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
@@ -263,41 +263,49 @@ def checked_texts(file: ArrayFile, name: str, text: str, length: int) -> list[st
             return list(texts)
         except UnicodeEncodeError:
             sound = False
-    raise FormatError(f"{file.path}: {name} must hold {length} texts")
+    raise FormatError(f"{file.path}: {name} must hold {length} strings")
 
 
 def kept_attributes(file: ArrayFile, text: str) -> dict[str, Any]:
-    """Attributes, of a JSON text, that stay true of an imported run.
+    """Parse the attributes that remain valid for an imported run, from a JSON text.
 
     Raises
     ------
     FormatError
-        If it holds no attributes, or such as a run cannot hold.
+        If it is not a JSON object, or an attribute has the wrong type.
     """
     attributes = _parsed(file, text)
     if not isinstance(attributes, dict):
-        raise FormatError(f"{file.path}: its attributes are no JSON object")
+        raise FormatError(
+            f"{file.path}: its attributes are {type(attributes).__name__}, expected a JSON object"
+        )
     kept = {name: attributes[name] for name in KEPT_ATTRIBUTES if name in attributes}
     for name, value in kept.items():
         if not isinstance(value, str if name == "created" else dict):
-            raise FormatError(f"{file.path}: its attribute {name} is {type(value).__name__}")
+            wanted = "a string" if name == "created" else "an object"
+            raise FormatError(
+                f"{file.path}: its attribute {name} is {type(value).__name__}, expected {wanted}"
+            )
     return kept
 
 
 def _parsed(file: ArrayFile, text: str) -> Any:
-    """Value of a JSON text that a run can hold among its attributes."""
+    """Value of a JSON text, if the attributes of a run can hold it."""
     try:
         value = parse(text)
     except ValueError as error:
-        raise FormatError(f"{file.path}: its attributes cannot be read ({error})") from None
+        raise FormatError(f"{file.path}: cannot read its attributes ({error})") from None
     if not _is_shallow(value, _DEEPEST_JSON):
-        raise FormatError(f"{file.path}: its attributes are nested deeper than {_DEEPEST_JSON}")
+        raise FormatError(
+            f"{file.path}: its attributes are nested deeper than {_DEEPEST_JSON}, or hold a number "
+            "beyond float64"
+        )
     return value
 
 
 def _is_shallow(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
-        # A number beyond float64 reads as infinity, which JSON cannot say.
+        # A number beyond float64 is parsed as infinity, which JSON cannot represent.
         return not isinstance(value, float) or math.isfinite(value)
     inner: Any = value.values() if isinstance(value, Mapping) else value
     return depth > 0 and all(_is_shallow(item, depth - 1) for item in inner)

@@ -1,4 +1,4 @@
-"""Learning rates that a file does not hold, by a schedule that its user names."""
+"""Learning rates from a schedule, for files without them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ADAMW: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.
 def with_rates(
     variables: Variables, attributes: dict[str, Any], schedule: str, peak: float, steps: Array
 ) -> tuple[Variables, dict[str, Any], list[str]]:
-    """The variables of a file with `lr`, and the optimizer's rule as far as it is told.
+    """Add `lr` to the variables, and complete the optimizer's rule.
 
     Parameters
     ----------
     variables : tuple of ImportedVariable
     attributes : dict
-        Of the run.
+        Attributes of the run.
     schedule : str
         As in `scheduled_rates`.
     peak : float
@@ -41,17 +41,18 @@ def with_rates(
     -------
     variables : tuple of ImportedVariable
     attributes : dict
-        Whose ``imported`` says what was given.
+        Attributes whose ``imported`` records the given values.
     notes : list of str
 
     Raises
     ------
     InvalidArgument
-        If the file holds the learning rates itself, or the schedule cannot be read.
+        If the file holds the learning rates itself, or the schedule is invalid.
     """
     if any(held.variable == "lr" for held in variables):
         raise InvalidArgument(
-            "the file holds the learning rate of each step itself; leave the schedule out"
+            f"got schedule {schedule!r}, but the file holds the learning rate of each step; omit "
+            "the schedule"
         )
     rates = scheduled_rates(schedule, peak, steps)
     scalars = attributes.get("config", {}).get("scalars", {})
@@ -81,7 +82,7 @@ def with_rates(
 
 
 def _moved(variables: Variables) -> bool:
-    """Whether some moment is not 0, after the first step or the last one."""
+    """True if any moment is not 0 after the first step or the last one."""
     return any(
         not is_zero_or_nan(held.read(at, at + 1), held.native).all()
         for held in variables
@@ -96,20 +97,20 @@ def scheduled_rates(schedule: str, peak: float, steps: Array) -> npt.NDArray[np.
     Parameters
     ----------
     schedule : str
-        ``constant``, or ``linear:N``: from `peak` in step 1 to 0 after step N, as the schedule of
-        Hugging Face's Trainer without warm-up.
+        ``constant``, or ``linear:N``: from `peak` in step 1 to 0 after step N, as in Hugging
+        Face's Trainer without warmup.
     peak : float
     steps : ndarray of int64, (step,)
 
     Returns
     -------
     ndarray of float64, (step,)
-        NaN in step 0, which no step made.
+        NaN for step 0, the state before training.
 
     Raises
     ------
     InvalidArgument
-        If the schedule cannot be read.
+        If the schedule is invalid.
 
     Examples
     --------
@@ -122,8 +123,8 @@ def scheduled_rates(schedule: str, peak: float, steps: Array) -> npt.NDArray[np.
         match = re.fullmatch(r"linear:([1-9]\d{0,14})", schedule)
         if match is None:
             raise InvalidArgument(
-                f"cannot read {schedule!r} as a schedule; write constant, or linear:10000 for one "
-                "that falls to 0 within 10,000 steps"
+                f"got schedule {schedule!r}, expected constant, or linear:10000 for a rate that "
+                "falls to 0 within 10,000 steps"
             )
         last = int(match[1])
         rates = peak * np.maximum(last - (steps - 1), 0) / last
@@ -136,32 +137,32 @@ def completed_rule(
     has_moments: bool,
     betas: tuple[float | None, ...] = (None, None),
 ) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """Optimizer of a run whose file names no class, and what was added to it.
+    """Complete the optimizer of a run whose file names no class.
 
-    A file tells some of Adam's numbers and never the class. Without momentum and squares it was
-    SGD; else `torch.optim.AdamW` is what the notebooks train with, whose defaults stand for what is
-    not told.
+    A file holds some of Adam's hyperparameters and never the class. If betas and moments are 0, the
+    optimizer was SGD. Otherwise it was `torch.optim.AdamW`, with which the notebooks train; its
+    defaults replace missing values.
 
     Parameters
     ----------
     optimizer : dict
-        ``hyperparameters``, as far as they are told.
+        ``hyperparameters``, as far as they are known.
     has_moments : bool
-        Whether some moment is not 0.
+        True if any moment is not 0.
     betas : tuple of float or None
-        Those of the two that are told, where not both are.
+        Both betas, None for an unknown one; used if the hyperparameters lack ``betas``.
 
     Returns
     -------
     optimizer : dict
     note : str
     added : dict
-        What is not of the file, but of the defaults.
+        Defaults that were added.
     """
     given = dict(optimizer.get("hyperparameters", {}))
     if not has_moments and given.get("betas") == [0.0, 0.0]:
         rule = {"class": "torch.optim.sgd.SGD", "hyperparameters": given}
-        return rule, "betas and moments of 0 were taken for SGD", {}
+        return rule, "optimizer taken as SGD, since betas and moments are 0", {}
     added = {name: value for name, value in _ADAMW.items() if name not in given}
     if "betas" in added and betas != (None, None):
         default = added.pop("betas")
@@ -173,7 +174,7 @@ def completed_rule(
     known = {name: value for name, value in added.items() if name in _ADAMW}
     return (
         {"class": "torch.optim.adamw.AdamW", "hyperparameters": known | given},
-        f"the file names no optimizer; taken for AdamW of torch{assumed}: for another one pass "
-        "optimizer= to what asks for its rule",
+        f"the file names no optimizer; taken as AdamW of torch{assumed}. For another one, pass "
+        "optimizer= to the analyses that need its rule",
         added,
     )

@@ -1,4 +1,4 @@
-"""The runs of a file, as its user's options have them: the one way from a path to runs."""
+"""Runs of a file under the given options: the only way from a path to runs."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def opened_file(
     memory: int | str = EXCHANGE_MEMORY,
     on_labels: OnLabels | None = None,
 ) -> Iterator[ImportedFile]:
-    """A file that is open and understood, for as long as the block lasts.
+    """Open and interpret a file. It stays open until the block ends.
 
     Parameters
     ----------
     path : path-like
     options : ImportOptions
     memory : int or str
-        For rows, and large compressed chunks of HDF5.
+        Memory for rows, and for large compressed chunks of HDF5.
     on_labels : callable, optional
-        Called with the labels of its runs, as soon as they are known: before values are read.
+        Called with the labels of the runs as soon as they are known, before values are read.
 
     Raises
     ------
     RunNotFound
-        If there is none.
+        If the file does not exist.
     FormatError
-        If it is not sound, or not understood.
+        If the file is damaged, or cannot be interpreted.
     MissingExtra
         If its format needs a library that is not installed.
     """
@@ -68,23 +68,23 @@ def read_runs(
     memory: int = parse_bytes(EXCHANGE_MEMORY),
     on_labels: OnLabels | None = None,
 ) -> ImportedFile:
-    """What an open file holds, as runs are made of it.
+    """Interpret an open file as runs.
 
     Parameters
     ----------
     file : ArrayFile
     options : ImportOptions, optional
     memory : int
-        Bytes that its rows are to fit into.
+        Bytes that one row must fit into.
     on_labels : callable, optional
         As for `opened_file`.
 
     Raises
     ------
     FormatError
-        If it is not understood, or not of the layout that the user names.
+        If the file cannot be interpreted, or does not have the given layout.
     InvalidArgument
-        If what the user says does not apply to it, or a row of it does not fit into the memory.
+        If an option does not apply to it, or a row does not fit into the memory.
     """
     options = options or ImportOptions()
     wanted = options.layout
@@ -92,12 +92,17 @@ def read_runs(
     if wanted in LAYOUTS:
         form = LAYOUTS[wanted].format
     if form is not None and file.format != form and "hdf5" in (form, file.format):
-        what = "an HDF5 file" if file.format == "hdf5" else "no HDF5 file"
-        raise FormatError(f"{file.path} is {what}, and layout {wanted} was asked for")
+        raise FormatError(
+            f"{file.path} has format {file.format}, but layout {wanted} is for {form} files; "
+            "omit --layout"
+        )
     is_native = isinstance(file, SafetensorsFile) and file.attributes.get("format") == "trajstore"
     if wanted == "native" or (wanted is None and is_native):
         if not isinstance(file, SafetensorsFile):
-            raise FormatError(f"{file.path} is no safetensors file, as layout native is")
+            raise FormatError(
+                f"{file.path} has format {file.format}, but layout native is for safetensors "
+                "files; omit --layout"
+            )
         _check_no_options(file, options)
         found = read_native(file)
     else:
@@ -106,12 +111,12 @@ def read_runs(
         on_labels([run.label for run in found.runs])
     if found.layout == "native":
         return found
-    own = file.format == "hdf5" and found.layout == "hdf5" and _states_types(found)
+    own = file.format == "hdf5" and found.layout == "hdf5" and _records_types(found)
     return found if own else replace(found, runs=tuple(_typed(run, options) for run in found.runs))
 
 
 def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
-    """Whether the user leaves to a file of the native layout what it says itself."""
+    """Refuse options for a file of the native layout, which defines everything itself."""
     flags = {
         "--map": options.mapped or options.ignored,
         "--bits": options.bits,
@@ -123,18 +128,18 @@ def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
     given = [name for name, is_given in flags.items() if is_given]
     if given:
         raise InvalidArgument(
-            f"{file.path} is of layout native, which says all that an import needs, and "
-            f"{', '.join(given)} would not be used; leave it out"
+            f"{file.path} has layout native, which defines everything that an import needs, so "
+            f"{', '.join(given)} would have no effect; omit it"
         )
 
 
-def _states_types(found: ImportedFile) -> bool:
+def _records_types(found: ImportedFile) -> bool:
     return any("trajstore_json" in held.file.keys for run in found.runs for held in run.variables
                if held.file is not None)  # fmt: skip
 
 
 def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
-    """The run with types as narrow as every value allows, and what there is to say of them."""
+    """The run with the narrowest types that hold every value, and notes on them."""
     halves = _halves(run, options)
     made, narrowed, warned, valued, reread = [], [], [], [], []
     for held in run.variables:
@@ -153,36 +158,36 @@ def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
         else:
             valued.append(held.variable)
             made.append(_as_bfloat16(held))
-    notes = [f"{key}: the bits of its float16 were read as those of bfloat16" for key in reread]
+    notes = [f"{key}: the bits of its float16 were read as bits of bfloat16" for key in reread]
     if narrowed:
         notes.append(
-            f"{', '.join(narrowed)}: float32 in the file, bfloat16 in the run, as every value is "
-            "one"
+            f"{', '.join(narrowed)}: float32 in the file, bfloat16 in the run: every value is a "
+            "bfloat16"
         )
     if valued:
         notes.append(
-            f"{', '.join(valued)}: float16 in the file, bfloat16 in the run, as every value is "
-            "one; what float16 is too small for was lost in the file"
+            f"{', '.join(valued)}: float16 in the file, bfloat16 in the run: every value is a "
+            "bfloat16; the file has lost values outside the range of float16"
         )
     if warned:
         some = len(warned) < len(halves)
         option = " ".join(f"--bits {name}=bfloat16" for name in warned) if some else ""
         notes.append(
-            f"{', '.join(warned)}: float16, and every value is one of bfloat16, so it was most "
-            "likely bfloat16 before: values below 6e-5 have lost precision and those below 3e-8 "
-            f"are 0 in the file; {option or '--bits bfloat16'} has the run hold bfloat16, whose "
-            "lattice is another"
+            f"{', '.join(warned)}: float16 in which every value is a bfloat16, so most likely "
+            "converted from bfloat16: values below 6e-5 have lost precision and those below 3e-8 "
+            f"are 0 in the file; {option or '--bits bfloat16'} stores it as bfloat16, which has "
+            "another lattice"
         )
     return replace(run, variables=tuple(made), notes=(*run.notes, *notes))
 
 
 def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
-    """What float16 arrays hold that the user does not say to be float16, by variable.
+    """Forms of the float16 arrays that no option keeps as float16, by variable.
 
     Raises
     ------
     InvalidArgument
-        If the user says of all of them that they are bfloat16, and that means different things.
+        If ``--bits bfloat16`` would mean values for some arrays and bits for others.
     """
     found: dict[str, HalfForm] = {}
     unnamed: dict[str, str] = {}
@@ -196,9 +201,9 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
     if {"values", "bits"} <= set(unnamed):
         valued, other = unnamed["values"], unnamed["bits"]
         raise InvalidArgument(
-            f"--bits bfloat16 would mean two things: every value of {valued} is one of bfloat16, "
-            f"and not every one of {other}, whose bits it would be; name those that it is true of, "
-            f"such as --bits {valued}=bfloat16"
+            f"--bits bfloat16 is ambiguous: every value of {valued} is a bfloat16, but not every "
+            f"value of {other}, whose bits would be reinterpreted; name the variables, such as "
+            f"--bits {valued}=bfloat16"
         )
     return found
 

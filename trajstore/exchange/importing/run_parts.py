@@ -1,4 +1,4 @@
-"""Which arrays of a file make which run, where it holds several, or both matrices of a model."""
+"""Assignment of arrays to runs, for files of several runs or of both matrices of a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RUN_COUNTS = tuple(
     for noun in ("runs", "trials", "replicates")
     for prefix in ("n_", "num_", "number_of_")
 )
-"""Names of how many runs a file holds."""
+"""Names of the number of runs of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPart:
-    """What of a file makes one run.
+    """The part of a file that makes one run.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class RunPart:
     found : tuple of DetectedArray
     numbers : dict
     outer : int, optional
-        Place along a first axis of runs, of arrays that have one.
+        Position along a first axis of runs, for arrays that have one.
     """
 
     label: str
@@ -41,7 +41,7 @@ class RunPart:
 
 
 def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
-    """What makes each run: numbers in names, a first axis, the matrices of untied models.
+    """Split a file into runs, by numbers in names, a first axis, or the matrices of untied models.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
     Raises
     ------
     FormatError
-        If arrays do not agree on how many runs there are, or one does not say of which it is.
+        If arrays disagree about the number of runs, or an array belongs to an unknown run.
     """
     found = detected.found
     anchors = [one for one in found if one.kind.name in TRAJECTORIES]
@@ -62,18 +62,21 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
         for key, length in lengths.items():
             if length != along[0]:
                 raise FormatError(
-                    f"{file.path}: {anchors[0].key} has {along[0]} runs along its first axis, and "
-                    f"{key} {length}"
+                    f"{file.path}: {anchors[0].key} has {along[0]} runs along its first axis, but "
+                    f"{key} has {length}; omit one with --map ignore={key}"
                 )
     if numbered and along:
-        raise FormatError(f"{file.path}: {anchors[0].key} has both a number and an axis of runs")
+        raise FormatError(
+            f"{file.path}: {anchors[0].key} has the number of a run in its name and an axis of "
+            "runs, expected only one of them"
+        )
     _check_count(file, detected, anchors[0], numbered, along[0] if along else None)
     for one in found:
         of_all = one.run is None and one.extra < 1
         if (numbered or along) and one.kind.is_variable and of_all and one.kind.name != "lr":
             raise FormatError(
-                f"{file.path}: {anchors[0].key} is of one of {len(numbered) or along[0]} runs, and "
-                f"{one.key} does not say of which; leave it out with --map ignore={one.key}"
+                f"{file.path}: {anchors[0].key} belongs to one of {len(numbered) or along[0]} "
+                f"runs, but {one.key} has no number of a run; omit it with --map ignore={one.key}"
             )
     matrices = sorted({one.matrix for one in anchors if one.matrix is not None})
     places: Sequence[tuple[int | None, int | None]] = (
@@ -91,8 +94,8 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
             for one in mine:
                 if matrices and one.matrix is None and one.kind.dims == VARIABLES["W"].dims:
                     raise FormatError(
-                        f"{file.path}: {one.key} does not say whether it is of E or of W, which "
-                        "are untied; leave it out with --map ignore=" + one.key
+                        f"{file.path}: {one.key} belongs to E or W, which are untied, but its name "
+                        f"does not end with _E or _W; omit it with --map ignore={one.key}"
                     )
             numbers = dict(detected.numbers)
             for key, values in detected.vectors.items():
@@ -110,21 +113,21 @@ def _check_count(
     numbered: list[int],
     along: int | None,
 ) -> None:
-    """Whether what the file says of its runs is what its arrays say."""
+    """Refuse a number of runs, or lists of one number per run, that differ from the arrays."""
     count = len(numbered) or along or 1
     what = (
-        f"the names of arrays number {count} ({', '.join(map(str, numbered[:12]))})" if numbered
-        else f"{anchor.key} of shape {anchor.shape} has {count}"
+        f"the names of arrays give {count} runs ({', '.join(map(str, numbered[:12]))})" if numbered
+        else f"{anchor.key} of shape {anchor.shape} has {count} runs"
     )  # fmt: skip
     for key, value in detected.numbers.items():
         if key.lower() in RUN_COUNTS and value != count:
             raise FormatError(
-                f"{file.path}: {key} is {value}, and {what}; leave it out with --map ignore={key}"
+                f"{file.path}: {key} is {value}, but {what}; omit it with --map ignore={key}"
             )
     for key, values in detected.vectors.items():
         of_rows = any(one.key == key for one in detected.found)
         if len(values) not in (1, count) and count > 1 and not of_rows:
             raise FormatError(
-                f"{file.path}: {key} has {len(values)} values, and {what} runs; leave it out with "
-                f"--map ignore={key}"
+                f"{file.path}: {key} has {len(values)} values, but {what}; omit it with --map "
+                f"ignore={key}"
             )

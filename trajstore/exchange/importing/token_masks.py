@@ -1,4 +1,4 @@
-"""Files of masks, ids or counts: which tokens are dead, for an import or for an existing run."""
+"""Files of masks, ids or counts that label dead tokens, for an import or an existing run."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trajstore.formats.open_file import open_file
 
 __all__ = ["annotations_of", "masks_of"]
 
-_TAKEN_FOR = {
-    "dead_ids": "ids whose name says nothing, taken for those of the dead tokens",
-    "dead_mask": "a mask whose name says nothing, taken for that of the dead tokens",
-    "live_mask": "taken for the mask of the live tokens",
+_TAKEN_AS = {
+    "dead_ids": "ids without a known name, taken as the dead tokens",
+    "dead_mask": "a mask without a known name, taken as the mask of the dead tokens",
+    "live_mask": "taken as the mask of the live tokens",
 }
 
 
 def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
-    """Masks, lists of ids and counts of a file that was given for them.
+    """Masks, lists of ids and counts of a ``masks`` file.
 
     Raises
     ------
     RunNotFound, FormatError
-        If it is no file that holds some.
+        If the file does not exist, or holds none of them.
     """
     with open_file(masks) as file:
         nameless = _nameless(file)
@@ -45,27 +45,28 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
         arrays = token_arrays(file, detected, of=f" of {Path(masks).name}")
         if not arrays:
             raise FormatError(
-                f"{masks} tells no tokens: it holds {abridged(file.keys)}, expected masks or lists "
-                "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
+                f"{masks} labels no tokens: found {abridged(file.keys)}, expected masks, lists of "
+                "ids or counts; rename an array to dead_mask, untrained_mask, live_ids, "
+                "trained_indices, token_counts, …"
             )
     notes = {
-        kind: f"{key} of {Path(masks).name}: {_TAKEN_FOR[kind]}" for key, kind in nameless.items()
+        kind: f"{key} of {Path(masks).name}: {_TAKEN_AS[kind]}" for key, kind in nameless.items()
     }
     return tuple(
-        replace(one, is_beside=True, note=notes.get(one.kind, ""))
+        replace(one, is_separate=True, note=notes.get(one.kind, ""))
         for one in arrays
         if one.kind in TOKEN_KINDS
     )
 
 
 def _nameless(file: ArrayFile) -> dict[str, str]:
-    """The kind of the only array of a file, a mask or distinct ids, whose name says nothing."""
+    """Key and kind of the only array of a file, if it is a mask or distinct ids without a name."""
     if len(file.keys) != 1:
         return {}
     (key,) = file.keys
     kind = named(key).kind
-    is_told = kind is not None and kind.name in TOKEN_KINDS
-    if is_told or len(file.shape(key)) != 1:
+    is_known = kind is not None and kind.name in TOKEN_KINDS
+    if is_known or len(file.shape(key)) != 1:
         return {}
     if file.dtype(key) == "bool":
         return {key: "live_mask" if "live" in key.lower() else "dead_mask"}
@@ -78,24 +79,27 @@ def _nameless(file: ArrayFile) -> dict[str, str]:
 def annotations_of(
     masks: str | os.PathLike[str], token: npt.NDArray[np.integer[Any]]
 ) -> dict[str, npt.NDArray[Any]]:
-    """``is_dead`` and ``token_count`` of a run's tokens, as far as a file tells them.
+    """``is_dead`` and ``token_count`` of a run's tokens, as far as a file holds them.
 
     Parameters
     ----------
     masks : path-like
-        In any format that imports take as ``masks``.
+        File in any format that imports accept as ``masks``.
     token : ndarray of int, (token,)
         Vocabulary ids of the run.
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is no such file, it tells no tokens, or other ones.
+        If the file does not exist, labels no tokens, or does not fit the run's tokens.
     """
     ids = TokenArray(name="the run's tokens", kind="token", values=np.asarray(token, np.int64))
     arrays = [one for one in masks_of(masks) if one.kind not in ("token", "token_ids")]
     table = token_table(masks, len(token), [ids, *arrays], {}, sizes={}, rows_of="the run")
     found = table.coordinates
     if not found:
-        raise FormatError(f"{masks} does not tell which tokens are dead, or how often they occur")
+        raise FormatError(
+            f"{masks} holds only the ids of tokens, expected labels of dead tokens or counts; name "
+            "the array dead_ids, live_ids, dead_mask, live_mask or token_count"
+        )
     return found

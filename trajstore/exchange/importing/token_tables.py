@@ -1,7 +1,7 @@
-"""Which tokens a file has rows of, which of them are dead, and how often they occur.
+"""Tokens of the rows of a file: their ids, which are dead, and how often they occur.
 
-Files tell it in masks along the vocabulary, in lists of ids, in counts of occurrences, and in how
-many there are; in the file itself or in another one. All that is told must agree.
+Sources are masks along the vocabulary, lists of ids, counts of occurrences, and sizes of the
+populations, in the file itself or in another one. All sources must agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKEN_KINDS = (
     "token_count",
     "token",
 )
-"""Roles of arrays that tell something of the tokens."""
+"""Kinds of arrays that describe the tokens."""
 
 POPULATION_SIZES = {
     **dict.fromkeys(
@@ -49,28 +49,28 @@ POPULATION_SIZES = {
         "live",
     ),
 }
-"""Names of how many tokens are dead, or live."""
+"""Names of the numbers of dead or live tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArray:
-    """What a file tells of the tokens.
+    """An array that describes the tokens.
 
     Attributes
     ----------
     name : str
-        Of the array, for messages.
+        Name of the array, for messages.
     kind : str
         One of `TOKEN_KINDS`.
     values : ndarray
     by_place : bool
-        Whether it counts the places along the token axis, not the ids of the vocabulary.
+        True if it refers to positions along the token axis, not to vocabulary ids.
     is_described : bool
-        Whether a description says the kind, not the name.
-    is_beside : bool
-        Whether it is of another file than the rows, which was given for it.
+        True if a description of the file, not the name, defines the kind.
+    is_separate : bool
+        True if it comes from another file than the rows, given by ``masks``.
     note : str
-        How its kind was found, if not by its name.
+        Note on how its kind was found, if not by its name.
     """
 
     name: str
@@ -78,13 +78,13 @@ class TokenArray:
     values: Array
     by_place: bool = False
     is_described: bool = False
-    is_beside: bool = False
+    is_separate: bool = False
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """What is known of the tokens that have rows.
+    """The tokens of the rows.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class TokenTable:
     is_dead : ndarray of bool, (token,), optional
     token_count : ndarray of int64, (token,), optional
     vocabulary : int
-        Number of ids, as far as it is told.
+        Number of ids, as far as it is known.
     notes : tuple of str
     """
 
@@ -105,26 +105,26 @@ class TokenTable:
 
     @property
     def coordinates(self) -> dict[str, Array]:
-        """Those that are known, besides ``token``."""
+        """Known coordinates other than ``token``."""
         known = {"is_dead": self.is_dead, "token_count": self.token_count}
         return {name: values for name, values in known.items() if values is not None}
 
 
 def token_arrays(file: ArrayFile, detected: DetectedArrays, *, of: str = "") -> list[TokenArray]:
-    """Tables of a file, their types checked.
+    """Arrays of a file that describe the tokens, with checked types.
 
     Parameters
     ----------
     file : ArrayFile
     detected : DetectedArrays
     of : str, optional
-        What follows the names in messages.
+        Suffix of the names in messages.
 
     Raises
     ------
     FormatError
-        If a mask holds other values than 0 and 1, ids are negative or occur twice, or an array has
-        not one dimension.
+        If a mask holds values other than 0 and 1, ids are negative or repeated, or an array is not
+        1-D.
     """
     arrays = []
     for one in detected.found:
@@ -133,24 +133,30 @@ def token_arrays(file: ArrayFile, detected: DetectedArrays, *, of: str = "") -> 
         values = values_of(file, one.key)
         name = f"{one.key}{of}"
         if values.ndim != 1:
-            differs = ", as it differs from file to file" if file.format == "folder" else ""
+            differs = " (it differs between files)" if file.format == "folder" else ""
             raise FormatError(
                 f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
-                f"leave it out with --map ignore={one.key}"
+                f"omit it with --map ignore={one.key}"
             )
         if one.kind.values == "truth":
             if values.dtype != bool and ((values < 0) | (values > 1)).any():
-                raise FormatError(f"{file.path}: {name} holds other values than 0 and 1")
+                raise FormatError(
+                    f"{file.path}: {name} holds values from {values.min()} to {values.max()}, "
+                    "expected 0 and 1"
+                )
             if values.view(np.uint8 if values.dtype == bool else values.dtype).max(initial=0) > 1:
-                raise FormatError(f"{file.path}: {name} holds other bytes than 0 and 1")
+                raise FormatError(f"{file.path}: {name} holds bytes other than 0 and 1")
             arrays.append(TokenArray(name=name, kind=one.kind.name, values=values.astype(bool)))
             continue
         if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 62):
             what = "token ids" if one.kind.name != "token_count" else "counts"
-            raise FormatError(f"{file.path}: {name} does not hold {what} from 0 on")
+            raise FormatError(
+                f"{file.path}: {name} holds values from {values.min()} to {values.max()}, expected "
+                f"{what} of at least 0"
+            )
         values = values.astype(np.int64)
         if one.kind.name != "token_count" and len(np.unique(values)) != len(values):
-            raise FormatError(f"{file.path}: {name} must hold distinct ids, and one occurs twice")
+            raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
         arrays.append(
             TokenArray(name=name, kind=one.kind.name, values=values, is_described=one.is_described)
         )
@@ -167,46 +173,49 @@ def token_table(
     rows_of: str = "W",
     by_place: bool = False,
 ) -> TokenTable:
-    """What is known of the tokens of an array.
+    """Combine everything that describes the tokens of an array.
 
     Parameters
     ----------
     where : path-like
-        Of the file, for messages.
+        Path of the file, for messages.
     tokens : int
         Length of the token axis.
     arrays : iterable of TokenArray
     numbers : mapping of str to number
-        Numbers beside the arrays: sizes of the populations.
+        Single numbers of the file, some of them sizes of the populations.
     sizes : mapping of str to int
-        Those of them that are the size of the vocabulary.
+        Numbers that are the size of the vocabulary.
     rows_of : str, default 'W'
         Name of the array, for messages.
     by_place : bool
-        Whether lists of ids beside the ids of the rows list places.
+        True if lists of dead or live tokens hold positions, in a file with the ids of the rows.
 
     Raises
     ------
     FormatError
-        If two that are told contradict each other, or do not fit the axis.
+        If two sources contradict each other, or one does not fit the axis.
     """
-    arrays, notes = _settled(where, tokens, list(arrays))
+    arrays, notes = _resolved(where, tokens, list(arrays))
     arrays = _counted_by_place(tokens, arrays, by_place=by_place)
     length, from_ = _vocabulary(where, arrays, sizes)
     token, restricted = _rows(where, tokens, arrays, length, from_, rows_of)
     if length is not None and int(token.max(initial=-1)) >= length:
         raise FormatError(
-            f"{where}: {from_} speaks of {length} tokens, and {rows_of} has a row of token "
-            f"{token.max()}, as other arrays say; leave one out with --map ignore={from_}"
+            f"{where}: {from_} means {length} tokens, but by other arrays {rows_of} has a row of "
+            f"token {token.max()}; omit one with --map ignore={from_}"
         )
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
-        raise FormatError(f"{where}: token {token.max()} is no vocabulary id; ids are 32-bit")
+        raise FormatError(
+            f"{where}: got token {token.max()}, expected 32-bit vocabulary ids up to "
+            f"{np.iinfo(np.int32).max}"
+        )
     universe = max(length or 0, int(token.max(initial=-1)) + 1)
     for each in arrays:
         limit = tokens if each.by_place else universe
         if each.kind.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
             if each.by_place or length is not None or not restricted:
-                what = "places" if each.by_place else "token ids"
+                what = "positions" if each.by_place else "token ids"
                 raise FormatError(
                     f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
                     f"{limit - 1}"
@@ -216,14 +225,14 @@ def token_table(
     counts = [each for each in arrays if each.kind == "token_count"]
     if dead is None:
         counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
-        only = f", only how many ({', '.join(counted)})" if counted else ""
-        notes.append(f"the file does not tell which tokens are dead{only}")
+        only = f", only their number ({', '.join(counted)})" if counted else ""
+        notes.append(f"the file does not label dead tokens{only}")
     else:
         whole = length is not None or not restricted
         _check_sizes(where, dead, numbers, whole=whole)
         if dead.name in [each.name for each in counts]:
             notes.append(
-                f"dead tokens are those of which {dead.name} is 0; nothing else tells them"
+                f"dead tokens are those for which {dead.name} is 0; nothing else labels them"
             )
     return TokenTable(
         token=token,
@@ -239,59 +248,59 @@ def token_table(
 
 
 def _counted_by_place(tokens: int, arrays: list[TokenArray], *, by_place: bool) -> list[TokenArray]:
-    """The tables, marked where they count the places along the token axis.
+    """The arrays, marked if they refer to positions along the token axis.
 
-    They do in files of trajstore; and, beside the ids of the rows, masks that are as long as the
-    axis, and two lists that make up all its places.
+    This holds in files of trajstore. In other files with the ids of the rows, it holds for masks as
+    long as the axis, and for two lists that together contain every position.
     """
     if not any(each.kind == "token" for each in arrays):
         return arrays
     lists = [each.values for each in arrays if each.kind in ("dead_ids", "live_ids")]
     every = np.sort(np.concatenate(lists)) if len(lists) == 2 else np.empty(0)
     by_place = by_place or np.array_equal(every, np.arange(tokens))
-    made = []
+    marked = []
     for each in arrays:
         dense = each.kind.endswith("_mask") or each.kind == "token_count"
         listed = each.kind in ("dead_ids", "live_ids")
         places = len(each.values) == tokens if dense else listed and by_place
-        made.append(replace(each, by_place=places and not each.is_beside))
-    return made
+        marked.append(replace(each, by_place=places and not each.is_separate))
+    return marked
 
 
-def _settled(
+def _resolved(
     where: Any, tokens: int, arrays: list[TokenArray]
 ) -> tuple[list[TokenArray], list[str]]:
-    """The tables, lists of which nobody says what they list taken for the ids of the rows."""
-    made, notes = [], []
+    """The arrays and notes. A list without a stated meaning becomes the ids of the rows."""
+    resolved, notes = [], []
     for each in arrays:
         if each.is_described:
             population = each.kind.removesuffix("_ids")
-            notes.append(f"{each.name}: {population} tokens, as a description in its file says")
+            notes.append(f"{each.name}: {population} tokens, by a description in its file")
         notes += [each.note] if each.note else []
         if each.kind != "token_ids":
-            made.append(each)
+            resolved.append(each)
         elif len(each.values) == tokens:
-            made.append(replace(each, kind="token"))
-            if each.is_beside:
-                notes.append(f"{each.name}: which tokens the rows are, as many as there are rows")
-        elif each.is_beside:
+            resolved.append(replace(each, kind="token"))
+            if each.is_separate:
+                notes.append(f"{each.name}: the ids of the rows, since the lengths match")
+        elif each.is_separate:
             raise FormatError(
-                f"{where}: {each.name} lists {len(each.values)} tokens, and there are rows of "
-                f"{tokens}, so they are not the tokens of the rows; if they are the dead ones, or "
-                "the live ones, name the array, or the .npy, dead_ids or live_ids"
+                f"{where}: {each.name} lists {len(each.values)} tokens, but there are rows of "
+                f"{tokens}, so they are not the ids of the rows; if they are dead or live tokens, "
+                "rename the array, or the .npy, to dead_ids or live_ids"
             )
         else:
             notes.append(
-                f"{each.name} lists {len(each.values)} tokens and nothing says of what kind, so it "
-                f"was left out; say it with --map dead_ids={each.name} or live_ids={each.name}"
+                f"{each.name} omitted: it lists {len(each.values)} tokens without their kind; name "
+                f"it with --map dead_ids={each.name} or --map live_ids={each.name}"
             )
-    return made, notes
+    return resolved, notes
 
 
 def _vocabulary(
     where: Any, arrays: list[TokenArray], sizes: Mapping[str, int]
 ) -> tuple[int | None, str]:
-    """Length of the vocabulary, and what tells it."""
+    """Length of the vocabulary, and the name of its source."""
     lengths = [
         (each.name, len(each.values))
         for each in arrays
@@ -301,7 +310,8 @@ def _vocabulary(
     for name, length in lengths:
         if length != lengths[0][1]:
             raise FormatError(
-                f"{where}: {lengths[0][0]} speaks of {lengths[0][1]} tokens, and {name} of {length}"
+                f"{where}: {lengths[0][0]} means {lengths[0][1]} tokens, but {name} means "
+                f"{length}; omit one with --map ignore={name}"
             )
     if lengths:
         return lengths[0][1], lengths[0][0]
@@ -311,15 +321,19 @@ def _vocabulary(
 def _rows(
     where: Any, tokens: int, arrays: list[TokenArray], length: int | None, from_: str, rows_of: str
 ) -> tuple[Array, bool]:
-    """Ids of the rows, and whether they are but some of the vocabulary."""
+    """Ids of the rows, and True if they are only a part of the vocabulary."""
     given = [each for each in arrays if each.kind == "token"]
     for each in given:
         if len(each.values) != tokens:
             raise FormatError(
-                f"{where}: {each.name} has {len(each.values)} ids, and {rows_of} {tokens} tokens"
+                f"{where}: {each.name} has {len(each.values)} ids, but {rows_of} has {tokens} "
+                "tokens"
             )
         if not np.array_equal(each.values, given[0].values):
-            raise FormatError(f"{where}: {given[0].name} and {each.name} are different ids")
+            raise FormatError(
+                f"{where}: {given[0].name} and {each.name} hold different ids; omit one with --map "
+                f"ignore={each.name}"
+            )
     if given:
         return given[0].values, True
     whole = np.arange(tokens, dtype=np.int64)
@@ -344,21 +358,21 @@ def _rows(
     if len(fitting) == 2:
         raise FormatError(
             f"{where}: {rows_of} has {tokens} tokens, as many as {fitting['dead'][0]} and as "
-            f"{fitting['live'][0]}; say which with --map token={fitting['dead'][0]}"
+            f"{fitting['live'][0]}; choose with --map token={fitting['dead'][0]}"
         )
     if fitting:
         ((_, ids),) = fitting.values()
         return ids, True
     if length is not None:
         raise FormatError(
-            f"{where}: {from_} speaks of {length} tokens, and {rows_of} has {tokens}; nothing "
-            f"tells which they are (--map token=NAME, or --map ignore={from_})"
+            f"{where}: {from_} means {length} tokens, but {rows_of} has {tokens} with unknown ids; "
+            f"use --map token=NAME, or --map ignore={from_}"
         )
     return whole, False
 
 
 def _is_whole(tokens: int, lists: Mapping[str, list[tuple[str, Array]]]) -> bool:
-    """Whether lists of ids alone say that every token has a row."""
+    """True if lists of ids alone imply that every token has a row."""
     every = [ids for named in lists.values() for _, ids in named]
     if not every:
         return True
@@ -369,16 +383,16 @@ def _is_whole(tokens: int, lists: Mapping[str, list[tuple[str, Array]]]) -> bool
 
 @dataclass(frozen=True, kw_only=True)
 class _Dead:
-    """Which tokens are dead.
+    """Labels of dead tokens.
 
     Attributes
     ----------
     name : str
-        What tells it.
+        Name of the source.
     here : ndarray of bool, (token,)
-        Of those that have rows.
+        True for the dead tokens among the rows.
     counts : dict of str to int
-        Dead and live ones of the vocabulary, as far as it is told.
+        Numbers of dead and live tokens in the vocabulary, as far as it is known.
     """
 
     name: str
@@ -387,8 +401,8 @@ class _Dead:
 
 
 def _dead(where: Any, arrays: list[TokenArray], universe: int, token: Array) -> _Dead | None:
-    """The dead tokens, on which all that tells them agrees; None if nothing does."""
-    # Counts come last: they tell the dead tokens only where nothing else does.
+    """The dead tokens, on which all sources agree; None without a source."""
+    # Counts come last: they label dead tokens only if nothing else does.
     tables = sorted(
         (each for each in arrays if each.kind not in ("token", "token_ids")),
         key=lambda each: each.kind == "token_count",
@@ -398,7 +412,7 @@ def _dead(where: Any, arrays: list[TokenArray], universe: int, token: Array) -> 
     whole = [each for each in tables if not each.by_place]
     if any(not each.kind.endswith("_ids") for each in whole):
         ids = np.arange(universe)
-    else:  # no mask is as long as the vocabulary, whose length is but a number in the file
+    else:  # no mask covers the vocabulary: its length is only a number in the file
         ids = np.unique(np.concatenate([token, *(each.values for each in whole)]))
     every = {each.name: _is_dead(each, ids) for each in whole}
     _agree(where, every)
@@ -413,7 +427,7 @@ def _dead(where: Any, arrays: list[TokenArray], universe: int, token: Array) -> 
 
 
 def _is_dead(each: TokenArray, ids: Array) -> Array:
-    """Whether ids, or places, are those of dead tokens."""
+    """True for the ids, or positions, of dead tokens."""
     if each.kind in ("dead_ids", "live_ids"):
         return np.asarray(np.isin(ids, each.values) == (each.kind == "dead_ids"))
     of_dead = 0 if each.kind == "token_count" else each.kind == "dead_mask"
@@ -426,13 +440,13 @@ def _agree(where: Any, answers: Mapping[str, Array]) -> None:
         wrong = np.flatnonzero(answers[first or other] != answers[other])
         if len(wrong):
             raise FormatError(
-                f"{where}: {first} and {other} disagree about which tokens are dead (token "
-                f"{wrong[0]}, and {len(wrong)} in all); leave one out with --map ignore={other}"
+                f"{where}: {first} and {other} disagree about {len(wrong)} dead tokens, the first "
+                f"is {wrong[0]}; omit one with --map ignore={other}"
             )
 
 
 def _check_sizes(where: Any, dead: _Dead, numbers: Mapping[str, Any], *, whole: bool) -> None:
-    """Whether the sizes of the populations are those of the mask."""
+    """Refuse sizes of the populations that differ from the labels."""
     for key, value in numbers.items():
         population = POPULATION_SIZES.get(key.lower())
         if population is None or not isinstance(value, int):
@@ -441,5 +455,6 @@ def _check_sizes(where: Any, dead: _Dead, numbers: Mapping[str, Any], *, whole: 
         here = int(np.count_nonzero(dead.here == (population == "dead")))
         if value not in (count, here) and (whole or here):
             raise FormatError(
-                f"{where}: {key} is {value}, and {dead.name} marks {count} tokens as {population}"
+                f"{where}: {key} is {value}, but {dead.name} marks {count} tokens as {population}; "
+                f"omit one with --map ignore={key}"
             )

@@ -1,7 +1,7 @@
-"""The form of a run's documents: which members each has, of which types, and which values.
+"""The form of a run's documents: the members of each, their types and possible values.
 
-Every way to open a run checks the root here, before zarr sees it; `verify` checks each document of
-each array, too. What the checksums of the blocks cover is not checked here.
+Every function that opens a run checks the root here, before zarr reads it. `verify` also checks the
+document of each array. Data covered by the checksums of the blocks is not checked here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
 from trajstore.errors import FormatError
-from trajstore.schema import ENCODING, FORMAT
+from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
@@ -44,21 +44,22 @@ Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 _LONGEST = 1 << 48
-_CACHED = 64 << 10  # characters of a document that stays in memory, opened
+_CACHED = 64 << 10  # characters; shorter documents are kept in memory after they are opened
 _MISSING = object()
 _CONFIGURED = "an object with name and configuration"
 
 
 class Fault(NamedTuple):
-    """A member of a document that cannot be.
+    """A member of a document with a missing or impossible value.
 
     Attributes
     ----------
     member : str
-        Its place, such as ``codecs.0.name``; empty for the whole document.
+        Path of the member, such as ``codecs.0.name``; empty for the whole document.
     expected : str
+        Description of possible values.
     received : object
-        Its value, if the document has it.
+        Value of the member, if the document has one.
     """
 
     member: str
@@ -72,7 +73,7 @@ class Fault(NamedTuple):
         return f"{name} is {_SHORT.repr(self.received)}, expected {self.expected}"
 
     def within(self, member: str) -> Fault:
-        """The same of a document that is a member of another one."""
+        """The same fault, if the document is a member of another one."""
         return self._replace(member=f"{member}.{self.member}".rstrip("."))
 
 
@@ -81,17 +82,17 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 60, 60, 
 
 
 def is_length(value: Any) -> bool:
-    """True if a JSON value can be the length of a dimension, which is below 2**48."""
+    """True if a JSON value can be the length of a dimension, below 2**48."""
     return type(value) is int and 0 <= value < _LONGEST
 
 
 def is_digest(value: Any) -> bool:
-    """True for a SHA-256 as a root has it."""
+    """True for a SHA-256 in 64 hexadecimal digits."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def is_moment(text: Any) -> bool:
-    """True for a time as a writer writes it: ISO 8601 to the second, with its offset."""
+    """True for a time as writers write it: ISO 8601, to the second, with its offset."""
     try:
         return bool(datetime.fromisoformat(text).isoformat(timespec="seconds") == text)
     except (TypeError, ValueError):
@@ -99,7 +100,7 @@ def is_moment(text: Any) -> bool:
 
 
 def _are_runs(value: Any) -> bool:
-    """True if it gives the identity of the run from each of its blocks on, the first among them."""
+    """True for a list of identities, each with its first block, from block 0."""
     if not isinstance(value, list) or not value:
         return False
     for entry in value:
@@ -110,39 +111,39 @@ def _are_runs(value: Any) -> bool:
     return bool(value[0][0] == 0)
 
 
-_RUNS = "a list of [block, identity of the run], from block 0 on"
+_RUNS = "a list of [block, identity of the run], from block 0"
 
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trajstore_format": (lambda value: type(value) is int and value == FORMAT, str(FORMAT)),
-    "trajstore_version": (lambda value: isinstance(value, str), "a text"),
+    "trajstore_version": (lambda value: isinstance(value, str), "a string"),
     "status": (lambda value: value in STATUSES, f"one of {', '.join(STATUSES)}"),
     "committed_rows": (is_length, "a number of rows"),
     "created": (is_moment, "a time, ISO 8601"),
     "updated": (is_moment, "a time, ISO 8601"),
     "timeline": (lambda value: value == "post-step", "post-step"),
-    "encoding": (lambda value: value == ENCODING, ENCODING),
+    "encoding": (lambda value: value in ENCODINGS, " or ".join(ENCODINGS)),
     "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
     "config": (lambda value: isinstance(value, dict), "an object"),
     "runs": (_are_runs, _RUNS),
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
-    STRETCHES: (are_stretches, "a list of step and config, from step 0 on, in order"),
+    STRETCHES: (are_stretches, "a list of step and config, from step 0, in order"),
 }
-"""Attributes of the root that the format defines: what each can be, and in words."""
+"""Attributes of the root that the format defines: a check of the value, and its description."""
 
 REQUIRED = tuple(name for name in _ATTRIBUTES if name != STRETCHES)
 """Attributes that every root has."""
 
 
 def is_possible(key: str, value: Any) -> bool:
-    """True if a root can have an attribute of that value."""
+    """True if a root can have an attribute with that value."""
     return key not in _ATTRIBUTES or _ATTRIBUTES[key][0](value)
 
 
 def attribute_faults(
     attributes: Mapping[str, Any], required: Collection[str] = ()
 ) -> Iterator[Fault]:
-    """Attributes of a root that cannot be what they are, or are missing and required."""
+    """Attributes of a root with impossible values, and required ones that are missing."""
     for name, (possible, expected) in _ATTRIBUTES.items():
         value = attributes.get(name, _MISSING)
         if name in required if value is _MISSING else not possible(value):
@@ -150,7 +151,7 @@ def attribute_faults(
 
 
 def root_faults(root: Any) -> Iterator[Fault]:
-    """What is wrong with the document of a root by itself, apart from its attributes and arrays."""
+    """Faults of the document of a root, except its attributes and arrays."""
     if not isinstance(root, dict):
         yield Fault("", "an object", root)
         return
@@ -158,7 +159,7 @@ def root_faults(root: Any) -> Iterator[Fault]:
     yield from _unknown(root, {"zarr_format", "node_type", "attributes", "consolidated_metadata"})
     if "attributes" not in root:
         yield Fault("attributes", "an object")
-    # zarr leaves them out when somebody else sets an attribute.
+    # zarr drops the consolidated metadata when another program sets an attribute.
     block = root.get("consolidated_metadata")
     if block is None:
         return
@@ -177,18 +178,23 @@ def root_faults(root: Any) -> Iterator[Fault]:
         yield Fault("consolidated_metadata.metadata", "an object", arrays)
 
 
-def array_faults(document: Any) -> Iterator[Fault]:
-    """What is wrong with the document of an array by itself.
+def array_faults(document: Any, required: Collection[str] = ()) -> Iterator[Fault]:
+    """Faults of the document of an array.
 
     Parameters
     ----------
     document : object
         Value of a JSON text.
+    required : collection of str
+        Members that it must have, although Zarr allows it to omit them.
     """
     if not isinstance(document, dict):
         yield Fault("", "an object", document)
         return
     yield from _node_faults(document, "array")
+    for name in required:
+        if name not in document:
+            yield Fault(name, "a member of that name")
     shape = document.get("shape", _MISSING)
     if not _are_lengths(shape):
         yield Fault("shape", "a list of lengths", shape)
@@ -207,12 +213,12 @@ def array_faults(document: Any) -> Iterator[Fault]:
 def open_document(
     document: Document, objects: Mapping[str, bytes] | None = None
 ) -> zarr.Array[Any]:
-    """Array that a document describes, over the objects that are given, by key.
+    """Array that a document describes, with the given objects by key.
 
     Raises
     ------
     FormatError
-        If zarr does not understand it.
+        If zarr cannot open it.
     """
     text = json.dumps(document)
     if objects or len(text) > _CACHED:
@@ -220,7 +226,7 @@ def open_document(
     return _opened_alone(text)
 
 
-@lru_cache(maxsize=256)  # who checks a run opens each document many times, without its values
+@lru_cache(maxsize=256)  # a check of a run opens each document many times, without values
 def _opened_alone(text: str) -> zarr.Array[Any]:
     return _opened(text, {})
 
@@ -230,7 +236,7 @@ def _opened(text: str, objects: Mapping[str, bytes]) -> zarr.Array[Any]:
     store = MemoryStore({key: Buffer.from_bytes(data) for key, data in contents.items()})
     try:
         return zarr.open_array(store, mode="r", zarr_format=3)
-    except Exception as error:  # whatever zarr raises for a document that nobody wrote
+    except Exception as error:  # zarr raises many types for a damaged document
         raise FormatError(f"zarr cannot open it: {error}") from error
 
 
@@ -245,7 +251,7 @@ def _node_faults(document: Document, kind: str) -> Iterator[Fault]:
     elif kind == "array":
         for name in _TEXTS & attributes.keys():
             if not isinstance(attributes[name], str):
-                yield Fault(f"attributes.{name}", "a text", attributes[name])
+                yield Fault(f"attributes.{name}", "a string", attributes[name])
 
 
 _TEXTS = {"long_name", "units", "native_dtype", "coordinates", COPY, COMING}
@@ -265,7 +271,7 @@ def _are_sizes(value: Any, ndim: int) -> bool:
 
 
 def _named_faults(document: Document, member: str) -> Iterator[Fault]:
-    """Of a member that is a name, or an object that has one."""
+    """Fault of a member that must be a name, or an object with a name."""
     value = document.get(member, _MISSING)
     if isinstance(value, str) or (
         isinstance(value, dict)
@@ -279,7 +285,7 @@ def _named_faults(document: Document, member: str) -> Iterator[Fault]:
 def _grid_faults(document: Document, ndim: int) -> Iterator[Fault]:
     grid = document.get("chunk_grid", _MISSING)
     if not isinstance(grid, dict) or grid.get("name") != "regular":
-        yield Fault("chunk_grid", "an object of the name regular", grid)
+        yield Fault("chunk_grid", "an object with the name regular", grid)
         return
     configuration = grid.get("configuration", _MISSING)
     if not isinstance(configuration, dict) or configuration.keys() != {"chunk_shape"}:
@@ -321,14 +327,14 @@ def _is_number(value: Any) -> bool:
 
 
 _CONFIGURATION: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "array": (_is_text, "a text"),
+    "array": (_is_text, "a string"),
     "runs": (_are_runs, _RUNS),
-    "native_dtype": (_is_text, "a text"),
-    "kind": (_is_text, "a text"),
-    "compressor": (_is_text, "a text"),
-    "cname": (_is_text, "a text"),
-    "shuffle": (_is_text, "a text"),
-    "endian": (_is_text, "a text"),
+    "native_dtype": (_is_text, "a string"),
+    "kind": (_is_text, "a string"),
+    "compressor": (_is_text, "a string"),
+    "cname": (_is_text, "a string"),
+    "shuffle": (_is_text, "a string"),
+    "endian": (_is_text, "a string"),
     "level": (_is_number, "a whole number"),
     "clevel": (_is_number, "a whole number"),
     "typesize": (_is_number, "a whole number"),
@@ -336,11 +342,11 @@ _CONFIGURATION: dict[str, tuple[Callable[[Any], bool], str]] = {
     "token_first": (lambda value: type(value) is bool, "true or false"),
     "checksum": (lambda value: type(value) is bool, "true or false"),
 }
-"""Members of the configurations of codecs that a run has, or a copy of it by another program."""
+"""Members of the configurations of codecs, in a run or in a copy by another program."""
 
 
 def _is_fill_value(document: Document) -> bool:
-    """True if the fill value has a JSON type that zarr takes for one of the array's data type."""
+    """True if the fill value has a JSON type that zarr accepts for the array's data type."""
     value, kind = document.get("fill_value", _MISSING), document.get("data_type")
     if not isinstance(kind, str):
         return value is not _MISSING

@@ -1,10 +1,10 @@
-"""What tells one run from another: digests of all that is stored of it, row by row.
+"""Digests of the stored content of a run, updated with each block.
 
-The *content digest* is a chain over the blocks: it starts from the arrays' metadata and the
-coordinates, and each block is added to it. Runs of one content digest hold the same rows. The
-*fingerprint* is that, and all of the root's attributes that no commit changes, the identity of the
-run among them. Both are of the rows that are committed: of a run that is cut they are what they
-were when it had so many rows.
+The *content digest* is a chain over the blocks. It starts from the arrays' metadata and the
+coordinates, and each block is added to it. Runs with the same content digest hold the same rows.
+The *fingerprint* also covers all attributes of the root that no commit changes, including the
+identity of the run. Both cover the committed rows. After a run is cut, they are the digests it had
+at that number of rows.
 
 Source: docs/reference/format.md, *Fingerprint*.
 """
@@ -43,23 +43,23 @@ CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
 """Attributes of the root that every commit sets."""
 
 COPY = "root_attributes"
-"""Attribute of ``step`` that holds all the others."""
+"""Attribute of ``step`` that holds a copy of the root's other attributes."""
 
 COMING = "coming_root_attributes"
-"""Attribute of ``step`` that holds what `COPY` is about to be, while the root is replaced."""
+"""Attribute of ``step`` that holds the next value of `COPY` while the root is replaced."""
 
 _BY_RESUMING = "resumed"
 
 
 class Fingerprint:
-    """Digests of the rows that a run has.
+    """Digests of the rows of a run.
 
     Parameters
     ----------
     arrays : mapping of str to dict
         Document of each array.
     attributes : mapping
-        Of the root; those that commits change are left out.
+        Attributes of the root. Those that commits change are ignored.
     coordinates : mapping of str to bytes
         SHA-256 of each stored object of the coordinates, by its key.
     block_rows : int
@@ -73,7 +73,7 @@ class Fingerprint:
         block_rows: int,
     ) -> None:
         stored = {key: digest.hex() for key, digest in coordinates.items()}
-        # Whatever else lies in the group is its owner's.
+        # Other arrays in the group do not belong to the run.
         lasting = {name: _lasting(name, arrays[name]) for name in arrays if _is_of_run(name)}
         self._block_rows = block_rows
         self._metadata = _sha256_of(_fixed(attributes))
@@ -81,13 +81,14 @@ class Fingerprint:
         self._tip = self._whole
 
     def added(self, rows: int, digest: bytes) -> Fingerprint:
-        """With the next block, of so many rows; without the last one, if that was not whole.
+        """Add the next block. It replaces the last one, if that was not full.
 
         Parameters
         ----------
         rows : int
+            Rows of the block.
         digest : bytes
-            As `block_digest` returns it.
+            Result of `block_digest`.
         """
         longer = copy(self)
         longer._tip = hashlib.sha256(self._whole + digest).digest()
@@ -96,13 +97,13 @@ class Fingerprint:
         return longer
 
     def of_attributes(self, attributes: Mapping[str, Any]) -> Fingerprint:
-        """Of the same rows, with other attributes of the root."""
+        """Digests of the same rows, with other attributes of the root."""
         other = copy(self)
         other._metadata = _sha256_of(_fixed(attributes))
         return other
 
     def attributes(self) -> dict[str, str]:
-        """Attributes of the root: both digests, of what has been added."""
+        """Both digests of the added blocks, as attributes of the root."""
         return {
             CONTENT: self._tip.hex(),
             FINGERPRINT: hashlib.sha256(self._metadata + self._tip).hexdigest(),
@@ -145,7 +146,7 @@ def _is_of_run(name: str) -> bool:
 
 
 def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an array's document is the same at any number of rows, in any run of its kind."""
+    """Part of an array's document that depends neither on the number of rows nor on the run."""
     lasting = dict(document)
     lasting["attributes"] = {
         key: value for key, value in document["attributes"].items() if key != COPY
@@ -164,7 +165,7 @@ def _without_runs(codec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of the root that are the same whatever becomes of the run."""
+    """Attributes of the root that never change."""
     fixed = {key: value for key, value in attributes.items() if key not in CHANGING}
     provenance = fixed.get("provenance")
     if isinstance(provenance, Mapping):

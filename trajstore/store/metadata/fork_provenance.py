@@ -1,4 +1,4 @@
-"""What a fork's provenance says of the optimizers that made its steps."""
+"""Optimizers of a fork's steps, from its provenance."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["steps_of_another_optimizer"]
 
 
 def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
-    """Last step that was taken with another optimizer than the run's attributes say; 0 for none.
+    """Last step of an optimizer other than that of the run's attributes; 0 if there is none.
 
     Parameters
     ----------
     attributes : mapping
-        Of the root of a run. Of a fork of a fork, all forkings are looked at.
+        Attributes of the root of a run. All forks in its history count.
     """
     provenance = attributes.get("provenance")
     fork = provenance.get("fork") if isinstance(provenance, Mapping) else None
@@ -23,7 +23,7 @@ def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
         step = fork.get("step")
         if not isinstance(step, int):
             break
-        # Of what was forked before, only the steps until here are in the run.
+        # Of an earlier fork, the run holds only the steps until here.
         common = step if common is None else min(common, step)
         if fork.get("optimizer") is not None:
             last = max(last, common)

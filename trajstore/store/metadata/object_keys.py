@@ -1,4 +1,4 @@
-"""Names of the objects of a run, and of the files beside it."""
+"""Names of the objects of a run, and of the files next to it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DOCUMENT = "zarr.json"
 """Key of the metadata of a group or an array."""
 
 CHECKPOINT = re.compile(r"step-(\d{8,})\.safetensors")
-"""Name of the file of a checkpoint; the group is its step."""
+"""File name of a checkpoint; the group is its step."""
 
 
 def chunk_key(name: str, block: int, ndim: int, part: int = 0) -> str:
-    """Key of the shard that holds a block of an array, or a part of its tokens: ``W/c.3.0.0``."""
+    """Key of the shard of a block, or of one part of its tokens: ``W/c.3.0.0``."""
     return f"{name}/" + ".".join(["c", str(block), str(part), *["0"] * (ndim - 2)][: ndim + 1])
 
 
 def block_of(leaf: str, ndim: int) -> tuple[int, int] | None:
-    """Numbers of the block and part whose shard has that file name; None if none is called so."""
+    """Block and part of a shard, from its file name; None if it is not the name of a shard."""
     numbers = leaf.split(".")[1:3] if leaf.count(".") == ndim else []
     if not numbers or not all(number.isdecimal() for number in numbers):
         return None
@@ -33,5 +33,5 @@ def block_of(leaf: str, ndim: int) -> tuple[int, int] | None:
 
 
 def checkpoint_folder(run: Place) -> Place:
-    """Where the checkpoints of a run lie: beside it, as ``NAME.ckpt``."""
+    """Folder of a run's checkpoints: ``NAME.ckpt``, next to the run."""
     return cast(Place, run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt"))

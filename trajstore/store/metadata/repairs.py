@@ -36,7 +36,7 @@ class FilledShard:
     chunks : tuple of int
         Numbers of the inner chunks, in C order of their grid.
     rows : (int, int)
-        First row, and the row after the last.
+        First row, and the row after the last one.
     """
 
     array: str
@@ -47,12 +47,12 @@ class FilledShard:
 
 
 def filled_shards(attributes: Mapping[str, Any]) -> list[FilledShard]:
-    """Shards that repairs filled, in their order.
+    """Shards that repairs filled, in order.
 
     Parameters
     ----------
     attributes : mapping
-        Attributes of the root. Malformed entries are left out.
+        Attributes of the root. Malformed entries are skipped.
     """
     return [shard for entry in _entries(attributes) if (shard := _shard(entry)) is not None]
 
@@ -60,7 +60,7 @@ def filled_shards(attributes: Mapping[str, Any]) -> list[FilledShard]:
 def filled_rows(
     attributes: Mapping[str, Any], rows: int, arrays: Collection[str] | None = None
 ) -> set[int]:
-    """Which of the first rows hold NaN from a repair, in any array, or in any of these."""
+    """Those of the first `rows` rows that hold NaN from a repair, in any array or in `arrays`."""
     return {
         row
         for shard in filled_shards(attributes)
@@ -81,7 +81,7 @@ def with_repairs(
     dropped: Iterable[str],
     time: str,
 ) -> dict[str, Any]:
-    """Attributes with another repair in their ``provenance``."""
+    """Attributes with one more repair in ``provenance``."""
     entries: list[dict[str, Any]] = [
         {"time": time, "array": name, "dropped": True} for name in sorted(dropped)
     ]
@@ -96,7 +96,7 @@ def with_repairs(
 
 
 def without_later_repairs(attributes: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Attributes of a run that keeps its first rows, without repairs of later rows."""
+    """Attributes of the first `rows` rows of a run, without repairs of later rows."""
     shards = filled_shards(attributes)
     if all(shard.rows[1] <= rows for shard in shards):
         return dict(attributes)
@@ -122,7 +122,7 @@ def _entries(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shard(entry: Mapping[str, Any]) -> FilledShard | None:
-    """The shard of an entry; None if it describes none."""
+    """Shard that an entry describes, or None."""
     array, block, part = (entry.get(name) for name in ("array", "block", "part"))
     chunks, rows = entry.get("chunks"), entry.get("rows")
     if not isinstance(array, str) or not isinstance(chunks, list) or not isinstance(rows, list):

@@ -1,7 +1,7 @@
-"""Whether the arrays of a run are described as the schema has them, and so read as recorded.
+"""Comparison of the arrays' metadata with the schema, so that values are read as recorded.
 
-What xarray makes of values depends on attributes and types that no checksum of a block covers. Who
-opens a run by `open_run` has them checked, in a small part of a millisecond.
+The values that xarray returns depend on attributes and types that no checksum of a block covers.
+`open_run` checks them, in a small fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DECODED", "check_array", "means_time"]
 DECODED = frozenset(
     {"scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "calendar", "dtype"}
 )
-"""Attributes by which xarray reads other values than are stored; no array of a run has one."""
+"""Attributes by which xarray changes stored values. No array of a run has one."""
 
 _TIMES = frozenset(
     {"days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"}
@@ -31,7 +31,7 @@ _TIMES = frozenset(
 
 
 def means_time(units: Any) -> bool:
-    """Whether xarray takes numbers of these units for times.
+    """True if xarray interprets numbers with these units as times.
 
     >>> means_time("nat"), means_time("days since 2000-01-01")
     (False, True)
@@ -40,22 +40,22 @@ def means_time(units: Any) -> bool:
 
 
 def check_array(name: str, array: zarr.Array[Any], runs: Runs) -> None:
-    """Refuse an array that would be read as something else than was recorded.
+    """Raise an error if the values of an array would be read otherwise than recorded.
 
     Parameters
     ----------
     name : str
     array : zarr.Array
-        As zarr opened it. One that no run has is not looked at.
+        Opened by zarr. An array that is not in the schema is ignored.
     runs : Runs
-        Identity of the run, by the attributes of its root.
+        Identity of the run, from the attributes of its root.
 
     Raises
     ------
     FormatError
-        If it has another type or other dimensions than the schema says, an attribute that changes
-        its values, a codec of another array or run, or shards of zarr's own; or if the values of
-        a coordinate are missing.
+        If the type or the dimensions differ from the schema, an attribute changes the values, the
+        codec belongs to another array or run, zarr sharded the array, or the values of a coordinate
+        are missing.
     """
     entry = entry_of(name)
     if entry is None:
@@ -64,7 +64,7 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs) -> None:
     odd = sorted(name for name in DECODED & attributes.keys() if not _is_nan(name, attributes))
     bool_of_xarray = _is_bool_of_xarray(entry, array, attributes)
     if odd and not bool_of_xarray:
-        raise _refused(name, f"it has the attribute {odd[0]}, by which xarray changes its values")
+        raise _refused(name, f"its attribute {odd[0]} makes xarray change its values")
     if means_time(attributes.get("units")):
         raise _refused(name, f"its units are {attributes['units']!r}, so xarray reads it as times")
     named = getattr(array.metadata, "dimension_names", None)
@@ -72,24 +72,24 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs) -> None:
         raise _refused(name, f"its dimensions are {named}, expected {entry.dims}")
     expected = np.dtype(np.int8) if bool_of_xarray else _stored_type(entry.name, attributes)
     if expected is not None and np.dtype(array.dtype) != expected:
-        raise _refused(name, f"it is of type {array.dtype}, expected {expected}")
+        raise _refused(name, f"its type is {array.dtype}, expected {expected}")
     if isinstance(entry, Coordinate):
-        _check_values_are_there(name, array)
+        _check_values_exist(name, array)
         return
     if array.shards is not None:
-        raise _refused(name, "zarr has sharded it, so nothing says whose blocks it holds")
+        raise _refused(name, "zarr sharded it, so its blocks have no labels")
     for codec in getattr(array.metadata, "codecs", ()):
         if isinstance(codec, BlockCodec) and (codec.array, codec.runs) != (name, runs):
-            raise _refused(name, "its metadata are those of another array, or of another run")
+            raise _refused(name, "its metadata belongs to another array or another run")
 
 
 def _is_nan(name: str, attributes: dict[str, Any]) -> bool:
-    """Whether it says that NaN is NaN, as xarray does in its copies."""
+    """True for the fill value NaN, which xarray adds in its copies and which changes nothing."""
     return name == "_FillValue" and attributes[name] in ("AAAAAAAA+H8=", "NaN")
 
 
 def _is_bool_of_xarray(entry: Any, array: zarr.Array[Any], attributes: dict[str, Any]) -> bool:
-    """Whether it is a mask in a copy by an xarray before 2026.9, which has its values as int8."""
+    """True for a mask in a copy by xarray before 2026.9, which stores its values as int8."""
     return (
         isinstance(entry, Coordinate)
         and entry.dtype == "bool"
@@ -99,7 +99,7 @@ def _is_bool_of_xarray(entry: Any, array: zarr.Array[Any], attributes: dict[str,
 
 
 def _stored_type(name: str, attributes: dict[str, Any]) -> np.dtype[Any] | None:
-    """Type that an array has in Zarr; None where nothing but a text can be it."""
+    """Type of an array in Zarr; None for strings, which have no other type."""
     if name == STEP.name:
         return STEP_TYPE.stored
     entry = coordinate(name)
@@ -111,19 +111,19 @@ def _stored_type(name: str, attributes: dict[str, Any]) -> np.dtype[Any] | None:
     return native.stored
 
 
-def _check_values_are_there(name: str, array: zarr.Array[Any]) -> None:
-    """A lost object of a coordinate reads as its fill value; where that can be told, refuse it."""
+def _check_values_exist(name: str, array: zarr.Array[Any]) -> None:
+    """Raise an error if the object of a coordinate is missing: zarr would read its fill value."""
     root = local_folder(array.store)
     if root is None or array.chunks != array.shape:
         return
     key = array.metadata.encode_chunk_key((0,) * array.ndim)
-    if "/" in key:  # a copy that zarr has made, which leaves out what is all fill value
+    if "/" in key:  # a copy by zarr, which omits objects that hold the fill value only
         return
     if not os.path.exists(os.path.join(root, array.path, key)):
         raise _refused(name, "its values are missing")
 
 
-def _refused(name: str, what: str) -> FormatError:
+def _refused(name: str, why: str) -> FormatError:
     return FormatError(
-        f"{name} is not as it was recorded: {what}; see what is wrong with: trajstore verify"
+        f"{name} differs from what was recorded: {why}; list the damage with: trajstore verify"
     )

@@ -1,8 +1,8 @@
-"""The stretches of a run: from which step on each of its configurations holds.
+"""Stretches of a run: the steps trained with one configuration.
 
-A run that was extended, or forked, was trained with one configuration first and with another later.
-The root attribute ``stretches`` lists them; a run without it has one stretch, with its ``config``.
-Where a run was resumed with another number of threads, ``provenance.resumed`` says so.
+An extended or forked run was trained with one configuration first and with another later. The root
+attribute ``stretches`` lists them. A run without it has one stretch, with its ``config``.
+``provenance.resumed`` records the number of threads of each resumed part.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps that were trained in one way.
+    """Steps that were trained with one configuration and number of threads.
 
     Attributes
     ----------
     first, last : int
-        Step before them, and the last of them.
+        The step before the first of them, and the last of them.
     config : dict
         JSON values.
     threads : int or None
-        Of torch, on the CPU; None where the run does not say.
+        Threads of torch on the CPU; None if the run does not record them.
     """
 
     first: int
@@ -56,12 +56,12 @@ def listed_stretches(attributes: Mapping[str, Any]) -> list[Entry]:
     Parameters
     ----------
     attributes : mapping
-        Of its root.
+        Attributes of the root.
 
     Returns
     -------
     list of dict
-        Each with ``step``, the last step before it, and its ``config``.
+        Each with ``step``, the last step before the stretch, and its ``config``.
 
     Examples
     --------
@@ -75,24 +75,24 @@ def listed_stretches(attributes: Mapping[str, Any]) -> list[Entry]:
 def stretches_attribute(
     attributes: Mapping[str, Any], config: Mapping[str, Any], step: int
 ) -> dict[str, list[Entry]]:
-    """The attribute of a run that is trained after a step with a configuration, by its name.
+    """The attribute ``stretches`` of a run that is trained after `step` with `config`.
 
-    A stretch begins where something changes that the training depends on. What is recorded, how
-    often rows are committed, and the name of the device are no such thing.
+    A stretch begins where a setting changes that the training depends on. The recorded variables,
+    the commit interval and the name of the device are not such settings.
 
     Parameters
     ----------
     attributes : mapping
-        Of the root of the run until now.
+        Present attributes of the root.
     config : mapping
         JSON values.
     step : int
-        Last step before.
+        Last step before the new stretch.
 
     Returns
     -------
     dict
-        Empty for a run that never had a second stretch.
+        The attribute by its name; empty if the run never had a second stretch.
 
     Examples
     --------
@@ -109,19 +109,19 @@ def stretches_attribute(
 
 
 def trained_stretches(attributes: Mapping[str, Any], first: int, last: int) -> list[Stretch]:
-    """How the steps of a run were trained.
+    """Stretches that cover a range of steps.
 
     Parameters
     ----------
     attributes : mapping
-        Of the root of the run.
+        Attributes of the root of the run.
     first, last : int
-        Step before the first of them, and the last.
+        The step before the range, and its last step.
 
     Raises
     ------
     FormatError
-        If ``provenance.resumed`` is no list of objects with a step.
+        If ``provenance.resumed`` is not a list of objects with a step.
     """
     listed = listed_stretches(attributes)
     begins = {entry["step"] for entry in (*listed, *_resumed(attributes))}
@@ -142,12 +142,12 @@ def trained_stretches(attributes: Mapping[str, Any], first: int, last: int) -> l
 
 
 def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
-    """Number of torch's threads that a run was trained with after a step; None if not known.
+    """Number of torch threads with which a run was trained after a step; None if unknown.
 
     Raises
     ------
     FormatError
-        As for `trained_stretches`.
+        See `trained_stretches`.
     """
     provenance = _provenance(attributes)
     threads = provenance.get("threads")
@@ -158,7 +158,7 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
 
 
 def are_stretches(value: Any) -> bool:
-    """Whether the attribute can have this value: from step 0 on, in increasing order."""
+    """True if the attribute can have this value: from step 0, in increasing order."""
     if not isinstance(value, list) or not value:
         return False
     for entry in value:
@@ -171,11 +171,11 @@ def are_stretches(value: Any) -> bool:
 
 
 def _trains_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return _of_training(one) == _of_training(other)
+    return _training_settings(one) == _training_settings(other)
 
 
-def _of_training(config: Mapping[str, Any]) -> Entry:
-    """What of a configuration the training depends on."""
+def _training_settings(config: Mapping[str, Any]) -> Entry:
+    """Settings that the training depends on."""
     found = {name: fields for name, fields in config.items() if name != "recording"}
     training = found.get("training")
     if isinstance(training, Mapping):
@@ -184,7 +184,7 @@ def _of_training(config: Mapping[str, Any]) -> Entry:
 
 
 def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
-    """Entries of ``provenance.resumed`` that still hold: a later one replaces those after it."""
+    """Entries of ``provenance.resumed``, without those of steps that were recorded again."""
     kept: list[Entry] = []
     listed = _provenance(attributes).get("resumed", [])
     if not isinstance(listed, list) or not all(

@@ -1,14 +1,13 @@
 """The `zarr.json` documents of a run.
 
-zarr-python itself writes them once, into memory (`new_run`); afterwards only the
-length of the step axis and the attributes of the root change. The root carries the metadata of all
-arrays (Zarr's inline consolidated metadata), hence their shapes: replacing this one object is the
-commit.
+zarr-python writes them once, into memory (`new_run`). Afterwards only the length of the step axis
+and the attributes of the root change. The root contains the metadata of all arrays (Zarr's inline
+consolidated metadata), and thereby their shapes. The commit is the replacement of this one object.
 
-What the root says of the run and no commit changes is also an attribute of the array ``step``, as
-one JSON text: from it a lost root is made again, and against it a damaged one is noticed. Where a
-run goes on with other attributes, ``step`` first says what they are going to be, so that whenever
-the writer dies, the root has either those or the ones before.
+The attributes of the root that no commit changes are also an attribute of the array ``step``, as
+one JSON text. `repair` restores a lost root from this copy, and `verify` compares the root with it.
+If a resumed run gets other attributes, the writer first announces them in ``step``. If it dies, the
+root then has either the announced attributes or the previous ones.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ from trajstore.store.metadata.document_form import Status
 from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, Fingerprint
 from trajstore.strict_json import utc_now
 
-__all__ = ["CHANGING", "COPY", "RunMetadata", "Status"]
+__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status"]
+
+OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
+"""Attributes of the root that no copy takes over, besides those that every commit sets."""
 
 
 class RunMetadata:
@@ -31,49 +33,49 @@ class RunMetadata:
     Parameters
     ----------
     arrays : mapping of str to dict
-        Document of each array, coordinates included, with any number of rows.
+        Document of each array, including coordinates, with any number of rows.
     attributes : mapping
-        Attributes of the root but those that are `CHANGING`; JSON values.
+        Attributes of the root except `CHANGING`; JSON values.
     """
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
         self._arrays = dict(arrays)
         copy = json.dumps(dict(attributes), allow_nan=False)
-        self._attributes: dict[str, Any] = json.loads(copy)  # keys are text, as a reader has them
+        self._attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
         self._stored_step = step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
-        # Whatever else lies in the group is its owner's, and stays as it is.
+        # Other arrays in the group do not belong to the run and do not change.
         self._series = tuple(
             name for name in self._arrays if name == STEP.name or name in VARIABLES
         )
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:
-        """Of a run that is there.
+        """Metadata of an existing run.
 
         Parameters
         ----------
         root : mapping
-            Its root document.
+            Root document of the run.
         attributes : mapping, optional
-            Attributes that take the place of those it has.
+            Attributes that replace present ones.
         """
         fixed = {name: value for name, value in root["attributes"].items() if name not in CHANGING}
         return cls(root["consolidated_metadata"]["metadata"], fixed | dict(attributes or {}))
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the root but those that are `CHANGING`."""
+        """Attributes of the root except `CHANGING`."""
         return self._attributes
 
     def array(self, name: str, rows: int) -> bytes:
-        """Document of an array that holds that many rows."""
+        """Document of an array with that number of rows."""
         return _dump(self._with_rows(name, rows))
 
     def announcement(self) -> bytes | None:
-        """Document of ``step`` as it was stored, with what is going to change in the root.
+        """Stored document of ``step`` with the coming attributes of the root.
 
-        None if nothing does.
+        None if the attributes do not change.
         """
         stored = self._stored_step
         coming = self._arrays[STEP.name]["attributes"][COPY]
@@ -82,19 +84,19 @@ class RunMetadata:
         return _dump(stored | {"attributes": stored["attributes"] | {COMING: coming}})
 
     def names(self) -> tuple[str, ...]:
-        """All arrays, coordinates included."""
+        """All arrays, including coordinates."""
         return tuple(self._arrays)
 
     def series(self) -> tuple[str, ...]:
-        """The arrays that grow with the rows."""
+        """Arrays that grow with the rows."""
         return self._series
 
     def fingerprint(self, coordinates: Mapping[str, bytes], block_rows: int) -> Fingerprint:
-        """Digests of the run without rows; `coordinates` by their keys."""
+        """Digests of the run without rows. `coordinates` are digests by key."""
         return Fingerprint(self._arrays, self._attributes, coordinates, block_rows)
 
     def root(self, rows: int, status: Status, digests: Mapping[str, str]) -> bytes:
-        """Document of the root: attributes, digests, and every array at that many rows."""
+        """Document of the root: attributes, digests, and every array with that number of rows."""
         changing = {"status": status, "committed_rows": rows, "updated": utc_now(), **digests}
         return _dump(
             {

@@ -32,7 +32,8 @@ def information(path: RunPath) -> dict[str, Any]:
     -------
     dict
         The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
-        name: shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio), and
+        name: shape, chunk, shard, native_dtype, kind (of its codec; None for a coordinate),
+        bytes_native, bytes_on_disk, ratio), and
         ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
         may include a block that is being written; they, ratios and files are None on a web server,
         which does not say what there is. ``written_to``, whether a process writes to it
@@ -62,6 +63,7 @@ def information(path: RunPath) -> dict[str, Any]:
             "chunk": list(array.chunks if form is None else form.chunk),
             "shard": list(array.shards or array.chunks),
             "native_dtype": native,
+            "kind": None if form is None else form.chain.kind,
             "bytes_native": raw,
             "bytes_on_disk": stored,
             "ratio": raw / stored if stored else None,

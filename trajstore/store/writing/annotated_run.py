@@ -165,9 +165,8 @@ def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLi
 
 def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any]:
     """Document of an array that says its coordinates; others stay as they are."""
-    if (
-        "token" not in (document.get("dimension_names") or ())
-        or "native_dtype" not in (document["attributes"])
+    if "token" not in (document.get("dimension_names") or ()) or "native_dtype" not in document.get(
+        "attributes", ()
     ):
         return document
     return document | {"attributes": document["attributes"] | {"coordinates": auxiliary}}

@@ -25,7 +25,8 @@ from trajstore.store.metadata.object_keys import DOCUMENT, block_of
 from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import check_own_documents, open_group, run_identity
+from trajstore.store.reading.checked_documents import check_own_documents
+from trajstore.store.reading.open_group import open_group, run_identity
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (

@@ -346,7 +346,7 @@ def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path
     assert f"{names}: left out, because the gradients of W do not determine them" in found.notes
     wrong: Any
     for wrong in ("optimizer.lr=1", {"optimizer.lr": 1}):
-        with pytest.raises(InvalidArgument, match=r"got settings=.*, expected a list of texts"):
+        with pytest.raises(InvalidArgument, match=r"got settings=.*, expected a list of strings"):
             what_if(run, tmp_path / "no.zarr", wrong)
     for ids in ([1.5], ["a"]):
         with pytest.raises(InvalidArgument, match="expected all, dead, live or a list of ids"):

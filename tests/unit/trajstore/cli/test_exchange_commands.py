@@ -52,7 +52,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
-    assert "left out" in lines["centroid"]
+    assert "omitted" in lines["centroid"]
     assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json").stdout)
@@ -62,7 +62,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
 def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
     printed = call(file, "-o", tmp_path / "run.zarr", "--map", "W=x", "--map", "loss=nll").stdout
     assert "Imported" in printed
-    assert "follows from the rest" in printed
+    assert "derived from other arrays" in printed
     facts = json.loads(
         call(file, "-o", tmp_path / "b.zarr", "--json", "--map", "ignore=nll").stdout
     )
@@ -92,9 +92,9 @@ def test_an_unknown_extension_is_refused(
     [
         ([], "no output given"),
         (["--dry-run", "--map", "W"], "expected KIND=NAME"),
-        (["--dry-run", "--bits", "int8"], "16 bits are bfloat16 or float16"),
-        (["--dry-run", "--first-row", "2"], "that of step 0 or 1"),
-        (["--dry-run", "--schedule", "constant"], "tells no learning_rate"),
+        (["--dry-run", "--bits", "int8"], "got bits 'int8', expected bfloat16 or float16"),
+        (["--dry-run", "--first-row", "2"], "got first row 2, expected step 0 or 1"),
+        (["--dry-run", "--schedule", "constant"], "holds no learning_rate"),
     ],
 )
 def test_wrong_calls_are_one_sentence(file: Path, arguments: list[str], message: str) -> None:

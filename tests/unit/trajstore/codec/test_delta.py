@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as npst
 from trajstore.codec.delta import fold, unfold
 from trajstore.values.native_types import narrow, native_type
 
-FORMAT = Path(__file__).parents[4] / "docs" / "format.md"
+FORMAT = Path(__file__).parents[4] / "docs" / "reference" / "format.md"
 
 EXAMPLE = np.array([[0x3F80, 0xBF80], [0x3F81, 0xBF80], [0x3F7F, 0x3F80]], np.uint16)
 GOLDEN = "00 7f ff 80 02 00 00 00 03 00 ff ff"

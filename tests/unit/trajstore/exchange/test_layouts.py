@@ -64,7 +64,7 @@ def test_15_1a(run: Any, tmp_path: Path) -> None:
     path, values = run
     done = trajstore.export(path, tmp_path / "f", layout="15.1a")
     file = load_file(tmp_path / "f")
-    assert done.notes == ("token_count, token_text left out, as layout 15.1a has none",)
+    assert done.notes == ("token_count, token_text omitted: not part of layout 15.1a",)
     assert file["recorded_steps"].tolist() == list(range(ROWS))
     assert file["recorded_steps"].dtype == np.int64
     assert file["dead_token_ids"].tolist() == DEAD
@@ -158,15 +158,15 @@ def test_1_12a_is_shifted_out_and_back(run: Any, tmp_path: Path) -> None:
     assert file["loss"][0] == 0
     assert (file["loss"][1:] == values["loss"][1:]).all()
     assert np.isnan(file["logits"][0]).all()
-    assert any("after step 10 are not in the file" in note for note in done.notes)
+    assert any("does not hold those after step 10" in note for note in done.notes)
     with safe_open(tmp_path / "f", "numpy") as opened:
         metadata = opened.metadata()
-    told = {
+    expected = {
         "model": "GPT2", "vocab_size": "7", "hidden_dim": "3", "n_layers": "2", "n_heads": "1",
         "n_steps": "10", "batch_size": "32", "learning_rate": "0.001",
         "final_loss": str(float(values["loss"][-1])),
     }  # fmt: skip
-    assert told.items() <= metadata.items()
+    assert expected.items() <= metadata.items()
 
     back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
     assert any("NaN in the run" in note for note in back.notes)
@@ -222,15 +222,15 @@ def test_missing_variables_and_unknown_scalars(tmp_path: Path) -> None:
     write_run(tmp_path / "run.zarr", variables, rows=4, tokens=3, hidden=2)
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "part", layout="15.1a")
     assert set(load_file(tmp_path / "part")) >= {"embeddings", "grads"}
-    assert any("momentum, variance, logits, losses left out" in note for note in done.notes)
+    assert any("momentum, variance, logits, losses omitted" in note for note in done.notes)
     loss = variables | {"loss": "float32"}
     write_run(tmp_path / "other.zarr", loss, rows=2, tokens=2, hidden=2)
-    with pytest.raises(VariableNotRecorded, match="and this export loss"):
+    with pytest.raises(VariableNotRecorded, match="but the selection has loss"):
         trajstore.export(tmp_path / "other.zarr", tmp_path / "x", layout="14.1a", variables="loss")
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="14.1a")
-    assert any("init_sigma, learning_rate, weight_decay left out" in note for note in done.notes)
+    assert any("init_sigma, learning_rate, weight_decay omitted" in note for note in done.notes)
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="14.1a", variables="grad")
-    assert any("deltas left out" in note for note in done.notes)
+    assert any("deltas omitted" in note for note in done.notes)
 
 
 def test_float32_weights_are_rounded_only_audibly(tmp_path: Path) -> None:
@@ -258,14 +258,14 @@ def test_a_cell_that_reads_dead_tokens_and_sizes_from_hdf5(run: Any, tmp_path: P
             live_mask, live_ids = f["live_mask"][:], f["live_ids"][:]
             raw = f["W"][:]
             losses = f["losses"][:]
-            told = {key: f.attrs[key] for key in ("n_dead", "n_live", "seed", "learning_rate")
-                    if key in f.attrs}  # fmt: skip
+            numbers = {key: f.attrs[key] for key in ("n_dead", "n_live", "seed", "learning_rate")
+                       if key in f.attrs}  # fmt: skip
         assert (steps, vocabulary) == (ROWS - 1, TOKENS)
         assert dead_mask.dtype == bool
         assert np.flatnonzero(dead_mask).tolist() == dead_ids.tolist() == DEAD
         assert (live_mask == ~dead_mask).all()
-        assert len(live_ids) == told["n_live"] == TOKENS - told["n_dead"]
-        assert told["learning_rate"] == 1e-3
+        assert len(live_ids) == numbers["n_live"] == TOKENS - numbers["n_dead"]
+        assert numbers["learning_rate"] == 1e-3
         if layout == "thimble-6":
             assert raw.dtype == np.float16
             seen = raw.astype("f4")
@@ -381,7 +381,7 @@ def test_sgd_has_moments_of_zero_as_their_files_had(tmp_path: Path) -> None:
         assert (file[key] == 0).all()
     assert file["adam_beta1"] == file["adam_beta2"] == 0
     assert file["init_method_code"] == 1
-    assert any("momentum, variance are 0, as SGD has no moments" in note for note in done.notes)
+    assert any("momentum, variance are 0: SGD has no moments" in note for note in done.notes)
 
 
 def test_a_run_of_w_alone_and_one_without_dead_tokens(tmp_path: Path) -> None:
@@ -392,9 +392,9 @@ def test_a_run_of_w_alone_and_one_without_dead_tokens(tmp_path: Path) -> None:
             writer.append(step=step, W=np.full((2, 2), step, "f4"))
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="1.12f")
     assert set(load_file(tmp_path / "f")) == {"recorded_steps", "embeddings"}
-    assert any("grads, momentum, variance, logits, losses left out" in n for n in done.notes)
-    assert any("does not tell which tokens are dead" in note for note in done.notes)
-    with pytest.raises(VariableNotRecorded, match="rows of the dead tokens only"):
+    assert any("grads, momentum, variance, logits, losses omitted" in n for n in done.notes)
+    assert any("does not record which tokens are dead" in note for note in done.notes)
+    with pytest.raises(VariableNotRecorded, match="holds dead tokens only"):
         trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="thimble-8")
 
 
@@ -409,10 +409,10 @@ def test_what_a_layout_has_no_place_for_is_said(tmp_path: Path) -> None:
             values["loss"] = np.float32(np.nan if step == 0 else 1)
             run.append(step, **values)
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="13.1b")
-    assert "lr, hidden_mean, token_count left out, as layout 13.1b has none" in done.notes
+    assert "lr, hidden_mean, token_count omitted: not part of layout 13.1b" in done.notes
     assert done.variables == ("W", "loss")
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="08.2a")
-    assert "loss, lr, hidden_mean, is_dead, token_count left out, as layout 08.2a has none" in (
+    assert "loss, lr, hidden_mean, is_dead, token_count omitted: not part of layout 08.2a" in (
         done.notes
     )
     done = trajstore.export(tmp_path / "run.zarr", tmp_path / "h")

@@ -14,22 +14,22 @@ DEAD = np.array([True, False, False, True])
 
 
 def test_what_differs_and_what_does_not() -> None:
-    told = [
+    files_of_numbers = [
         {"seed": 1, "note": "a"},
         {"seed": 1, "note": "b", "loss": 2, "lr": "0.5", "a.b": 1},
         {"seed": 1, "loss": 3.5, "lr": "0.25", "a.b": 2},
     ]
-    assert common_numbers(told) == {"seed": 1}
-    series, left = numbers_of_steps(told, "file {}".format)
+    assert common_numbers(files_of_numbers) == {"seed": 1}
+    series, left = numbers_of_steps(files_of_numbers, "file {}".format)
     assert {key: rows.tolist() for key, rows in series.items()} == {
         "loss": [2, 3.5],
         "lr": [0.5, 0.25],
     }
-    assert left == {"note": "no number that is the same in all files"}
-    told[2].pop("loss")
-    series, left = numbers_of_steps(told, "file {}".format)
+    assert left == {"note": "not a number, and it differs between files"}
+    files_of_numbers[2].pop("loss")
+    series, left = numbers_of_steps(files_of_numbers, "file {}".format)
     assert np.isnan(series["loss"][1])
-    assert left["loss of file 2"] == "not there, so NaN in the run"
+    assert left["loss of file 2"] == "missing, so NaN in the run"
     with_large = [{"n": 1 << 63}, {"n": 2}]
     assert numbers_of_steps(with_large, str) == ({}, {"n": "a number too large"})
 
@@ -56,25 +56,25 @@ def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
     assert np.allclose(ds.loss.values, [np.nan, 4, 3], equal_nan=True)
     assert ds.attrs["optimizer"]["hyperparameters"]["initial_lr"] == 1e-3
     left = {line.name: line.why for line in done.table if not line.kind}
-    assert left["step_final.npz"] == "its name says no step"
-    assert left["notes_3.md"] == "no file of arrays"
+    assert left["step_final.npz"] == "no step in its name"
+    assert left["notes_3.md"] == "not a file of arrays"
     assert any("step_final.npz" in note for note in done.notes)
 
 
-def test_many_files_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+def test_many_unread_files_are_counted(tmp_path: Path) -> None:
     np.save(tmp_path / "W_0.npy", np.ones((4, 3), "f4"))
     for number in range(30):
         (tmp_path / f"log-{number}.txt").write_text("")
     with open_file(tmp_path) as file:
-        assert len(file.passed_over) == 21
-        assert file.passed_over["10 more files"] == "no files of steps, either"
+        assert len(file.unread) == 21
+        assert file.unread["10 more files"] == "also not files of steps"
 
 
 def test_masks_that_differ_from_file_to_file(tmp_path: Path) -> None:
     path = files(tmp_path / "steps")
     np.savez(path / "step_00010.npz", W=np.ones((4, 3), "f4"), dead_mask=~DEAD, vocab_size=4,
              learning_rate=1e-3, step=10, loss=np.float32(1))  # fmt: skip
-    with pytest.raises(FormatError, match=r"dead_mask .* differs from file to file"):
+    with pytest.raises(FormatError, match=r"dead_mask .* differs between files"):
         trajstore.import_file(path, tmp_path / "run.zarr")
 
 
@@ -100,4 +100,4 @@ def test_numbers_of_torch_files_and_tensors_that_are_not_read(tmp_path: Path) ->
     assert left["odd of W_0.pt and 2 more files"] == "a tensor of type complex64"
     assert "sparse" in left["sparse of W_0.pt and 2 more files"]
     with open_file(path / "W_0.pt") as file:
-        assert set(file.passed_over) == {"odd", "sparse"}
+        assert set(file.unread) == {"odd", "sparse"}

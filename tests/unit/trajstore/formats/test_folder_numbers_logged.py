@@ -21,8 +21,8 @@ def checkpoints(path: Path, log: Any, version: str | None = "4.51.0", *, within:
         place.mkdir(parents=True)
         save_file({"transformer.wte.weight": W + step}, place / "model.safetensors")
         if version is not None:
-            told = {"transformers_version": version}
-            (place / "config.json").write_text(json.dumps(told))
+            config = {"transformers_version": version}
+            (place / "config.json").write_text(json.dumps(config))
     place = path / "checkpoint-4" if within else path
     (place / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     return path
@@ -43,7 +43,7 @@ def test_what_was_logged_in_the_steps_of_the_rows(tmp_path: Path, within: bool) 
     # The loss logged at step 4 is the mean of steps 3 and 4.
     assert np.allclose(ds.loss.values, [np.nan, 4, 5, np.nan], equal_nan=True)
     left = {line.name: line.why for line in done.table if not line.kind}
-    assert "mean over several steps" in left["loss of trainer_state.json"]
+    assert "means over several steps" in left["loss of trainer_state.json"]
     assert "NaN in the run" in left["loss of checkpoint-0, checkpoint-4"]
 
 

@@ -17,7 +17,7 @@ h5py = pytest.importorskip("h5py")
 
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of more than 100 bytes are treated as those of gigabytes are."""
+    """Chunks of more than 100 bytes are treated as large ones."""
     monkeypatch.setattr(hdf5_chunks, "LARGE_CHUNK", 100)
     monkeypatch.setattr("trajstore.formats.hdf5.LARGE_CHUNK", 100)
     monkeypatch.setattr(hdf5_chunks, "_PIECE", 13)

@@ -75,7 +75,7 @@ def test_files_that_are_named_by_their_steps_alone(tmp_path: Path, name: str) ->
 
 def test_a_number_that_no_step_has_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / f"W_{'9' * 23}.npy", ROWS[0])
-    with pytest.raises(FormatError, match=r"W_9+\.npy is of step 9+, and steps end at"):
+    with pytest.raises(FormatError, match=r"W_9+\.npy: got step 9+, expected at most"):
         trajstore.import_file(tmp_path, tmp_path / "run.zarr")
 
 
@@ -101,7 +101,7 @@ def test_checkpoints_of_a_trainer(tmp_path: Path) -> None:
     assert (ds.exp_avg.values == 0.25).all()
     taken = {line.name: line for line in done.table}
     assert taken["transformer.h.0.attn.c_attn.weight"].kind == ""
-    assert taken["optimizer.state.1.exp_avg"].why == "of another parameter"
+    assert taken["optimizer.state.1.exp_avg"].why == "belongs to another parameter"
     # One checkpoint by itself is one state.
     done = trajstore.import_file(tmp_path / "out" / "checkpoint-50", tmp_path / "one.zarr")
     assert done.rows == 1
@@ -111,7 +111,7 @@ def test_files_that_differ_are_both_named(tmp_path: Path) -> None:
     for change, message in (
         ({"W": np.ones((5, 3), "f4")}, r"shape \(4, 3\) in step_00000.*\(5, 3\) in step_00200"),
         ({"W": np.ones((4, 3), "f2")}, "W is float32 .* float16"),
-        ({"V": np.ones((4, 3), "f4")}, "is in one of step_00000.safetensors and step_00200"),
+        ({"V": np.ones((4, 3), "f4")}, "only one of step_00000.safetensors and step_00200"),
     ):
         path = folder(tmp_path / re.sub(r"\W", "", message))
         save_file({"grad": ROWS[0], "loss": np.array(1, "f4")} | change,
@@ -119,8 +119,8 @@ def test_files_that_differ_are_both_named(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=message):
             open_file(path)
     save_file({"W": ROWS[0]}, path / "again_100.safetensors")
-    with pytest.raises(FormatError, match="are both of step 100"):
+    with pytest.raises(FormatError, match="both have step 100"):
         open_file(path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FormatError, match="no files whose names say a step"):
+    with pytest.raises(FormatError, match="no files with a step in their names"):
         open_file(tmp_path / "empty")

@@ -82,12 +82,12 @@ def test_ids_and_numbers_in_lists(tmp_path: Path) -> None:
     assert (given["betas"], given["initial_lr"]) == ([0.9, 0.95], 0.5)
 
 
-def test_one_tensor_that_is_listed_again_and_again_is_no_history(tmp_path: Path) -> None:
+def test_a_list_that_repeats_one_tensor_is_not_a_history(tmp_path: Path) -> None:
     W = torch.randn(50, 30)
     torch.save({"W": [W] * 100, "embeddings": W}, tmp_path / "f.pt")
     with open_file(tmp_path / "f.pt") as file:
         assert file.keys == ("embeddings",)
-        assert "repeats one" in file.passed_over["W"]
+        assert "repeats one" in file.unread["W"]
 
 
 class Harmful:
@@ -124,5 +124,5 @@ def test_damaged_files_and_a_missing_torch(tmp_path: Path, monkeypatch: pytest.M
         except FormatError:
             pass
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MissingExtra, match=r"torch is not installed .* trajstore\[train\]"):
+    with pytest.raises(MissingExtra, match=r"torch is not installed; .* trajstore\[train\]"):
         open_file(tmp_path / "f.pt")

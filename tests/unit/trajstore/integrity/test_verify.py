@@ -508,7 +508,7 @@ def test_what_is_no_file_or_far_too_large_is_a_problem(run: Path) -> None:
     os.mkfifo(shard)
     os.truncate(run / "token" / "c.0", 1 << 40)  # sparse
     told = " ".join(map(str, verify(run).problems))
-    assert "no regular file" in told
+    assert "not a regular file" in told
     assert "more than 268,435,456 bytes" in told
 
 

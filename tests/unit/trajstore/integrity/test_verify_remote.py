@@ -127,7 +127,7 @@ def test_a_checkpoint_is_checked_there(address: str, run: Path) -> None:
     checkpoint.write_bytes(b"no checkpoint")
     (problem,) = verify(address).problems
     assert problem.path == checkpoint
-    assert problem.message.startswith(f"the checkpoint is broken: {checkpoint} is not a sound")
+    assert problem.message.startswith(f"the checkpoint is broken: {checkpoint} is not a valid")
     assert repair(address, yes=True).actions
     assert not checkpoint.exists()
 

@@ -71,9 +71,9 @@ def test_a_changed_dataset_is_exported_as_it_is(small_run: SmallRun, tmp_path: P
     [
         ({"format": "csv"}, "cannot export to 'csv'"),
         ({"layout": "1"}, "no layout '1'"),
-        ({"format": "hdf5", "layout": "15.1a"}, "is one of safetensors files"),
-        ({"block_rows": 3}, "safetensors has no blocks"),
-        ({"steps": "x"}, "cannot read 'x' as steps"),
+        ({"format": "hdf5", "layout": "15.1a"}, "which is for safetensors files"),
+        ({"block_rows": 3}, "safetensors, which has no blocks"),
+        ({"steps": "x"}, "got steps 'x', expected numbers"),
         ({"format": "zarr", "block_rows": 0}, "expected at least 1"),
         ({"format": "run", "variables": "grad"}, "always holds W"),
         ({"format": "run", "memory": "100B"}, "memory"),

@@ -113,7 +113,7 @@ def test_only_an_export_is_overwritten(small_run: SmallRun, tmp_path: Path) -> N
         trajstore.export(path, path, format="zarr", overwrite=True)
     out = tmp_path / "out.zarr"
     trajstore.export(path, out, format="zarr")
-    with pytest.raises(RunExists, match="already there"):
+    with pytest.raises(RunExists, match="already exists"):
         trajstore.export(path, out, format="zarr")
     trajstore.export(path, out, format="zarr", overwrite=True, steps=[4])
     assert xr.open_zarr(out).step.values.tolist() == [4]

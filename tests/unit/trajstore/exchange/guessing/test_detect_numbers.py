@@ -1,4 +1,4 @@
-"""Numbers that a file says itself, in every form in which people keep them."""
+"""Numbers of a file, in every common form."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ARRAYS = {
 }
 
 
-def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **said: Any) -> Any:
-    attributes = said.pop("attributes", {})
+def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
+    attributes = options.pop("attributes", {})
     file = write(tmp_path / "file", form, ARRAYS | arrays, **attributes)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **said)
+    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
     return trajstore.open_run(done.path), done
 
 
@@ -39,9 +39,9 @@ def test_numbers_in_arrays_of_one_value_and_pairs(tmp_path: Path, form: str) -> 
     assert (rule["eps"], rule["initial_lr"]) == (1e-6, 0.01)
     assert ds.attrs["config"]["training"]["seed"] == 7
     assert ds.attrs["config"]["scalars"]["threshold"] == 3
-    # What is not of the file is said, and nothing of the file is among it.
+    # The note names the defaults and no value of the file.
     assert ds.attrs["imported"]["given"]["defaults"] == {"weight_decay": 0.01}
-    assert any(note.endswith("what asks for its rule") for note in done.notes)
+    assert any(note.endswith("analyses that need its rule") for note in done.notes)
 
 
 @pytest.mark.parametrize("form", ["hdf5", "safetensors"])
@@ -55,12 +55,14 @@ def test_numbers_in_attributes_and_texts(tmp_path: Path, form: str) -> None:
 
 
 def test_a_text_that_is_not_read_does_not_become_a_default(tmp_path: Path) -> None:
-    said: dict[str, Any] = {"attributes": {"betas": "(0.9, 0.95)", "learning_rate": 0.1}}
-    with pytest.raises(InvalidArgument, match="betas is a text of any length, which is not read"):
-        imported(tmp_path, {}, "hdf5", schedule="constant", **said)
-    said |= {"attributes": {"betas": "(0.9, 0.95)", "learning_rate": 0.1}}
-    _, done = imported(tmp_path, {}, "hdf5", schedule="constant", map={"ignore": "betas"}, **said)
-    assert any("left out: betas" in note for note in done.notes)
+    options: dict[str, Any] = {"attributes": {"betas": "(0.9, 0.95)", "learning_rate": 0.1}}
+    with pytest.raises(InvalidArgument, match="betas is a variable-length string"):
+        imported(tmp_path, {}, "hdf5", schedule="constant", **options)
+    options |= {"attributes": {"betas": "(0.9, 0.95)", "learning_rate": 0.1}}
+    _, done = imported(
+        tmp_path, {}, "hdf5", schedule="constant", map={"ignore": "betas"}, **options
+    )
+    assert any("omitted: betas" in note for note in done.notes)
 
 
 def test_one_beta_alone_wins_over_its_default(tmp_path: Path) -> None:
@@ -71,17 +73,20 @@ def test_one_beta_alone_wins_over_its_default(tmp_path: Path) -> None:
     assert any("adam_beta1 0.9" in note for note in done.notes)
 
 
-def test_how_many_runs_there_are(tmp_path: Path) -> None:
+def test_contradicting_numbers_of_runs(tmp_path: Path) -> None:
     W = ARRAYS["W"]
     for arrays, message in (
-        ({"n_runs": 3}, r"n_runs is 3, and W of shape \(6, 7, 3\) has 1"),
-        ({"num_trials": np.array([2])}, "num_trials is 2, and W"),
+        ({"n_runs": 3}, r"n_runs is 3, but W of shape \(6, 7, 3\) has 1"),
+        ({"num_trials": np.array([2])}, "num_trials is 2, but W"),
     ):
         with pytest.raises(FormatError, match=message):
             imported(tmp_path, arrays)
     for arrays, message in (
-        ({"run_0_W": W, "run_1_W": W, "n_runs": 3}, r"n_runs is 3, and the names .* 2 \(0, 1\)"),
-        ({"W": np.stack([W] * 2), "seeds": np.arange(3)}, "seeds has 3 values, and W of shape"),
+        (
+            {"run_0_W": W, "run_1_W": W, "n_runs": 3},
+            r"n_runs is 3, but .* 2 runs \(0, 1\)",
+        ),
+        ({"W": np.stack([W] * 2), "seeds": np.arange(3)}, "seeds has 3 values, but W of shape"),
     ):
         file = write(tmp_path / "file", "npz", arrays)
         with pytest.raises(FormatError, match=message):
@@ -90,17 +95,17 @@ def test_how_many_runs_there_are(tmp_path: Path) -> None:
     assert {line.name: line.kind for line in done.table}["seeds"] == ""
 
 
-@pytest.mark.parametrize("beside", ["loss", "g"])
-def test_no_array_is_taken_for_W_beside_others_that_have_names(tmp_path: Path, beside: str) -> None:
-    arrays = {"hessian": ARRAYS["W"], beside: stored(KNOWN.values["loss"], "float32")}
-    if beside == "g":
+@pytest.mark.parametrize("named", ["loss", "g"])
+def test_no_array_is_guessed_as_W_next_to_named_ones(tmp_path: Path, named: str) -> None:
+    arrays = {"hessian": ARRAYS["W"], named: stored(KNOWN.values["loss"], "float32")}
+    if named == "g":
         arrays["g"] = ARRAYS["g"]
     file = write(tmp_path / "file", "npz", arrays)
     with pytest.raises(FormatError, match=r"hessian of shape \(6, 7, 3\) .* --map W=hessian"):
         trajstore.import_file(file, tmp_path / "run.zarr")
     done = trajstore.import_file(file, tmp_path / "run.zarr", map={"W": "hessian"})
     assert "W" in done.variables
-    # Alone it is, and that is said.
+    # A single array is taken as W, with a note.
     file = write(tmp_path / "file", "npz", {"hessian": ARRAYS["W"], "steps": KNOWN.steps})
     done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
-    assert done.notes[0].startswith("hessian was taken for W by its shape alone")
+    assert done.notes[0].startswith("hessian was taken as W because of its shape alone")

@@ -26,7 +26,7 @@ def test_no_name_has_two_roles() -> None:
 def test_every_variable_has_a_role_under_its_own_name() -> None:
     for name, entry in VARIABLES.items():
         kind = named(name).kind
-        if name in MODEL or name in OF_EXAMPLES:  # which nobody else has, or says whose they are
+        if name in MODEL or name in OF_EXAMPLES:  # only native files have them
             assert kind is None
             continue
         assert kind is not None
@@ -56,7 +56,7 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
         ("token_frequencies", "token_count", None, None, None),
     ],
 )
-def test_what_names_say(key: str, kind: str, run: object, matrix: object, population: str) -> None:
+def test_parsed_names(key: str, kind: str, run: object, matrix: object, population: str) -> None:
     name = named(key)
     assert name.kind is not None
     assert (name.kind.name, name.run, name.population) == (kind, run, population)
@@ -66,7 +66,7 @@ def test_what_names_say(key: str, kind: str, run: object, matrix: object, popula
 @pytest.mark.parametrize(
     "key", ["h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", "delta_W_prime", "centroid"]
 )
-def test_names_that_say_nothing(key: str) -> None:
+def test_unknown_names(key: str) -> None:
     assert named(key).kind is None
 
 
@@ -75,7 +75,7 @@ def test_names_that_say_nothing(key: str) -> None:
     ["delta_W_prime", "centroid", "last_motion_step", "L1_history", "freeze_times", "phases",
      "bh_center", "Linf_history"],
 )  # fmt: skip
-def test_what_follows_from_the_rest(key: str) -> None:
+def test_derived_names(key: str) -> None:
     assert is_derived(key)
 
 
@@ -101,5 +101,5 @@ def test_descriptions_of_lists() -> None:
      "ids of a tokenizer trained on Gatsby", "non-trained tokens", "tokens that aren't dead",
      "reachable tokens", "un-trained token ids", "token ids, untrained and trained"],
 )  # fmt: skip
-def test_descriptions_that_say_nothing_plain(text: str) -> None:
+def test_unclear_descriptions(text: str) -> None:
     assert described_population(text) is None

@@ -8,7 +8,7 @@ from trajstore.exchange.importing.file_rows import checked_labels, true_steps
 
 
 def callback_labels(steps: int, epoch: int) -> np.ndarray:
-    """What a counter says that also ticks at the end of each epoch."""
+    """Labels of a counter that also counts the end of each epoch."""
     labels, counter = [0], 1
     for step in range(1, steps + 1):
         labels.append(counter)
@@ -55,7 +55,7 @@ def test_other_labels_are_taken_as_they_are(labels: list[int]) -> None:
     assert note is None
 
 
-def test_labels_that_say_they_are_true_are_believed() -> None:
+def test_trusted_labels_are_kept() -> None:
     labels = callback_labels(20, 7)
     found, note = true_steps(labels, trusted=True)
     assert found.tolist() == labels.tolist()

@@ -1,4 +1,4 @@
-"""What imports make of files that are recognised by their arrays, and what they refuse."""
+"""Imports of files that are recognized by their arrays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DEAD = np.flatnonzero(KNOWN.dead)
 LIVE = np.flatnonzero(~KNOWN.dead)
 
 
-def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **said: Any) -> Any:
+def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
     """Dataset of a file's one run."""
-    attributes = said.pop("attributes", {})
+    attributes = options.pop("attributes", {})
     file = write(tmp_path / "file", form, arrays, **attributes)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **said)
+    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
     assert done.others == ()
     return trajstore.open_run(done.path).load(), done
 
@@ -45,22 +45,22 @@ def test_an_array_of_three_dimensions_alone_is_enough(tmp_path: Path) -> None:
     assert same(ds, "W", KNOWN.values["W"])
 
 
-def test_the_user_says_what_arrays_are(tmp_path: Path) -> None:
+def test_arrays_are_mapped_by_the_user(tmp_path: Path) -> None:
     arrays = {"x": series("W"), "dW": series("grad"), "n": series("loss"), "cs": KNOWN.steps * 50}
-    with pytest.raises(FormatError, match="dW may be grad or delta; say which with --map grad=dW"):
+    with pytest.raises(FormatError, match="dW may be grad or delta; choose with --map grad=dW"):
         imported(tmp_path, arrays)
-    said = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
-    ds, _ = imported(tmp_path, arrays, **said)
+    options = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
+    ds, _ = imported(tmp_path, arrays, **options)
     assert ds.step.values.tolist() == (KNOWN.steps * 50).tolist()
     for name in ("W", "grad", "loss"):
         assert same(ds, name, KNOWN.values[name])
     ds, done = imported(tmp_path, arrays, map={"W": "x", "ignore": ("dW", "n")})
     assert set(ds.data_vars) == {"W"}
-    assert any(note.startswith("left out: dW, n, cs") for note in done.notes)
+    assert any(note.startswith("omitted: dW, n, cs") for note in done.notes)
     for map, message in (
         ({"weights": "x"}, "no kind 'weights'"),
         ({"W": "y"}, "holds no 'y'"),
-        ({"W": "x", "loss": "x"}, "cannot be both W and loss"),
+        ({"W": "x", "loss": "x"}, "got x mapped to W and to loss"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             imported(tmp_path, arrays, map=map)
@@ -81,20 +81,20 @@ def test_labels_of_an_array_that_the_user_names_are_kept(tmp_path: Path) -> None
     assert ds.step.values.tolist() == [0, 1, 3, 5, 7, 9]
     ds, done = imported(tmp_path, {"W": series("W"), "steps": arrays["at"]})
     assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5]
-    assert any("--labels steps=steps keeps what it says" in note for note in done.notes)
+    assert any("--labels steps=steps keeps its labels" in note for note in done.notes)
 
 
 @pytest.mark.parametrize("text", ["0:3", "0,1,2,3,5,5", "a", "0:9999999999999:1", "5:1:0"])
 def test_labels_that_do_not_fit(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument, match="steps"):
         imported(tmp_path, {"W": series("W")}, labels={"steps": text})
-    with pytest.raises(InvalidArgument, match="labels are of steps"):
+    with pytest.raises(InvalidArgument, match="got labels of rows, expected steps"):
         imported(tmp_path, {"W": series("W")}, labels={"rows": "0:6"})
 
 
 def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
     arrays = {"W": series("W")[1:], "g": series("grad")[1:], "loss": series("loss")[1:]}
-    with pytest.raises(FormatError, match="say --first-row 1"):
+    with pytest.raises(FormatError, match="pass --first-row 1"):
         imported(tmp_path, arrays)
     ds, _ = imported(tmp_path, arrays, first_row=1)
     assert ds.step.values.tolist() == [1, 2, 3, 4, 5]
@@ -102,7 +102,7 @@ def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
         assert same(ds, name, KNOWN.values[name][1:])
 
 
-def test_sixteen_bits_are_what_the_user_says(tmp_path: Path) -> None:
+def test_the_user_chooses_the_type_of_16_bits(tmp_path: Path) -> None:
     half = KNOWN.values["W"].astype("f2")
     ds, _ = imported(tmp_path, {"W": half.view("u2")}, bits="float16")
     assert ds.W.attrs["native_dtype"] == "float16"
@@ -114,17 +114,17 @@ def test_sixteen_bits_are_what_the_user_says(tmp_path: Path) -> None:
     ds, _ = imported(tmp_path, {"W": half}, bits="bfloat16")
     assert ds.W.attrs["native_dtype"] == "bfloat16"
     assert same(ds, "W", half.astype("f4"))
-    # float16 that no bfloat16 holds are its bits, when the user says so.
+    # With the option, float16 that no bfloat16 equals are read as bits of bfloat16.
     bits = KNOWN.values["W"].astype(ml_dtypes.bfloat16).view("f2")
     ds, done = imported(tmp_path, {"W": bits}, bits="bfloat16")
     assert same(ds, "W", KNOWN.values["W"])
-    assert any("were read as those of bfloat16" in note for note in done.notes)
+    assert any("were read as bits of bfloat16" in note for note in done.notes)
     ds, done = imported(tmp_path, {"W": bits})
     assert not any("--bits" in note for note in done.notes)
 
 
 def test_before_the_step_of_their_row(tmp_path: Path) -> None:
-    """Recognised by the values: no moment knows the gradient of row 1 yet."""
+    """Recognized by the values: no moment depends on the gradient of row 1 yet."""
     arrays = {"recorded": np.zeros(2), "g": series("grad"), "losses": series("loss")}
     for name, key in (("W", "weights"), ("exp_avg", "m"), ("exp_avg_sq", "v")):
         whole = series(name)
@@ -148,7 +148,7 @@ def test_a_first_step_that_does_not_move_is_no_shift(tmp_path: Path) -> None:
     assert (ds.W.values == W).all()
 
 
-def test_resumed_files_know_nothing_of_their_first_step(tmp_path: Path) -> None:
+def test_resumed_files_lack_the_results_of_their_first_step(tmp_path: Path) -> None:
     arrays = {"W": series("W"), "g": series("grad"), "m": series("exp_avg_sq"),
               "starting_step": 100, "steps": KNOWN.steps + 100}  # fmt: skip
     arrays["m"][0] = 0.5
@@ -165,18 +165,18 @@ def test_resumed_files_know_nothing_of_their_first_step(tmp_path: Path) -> None:
     assert any("g of step 100, the first row, is 0 or NaN" in note for note in done.notes)
 
 
-def test_what_the_user_says_is_told_as_that(tmp_path: Path) -> None:
+def test_options_are_reported_in_the_table(tmp_path: Path) -> None:
     arrays = {"W": series("W"), "steps": np.arange(6)[::-1].copy(), "nll": series("loss")}
     _, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
     (line,) = [line for line in done.table if line.name == "steps"]
-    assert (line.kind, line.why) == ("", "the steps are as you said")
-    with pytest.raises(FormatError, match="and was said to be W, expected"):
+    assert (line.kind, line.why) == ("", "replaced by --labels")
+    with pytest.raises(FormatError, match="but is mapped to W, expected"):
         imported(tmp_path, arrays, map={"W": "nll"})
 
 
-def test_a_file_of_changes_says_so(tmp_path: Path) -> None:
+def test_a_file_of_changes_becomes_delta(tmp_path: Path) -> None:
     _, done = imported(tmp_path, {"delta": series("grad"), "d": series("loss")})
-    assert "the file holds delta and no initial W, hence no W" in done.notes
+    assert "the file holds delta, but no initial W, hence no W" in done.notes
 
 
 def test_two_matrices_of_an_untied_model(tmp_path: Path) -> None:
@@ -214,12 +214,12 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     write(tmp_path / "ids", "safetensors", {"token_ids": DEAD}, description="untrained tokens")
     ds, done = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
     assert (ds.is_dead.values == KNOWN.dead).all()
-    assert "token_ids of ids: dead tokens, as a description in its file says" in done.notes
+    assert "token_ids of ids: dead tokens, by a description in its file" in done.notes
     write(tmp_path / "other", "npz", {"dead_mask": ~KNOWN.dead})
     with pytest.raises(FormatError, match="dead_ids and dead_mask of other disagree"):
         imported(tmp_path, {"W": series("W"), "dead_ids": DEAD}, masks=tmp_path / "other")
     write(tmp_path / "none", "npz", {"W": series("W")})
-    with pytest.raises(FormatError, match="tells no tokens"):
+    with pytest.raises(FormatError, match="labels no tokens"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "none")
 
 
@@ -231,7 +231,7 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
         ("trained_mask", (~KNOWN.dead).astype("u1")),
         ("token_counts", np.where(KNOWN.dead, 0, 9)),
         ("untrained_ids", DEAD),
-        ("mine", DEAD),  # ids of which nothing is said
+        ("mine", DEAD),  # ids without a known name
         ("dead", KNOWN.dead),
         ("my live ones", ~KNOWN.dead),
     ],
@@ -246,23 +246,23 @@ def test_the_only_array_of_a_file_is_the_mask(tmp_path: Path) -> None:
     write(tmp_path / "masks", "npz", {"arr_0": KNOWN.dead})
     ds, done = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
     assert (ds.is_dead.values == KNOWN.dead).all()
-    assert "arr_0 of masks: a mask whose name says nothing, taken" in " ".join(done.notes)
+    assert "arr_0 of masks: a mask without a known name, taken" in " ".join(done.notes)
     write(tmp_path / "masks", "npz", {"arr_0": KNOWN.dead, "arr_1": KNOWN.dead})
-    with pytest.raises(FormatError, match="tells no tokens"):
+    with pytest.raises(FormatError, match="labels no tokens"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
 
 
 def test_a_mask_of_numpy_without_a_name_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "mine.npy", KNOWN.dead.astype("i4"))
-    with pytest.raises(FormatError, match="tells no tokens: it holds mine"):
+    with pytest.raises(FormatError, match="labels no tokens: found mine"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "mine.npy")
 
 
-def test_only_how_many_are_dead(tmp_path: Path) -> None:
+def test_only_the_number_of_dead_tokens(tmp_path: Path) -> None:
     _, done = imported(tmp_path, {"W": series("W"), "n_dead": 2, "live_tokens": 5})
-    assert any("not tell which tokens are dead, only how many (n_dead 2" in n for n in done.notes)
+    assert any("not label dead tokens, only their number (n_dead 2" in n for n in done.notes)
     _, done = imported(tmp_path, {"W": series("W"), "live_mask": ~KNOWN.dead})
-    assert not any("which tokens are dead" in note for note in done.notes)
+    assert not any("label dead tokens" in note for note in done.notes)
 
 
 def test_numbers_go_to_the_configuration(tmp_path: Path) -> None:
@@ -293,12 +293,12 @@ def test_a_learning_rate_and_a_schedule_answer_for_adam(tmp_path: Path) -> None:
     assert np.allclose(ds.lr.values, [np.nan, 1e-3, 9e-4, 8e-4, 7e-4, 6e-4], equal_nan=True)
     assert ds.attrs["imported"]["given"]["lr"] == {"schedule": "linear:10", "learning_rate": 1e-3}
     assert ds.attrs["optimizer"]["class"].endswith("AdamW")
-    assert any("taken for AdamW of torch, eps 1e-08" in note for note in done.notes)
+    assert any("taken as AdamW of torch, eps 1e-08" in note for note in done.notes)
     for question in (analysis.adam_update, analysis.freeze_cause):
         assert question(ds).compute().sizes["token"] == 7
-    with pytest.raises(InvalidArgument, match="tells no learning_rate"):
+    with pytest.raises(InvalidArgument, match="holds no learning_rate"):
         imported(tmp_path, arrays, schedule="constant")
-    with pytest.raises(InvalidArgument, match="cannot read 'cosine' as a schedule"):
+    with pytest.raises(InvalidArgument, match="got schedule 'cosine'"):
         imported(tmp_path, arrays, "hdf5", attributes=numbers, schedule="cosine")
     rates = {"lr": KNOWN.steps * 0.1, "learning_rate": 0.1}
     with pytest.raises(InvalidArgument, match="holds the learning rate of each step"):
@@ -307,49 +307,55 @@ def test_a_learning_rate_and_a_schedule_answer_for_adam(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two names of one kind": ({"grads": series("grad")}, "g and grads both have names of grad"),
-    "shapes": ({"m": series("exp_avg")[:, 1:]}, r"m has shape .* and W \(6, 7, 3\)"),
+    "shapes": ({"m": series("exp_avg")[:, 1:]}, r"m has shape .* W has shape \(6, 7, 3\)"),
     "rows": ({"m": series("exp_avg")[2:]}, "m has shape"),
-    "rank": ({"momentum": np.zeros(3)}, "its name says exp_avg, expected floating-point"),
-    "type": ({"v": np.zeros((6, 7, 3), "i8")}, "v is of type int64"),
-    "float ids": ({"dead_ids": DEAD.astype("f4")}, "says dead_ids, expected whole numbers"),
-    "mask of other numbers": ({"dead_mask": np.arange(7)}, "other values than 0 and 1"),
-    "mask of another length": ({"dead_mask": KNOWN.dead[:5]}, "dead_mask speaks of 5 tokens"),
+    "rank": ({"momentum": np.zeros(3)}, "its name means exp_avg, expected floating-point"),
+    "type": ({"v": np.zeros((6, 7, 3), "i8")}, "v has type int64"),
+    "float ids": ({"dead_ids": DEAD.astype("f4")}, "means dead_ids, expected whole numbers"),
+    "mask of other numbers": (
+        {"dead_mask": np.arange(7)},
+        "holds values from 0 to 6, expected 0 and 1",
+    ),
+    "mask of another length": ({"dead_mask": KNOWN.dead[:5]}, "dead_mask means 5 tokens"),
     "masks of two lengths": (
         {"dead_mask": KNOWN.dead, "live_mask": np.zeros(9, bool)},
-        "dead_mask speaks of 7 tokens, and live_mask of 9",
+        "dead_mask means 7 tokens, but live_mask means 9",
     ),
     "ids out of range": ({"dead_ids": np.array([1, 7])}, "token ids from 0 to 6"),
-    "ids below 0": ({"dead_ids": np.array([-1, 3])}, "token ids from 0 on"),
-    "ids twice": ({"dead_ids": np.array([1, 1])}, "one occurs twice"),
+    "ids below 0": ({"dead_ids": np.array([-1, 3])}, "token ids of at least 0"),
+    "ids twice": ({"dead_ids": np.array([1, 1])}, "repeats an id"),
     "lists that disagree": ({"dead_ids": DEAD, "live_ids": DEAD}, "dead_ids and live_ids disagree"),
-    "sizes": ({"dead_mask": KNOWN.dead, "n_dead": 3}, "n_dead is 3, and dead_mask marks 2"),
+    "sizes": ({"dead_mask": KNOWN.dead, "n_dead": 3}, "n_dead is 3, but dead_mask marks 2"),
     "counts": (
         {"dead_mask": KNOWN.dead, "token_counts": np.ones(7, int)},
         "dead_mask and token_counts disagree",
     ),
-    "vocabulary": ({"vocab_size": 5}, r"vocab_size speaks of 5 tokens, and W has 7"),
-    "hidden": ({"hidden_dim": 4}, "hidden_dim is 4, and W has shape"),
-    "hidden, called otherwise": ({"d_model": 4}, "d_model is 4, and W has shape"),
+    "vocabulary": ({"vocab_size": 5}, r"vocab_size means 5 tokens, but W has 7"),
+    "hidden": ({"hidden_dim": 4}, "hidden_dim is 4, but W has shape"),
+    "hidden, called otherwise": ({"d_model": 4}, "d_model is 4, but W has shape"),
     "ids beyond a size": (
         {"token_ids": np.arange(0, 21, 3), "vocab_size": 10},
-        "vocab_size speaks of 10 tokens, and W has a row of token 18",
+        "vocab_size means 10 tokens, but .* W has a row of token 18",
     ),
     "ids beyond a mask": (
         {"token_ids": np.arange(0, 21, 3), "dead_mask": np.zeros(10, bool)},
-        "dead_mask speaks of 10 tokens, and W has a row of token 18",
+        "dead_mask means 10 tokens, but .* W has a row of token 18",
     ),
     "rows of tokens beyond a mask": (
         {"live_ids": np.arange(3, 10), "live_mask": np.ones(4, bool)},
-        "live_mask speaks of 4 tokens, and W has a row of token 9",
+        "live_mask means 4 tokens, but .* W has a row of token 9",
     ),
-    "runs": ({"W": np.stack([series("W")] * 2)}, "W is of one of 2 runs, and g does not say"),
+    "runs": ({"W": np.stack([series("W")] * 2)}, "one of 2 runs, but g has no number"),
     "n_runs": ({"W": np.stack([series("W")] * 2), "n_runs": 3, "g": None}, "n_runs is 3"),
-    "steps": ({"steps": np.arange(6)[::-1].copy()}, "increase"),
-    "steps of another length": ({"steps": np.arange(9)}, r"steps has shape \(9,\), and W has 6"),
+    "steps": ({"steps": np.arange(6)[::-1].copy()}, "increasing"),
+    "steps of another length": (
+        {"steps": np.arange(9)},
+        r"steps has shape \(9,\), expected .* W has 6",
+    ),
     "two labels": ({"steps": np.arange(6), "step": np.arange(6) * 2}, "label the rows differently"),
     "numbers": ({"lr": 0.1, "learning_rate": 0.2}, "lr is 0.1 and learning_rate is 0.2"),
-    "empty": ({"W": np.zeros((6, 0, 3), "f4"), "g": None}, "none of them 0"),
-    "untied gradient": ({"E": series("W")}, "does not say whether it is of E or of W"),
+    "empty": ({"W": np.zeros((6, 0, 3), "f4"), "g": None}, "without a length of 0"),
+    "untied gradient": ({"E": series("W")}, "belongs to E or W, which are untied"),
 }
 
 
@@ -361,14 +367,14 @@ def test_contradictions_name_both(tmp_path: Path, changes: dict[str, Any], messa
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_rows_of_dead_tokens_that_nothing_names(tmp_path: Path) -> None:
+def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
     W = series("W")[:, DEAD]
-    with pytest.raises(FormatError, match=r"nothing tells which they are; give .* --masks"):
+    with pytest.raises(FormatError, match=r"with unknown ids; give .* --masks"):
         imported(tmp_path, {"dead_W": W})
     write(tmp_path / "masks", "npz", {"untrained_mask": KNOWN.dead})
     ds, _ = imported(tmp_path, {"dead_W": W}, masks=tmp_path / "masks")
     assert ds.token.values.tolist() == DEAD.tolist()
-    with pytest.raises(FormatError, match=r"as many as .* say which with --map token="):
+    with pytest.raises(FormatError, match=r"as many as .* choose with --map token="):
         imported(tmp_path, {"W": W, "dead_ids": DEAD, "live_ids": LIVE[: len(DEAD)]})
 
 
@@ -385,14 +391,14 @@ def test_what_is_preview_is_what_is_made(tmp_path: Path) -> None:
     assert seen.runs[""]["dead"] == len(DEAD)
     kinds = {line.name: (line.kind, line.why) for line in seen.table}
     assert kinds["W"] == ("W", "bits of bfloat16")
-    assert kinds["centroid"] == ("", "follows from the rest")
+    assert kinds["centroid"] == ("", "derived from other arrays")
 
 
 def test_a_first_step_that_does_not_move_under_the_names_of_another_layout(tmp_path: Path) -> None:
-    """Nothing tells files of 1.12a without moments from a warm-up: the user decides."""
+    """Without moments, a file of 1.12a looks like a warmup: the user decides."""
     W = np.concatenate([series("W")[:1], series("W")[:-1]])
     arrays = {"W": W, "grads": series("grad"), "loss": series("loss")}
-    with pytest.raises(FormatError, match=r"say --layout 1\.12a, or --first-row 0"):
+    with pytest.raises(FormatError, match=r"pass --layout 1\.12a, or --first-row 0"):
         imported(tmp_path, arrays, "safetensors")
     ds, _ = imported(tmp_path, arrays, "safetensors", first_row=0)
     assert (ds.W.values == W).all()
@@ -414,10 +420,10 @@ def test_a_run_of_cells_comes_back(tmp_path: Path, form: str) -> None:
 def test_cells_of_a_file_of_others(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, {"cells": series("W", "uint16"), "dead_mask": KNOWN.dead})
     assert same(ds, "cells", KNOWN.values["W"])
-    assert "the file holds W rounded to bfloat16, as cells, and no W" in done.notes
+    assert "the file holds cells (W rounded to bfloat16), but no W" in done.notes
 
 
-def test_objects_of_numpy_are_left_out_and_named(tmp_path: Path) -> None:
+def test_python_objects_are_omitted_and_reported(tmp_path: Path) -> None:
     np.savez(tmp_path / "f.npz", W=series("W"), config=np.array({"lr": 1}, dtype=object))
     done = trajstore.import_file(tmp_path / "f.npz", tmp_path / "run.zarr")
     left = {line.name: line.why for line in done.table if not line.kind}

@@ -1,4 +1,4 @@
-"""Files that other programs wrote, sound and unsound."""
+"""Files of other programs, valid and damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, TOKENS, HIDDEN = 12, 6, 4
 
 
 def notebook_file(path: Path, **changes: Any) -> Path:
-    """What the recorder of 15.1a saves, with changes; None leaves a key out."""
+    """A file of the recorder of 15.1a, with changes; None omits a key."""
     rng = np.random.default_rng(0)
 
     def floats(*shape: int) -> np.ndarray:
@@ -48,7 +48,7 @@ def notebook_file(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_labels_that_counted_callbacks_are_corrected_and_said(tmp_path: Path) -> None:
+def test_labels_that_counted_callbacks_are_corrected_with_a_note(tmp_path: Path) -> None:
     file = notebook_file(tmp_path / "f")
     done = trajstore.import_file(file, tmp_path / "run.zarr")
     ds = trajstore.open_run(tmp_path / "run.zarr")
@@ -86,7 +86,7 @@ def test_float32_is_bfloat16_only_where_every_value_is(tmp_path: Path) -> None:
 def test_masks_of_another_file(tmp_path: Path) -> None:
     notebook_file(tmp_path / "f", dead_token_ids=None, live_token_ids=None)
     done = trajstore.import_file(tmp_path / "f", tmp_path / "without.zarr")
-    assert any("does not tell which tokens are dead" in note for note in done.notes)
+    assert any("does not label dead tokens" in note for note in done.notes)
     mask = np.array([False, True, True, False, False, False])
     save_file(
         {"untrained_mask": mask, "trained_mask": ~mask, "untrained_indices": np.array([1, 2])},
@@ -109,13 +109,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"grads": np.zeros((ROWS, TOKENS, HIDDEN + 1), "f4")}, "grads has shape"),
     "rows": ({"losses": np.zeros(ROWS - 2, "f4")}, "losses has shape"),
     "flat": ({"embeddings": np.zeros(ROWS, "f4")}, "expected .* of .step, token, hidden."),
-    "dtype": ({"embeddings": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "embeddings is of type"),
-    "steps back": ({"recorded_steps": np.arange(ROWS)[::-1].copy()}, "increase"),
+    "dtype": ({"embeddings": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "embeddings has type"),
+    "steps back": ({"recorded_steps": np.arange(ROWS)[::-1].copy()}, "increasing"),
     "float steps": (
         {"recorded_steps": np.arange(ROWS, dtype="f4")},
-        "recorded_steps is of type float32",
+        "recorded_steps has type float32",
     ),
-    "misaligned": ({"grads": np.ones((ROWS, TOKENS, HIDDEN), "f4")}, "no step had been taken"),
+    "misaligned": ({"grads": np.ones((ROWS, TOKENS, HIDDEN), "f4")}, "before the first step"),
     "ids": (
         {"dead_token_ids": np.array([TOKENS])},
         rf"dead_token_ids holds {TOKENS}, expected token",
@@ -134,13 +134,13 @@ def test_wrong_contents_are_refused(tmp_path: Path, changes: dict[str, Any], mes
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
-def test_a_forced_layout_says_which_keys_are_missing(tmp_path: Path) -> None:
+def test_a_forced_layout_names_the_missing_keys(tmp_path: Path) -> None:
     notebook_file(tmp_path / "f")
     with pytest.raises(FormatError, match=r"layout 14\.1a requires deltas"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="14.1a")
     with pytest.raises(FormatError, match="layout native requires step, token"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="native")
-    with pytest.raises(FormatError, match="no HDF5 file"):
+    with pytest.raises(FormatError, match="layout hdf5 is for hdf5 files"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="hdf5")
     with pytest.raises(InvalidArgument, match="no layout '15'"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="15")
@@ -158,7 +158,7 @@ def test_a_forced_layout_says_which_keys_are_missing(tmp_path: Path) -> None:
         ("schedule", "constant"),
     ],
 )
-def test_nothing_is_said_of_a_native_file(tmp_path: Path, option: str, value: Any) -> None:
+def test_options_are_refused_for_a_native_file(tmp_path: Path, option: str, value: Any) -> None:
     W = np.zeros((2, 3, 1), "f4")
     save_file(
         {"step": np.arange(2), "token": np.arange(3), "W": W},
@@ -169,7 +169,7 @@ def test_nothing_is_said_of_a_native_file(tmp_path: Path, option: str, value: An
         value = tmp_path / "masks"
         save_file({"dead_ids": np.array([1])}, value)
     named = f"--{option.replace('_', '-')}"
-    with pytest.raises(InvalidArgument, match=f"layout native.* {named} would not be used"):
+    with pytest.raises(InvalidArgument, match=f"layout native.* {named} would have no effect"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", **{option: value})
     assert not (tmp_path / "run.zarr").exists()
     trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
@@ -185,7 +185,7 @@ def test_1_12a_with_another_alignment_is_refused(tmp_path: Path) -> None:
     assert (trajstore.open_run(tmp_path / "run.zarr").W.values == W).all()
 
 
-def test_the_dummy_logits_of_1_12a_are_left_out_and_said(tmp_path: Path) -> None:
+def test_the_dummy_logits_of_1_12a_are_omitted_with_a_note(tmp_path: Path) -> None:
     W = np.arange(ROWS * TOKENS * HIDDEN).reshape(ROWS, TOKENS, HIDDEN).astype("f4")
     W[1] = W[0]
     save_file(
@@ -194,7 +194,7 @@ def test_the_dummy_logits_of_1_12a_are_left_out_and_said(tmp_path: Path) -> None
         metadata={"learning_rate": "0.001", "n_layers": "2"},
     )
     done = trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="1.12a")
-    assert any("forward pass that no step made" in note for note in done.notes)
+    assert any("forward pass before the first step" in note for note in done.notes)
     ds = trajstore.open_run(tmp_path / "run.zarr")
     assert np.isnan(ds.logits.values[0]).all()
     assert (ds.logits.values[1:] == 1).all()

@@ -14,11 +14,11 @@ def test_schedules() -> None:
     linear = scheduled_rates("linear:10", 1.0, steps)
     assert np.allclose(linear, [np.nan, 1.0, 0.9, 0.1, 0.0], equal_nan=True)
     for text in ("linear", "linear:0", "linear:-3", "cosine", ""):
-        with pytest.raises(InvalidArgument, match="as a schedule"):
+        with pytest.raises(InvalidArgument, match="got schedule"):
             scheduled_rates(text, 1.0, steps)
 
 
-def test_the_rule_is_completed_and_said() -> None:
+def test_the_rule_is_completed_with_a_note() -> None:
     given = {"hyperparameters": {"betas": [0.9, 0.99], "weight_decay": 0.0}}
     rule, note, added = completed_rule(given, has_moments=True)
     assert added == {"eps": 1e-8}

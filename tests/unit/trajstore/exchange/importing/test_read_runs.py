@@ -1,4 +1,4 @@
-"""What 16 bits are, variable by variable."""
+"""Types of 16-bit arrays, by variable."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FINE = (W * 1.2345).astype("f2")  # float16 that no bfloat16 holds
 FINE[0] = 0
 
 
-def imported(tmp_path: Path, arrays: dict[str, Any], **said: Any) -> Any:
+def imported(tmp_path: Path, arrays: dict[str, Any], **options: Any) -> Any:
     file = write(tmp_path / "file", "npz", arrays)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **said)
+    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
     return trajstore.open_run(done.path).load(), done
 
 
@@ -30,9 +30,9 @@ def test_bits_of_one_variable(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, arrays)
     (note,) = [note for note in done.notes if "--bits" in note]
     assert note.startswith("W, exp_avg: float16")
-    assert "; --bits W=bfloat16 --bits exp_avg=bfloat16 has" in note
+    assert "; --bits W=bfloat16 --bits exp_avg=bfloat16 stores" in note
     # Of all, it would make other numbers of the second moment.
-    with pytest.raises(InvalidArgument, match=r"value of W is .* not every one of exp_avg_sq"):
+    with pytest.raises(InvalidArgument, match=r"value of W is .* not every value of exp_avg_sq"):
         imported(tmp_path, arrays, bits="bfloat16")
     ds, done = imported(tmp_path, arrays, bits={"W": "bfloat16"})
     assert ds.W.attrs["native_dtype"] == "bfloat16"
@@ -54,18 +54,18 @@ def test_bits_in_one_array_and_numbers_in_another(tmp_path: Path) -> None:
     assert (ds.W.values == W).all()
 
 
-def test_bits_by_name_are_read_as_said(tmp_path: Path) -> None:
+def test_bits_by_name(tmp_path: Path) -> None:
     bits = W.astype(ml_dtypes.bfloat16).view("f2")
     ds, done = imported(tmp_path, {"W": W.astype("f2"), "m": bits}, bits={"m": "bfloat16"})
     assert (ds.exp_avg.values == W).all()
-    assert "m: the bits of its float16 were read as those of bfloat16" in done.notes
+    assert "m: the bits of its float16 were read as bits of bfloat16" in done.notes
 
 
-def test_bits_of_what_has_none(tmp_path: Path) -> None:
-    for said, message in (
-        ({"W": "bfloat16"}, "--bits W=… says what uint16 or float16 are, and W is float32"),
-        ({"loss": "bfloat16"}, "--bits loss=… .* and it holds none"),
-        ({"W": "float8"}, "got 'float8'"),
+def test_bits_of_other_types_are_refused(tmp_path: Path) -> None:
+    for bits, message in (
+        ({"W": "bfloat16"}, "--bits W=… applies to uint16 and float16, but W is float32"),
+        ({"loss": "bfloat16"}, "--bits loss=… .* but the file holds no loss"),
+        ({"W": "float8"}, "got bits 'float8'"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            imported(tmp_path, {"W": W, "m": FINE}, bits=said)
+            imported(tmp_path, {"W": W, "m": FINE}, bits=bits)

@@ -1,4 +1,4 @@
-"""What lists of ids in another file tell: which tokens the rows are, or which tokens are dead."""
+"""Lists of ids in another file: ids of the rows, or of the dead tokens."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def imported(tmp_path: Path, name: str, ids: np.ndarray, **arrays: Any) -> Any:
     return trajstore.open_run(done.path), done
 
 
-def test_token_ids_are_those_of_the_rows(tmp_path: Path) -> None:
+def test_token_ids_are_the_ids_of_the_rows(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, "token_ids", IDS)
     assert ds.token.values.tolist() == IDS.tolist()
     assert "is_dead" not in ds.coords
     assert (ds.W.values == W).all()
-    note = "token_ids of token_ids.npy: which tokens the rows are, as many as there are rows"
+    note = "token_ids of token_ids.npy: the ids of the rows, since the lengths match"
     assert note in done.notes
 
 
 def test_token_ids_of_another_number_are_not_taken_for_the_dead(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"lists 3 tokens, and there are rows of 7.* dead_ids"):
+    with pytest.raises(FormatError, match=r"lists 3 tokens, but there are rows of 7.* dead_ids"):
         imported(tmp_path, "token_ids", IDS[:3])
 
 
@@ -44,8 +44,8 @@ def test_dead_ids_are_the_dead_tokens(tmp_path: Path, name: str, dead: bool) -> 
     assert np.flatnonzero(ds.is_dead.values == dead).tolist() == [1, 5]
 
 
-def test_ids_under_a_name_that_says_nothing_are_the_dead_ones_and_said(tmp_path: Path) -> None:
+def test_ids_without_a_known_name_are_the_dead_tokens(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, "mine", np.array([5, 1]))
     assert np.flatnonzero(ds.is_dead.values).tolist() == [1, 5]
-    note = "mine of mine.npy: ids whose name says nothing, taken for those of the dead tokens"
+    note = "mine of mine.npy: ids without a known name, taken as the dead tokens"
     assert note in done.notes

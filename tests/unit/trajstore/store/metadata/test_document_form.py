@@ -117,6 +117,8 @@ def resumed(run: Path) -> None:
          (open_run, resumed), r"zarr\.json: .*\.metadata\.token: zarr cannot open it"),
         ("", "consolidated_metadata.metadata.token", ..., (open_run, resumed),
          r"zarr\.json: .*\.metadata\.token is missing"),
+        ("", "consolidated_metadata.metadata.step.attributes", ..., (open_run, resumed),
+         r"zarr\.json: .*\.metadata\.step\.attributes is missing"),
         ("W", "shape", "x", (resumed,), r"W/zarr\.json: shape is 'x'"),
     ],
 )  # fmt: skip

@@ -153,7 +153,7 @@ def is_noticed(run: Path) -> bool:
         (_named("/etc/passwd"), "is no name of an array"),
         (_named(".."), "is no name of an array"),
         (None, "at most 16,777,216"),
-        ("pipe", "no regular file"),
+        ("pipe", "not a regular file"),
     ],
 )
 def test_what_is_out_of_all_proportion_is_refused(

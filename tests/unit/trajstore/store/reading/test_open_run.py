@@ -115,7 +115,7 @@ def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> Non
     xr.testing.assert_identical(
         ds.traj.grad_norms(ord=1).compute(), analysis.grad_norms(ds, ord=1).compute()
     )
-    with pytest.raises(AttributeError, match=r"no ds\.traj\.nonsense"):
+    with pytest.raises(AttributeError, match=r"ds\.traj has no 'nonsense'"):
         ds.traj.nonsense  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="is_dead"):
         ds.drop_vars("is_dead").traj.dead  # noqa: B018

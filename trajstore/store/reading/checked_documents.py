@@ -1,0 +1,310 @@
+"""The documents of a run as they are read: checked, and compared with the stored objects."""
+
+from __future__ import annotations
+
+import math
+import operator
+import shlex
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trajstore.codec.block_codec import BLOCK
+from trajstore.errors import FormatError, RunNotFound
+from trajstore.schema import FORMAT, STEP, coordinate, entry_of
+from trajstore.store.metadata.document_form import (
+    REQUIRED,
+    Fault,
+    array_faults,
+    attribute_faults,
+    open_document,
+    root_faults,
+)
+from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
+from trajstore.store.storage.object_file import document_in
+from trajstore.store.storage.remote_path import (
+    REMOTE_REQUESTS,
+    Location,
+    RemotePath,
+    key_within,
+)
+from trajstore.strict_json import parse
+from trajstore.threads import in_parallel
+
+__all__ = ["check_own_documents", "checked_root", "not_opened", "root_document"]
+
+_LARGEST_BLOCK = 1 << 38
+"""Values; 1 TiB of float32."""
+
+_MOST = 1 << 26
+"""Values of a coordinate, rows of a block, chunks of a block."""
+
+_MANY = 1 << 16
+"""Objects of an array that nobody looks for."""
+
+_COPIES = "consolidated_metadata.metadata"
+_KEYS = {"name": "default", "configuration": {"separator": "."}}
+_NO_GROUP = "is not a Zarr v3 group, so not a run"
+
+
+def checked_root(place: Location, data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attributes of the root, and the documents of the arrays, all checked.
+
+    Their own documents are read only if the root has no copies of them.
+
+    Parameters
+    ----------
+    place : Path or RemotePath
+    data : bytes
+        Document of the root (`root_document`).
+
+    Raises
+    ------
+    FormatError
+        If it is no run, or one of another format; if a document has a member that cannot be, or
+        claims what is not stored.
+    """
+    root = _parsed(place, DOCUMENT, data)
+    arrays = _checked_arrays(place, root)
+    _check_lengths(place, arrays)
+    for name, array in arrays.items():
+        _check_extent(place, name, array)
+    return root["attributes"], arrays
+
+
+def check_own_documents(path: Location) -> None:
+    """Check the document that each array of a run has in its own folder, which writers replace.
+
+    Raises
+    ------
+    FormatError
+        If one is missing, or has a member that cannot be.
+    """
+    _, arrays = checked_root(path, root_document(path))
+    reads = [partial(_read, path, f"{name}/{DOCUMENT}") for name in arrays]
+    own = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
+    for name, found in zip(arrays, own, strict=True):
+        _check_array_form(path, f"{name}/{DOCUMENT}", "", name, found)
+
+
+def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> FormatError:
+    """Error for documents that zarr refuses; it names the first array that zarr cannot open."""
+    for name, array in arrays.items():
+        try:
+            open_document(array)
+        except FormatError as fault:
+            return FormatError(
+                f"{place} cannot be read: {DOCUMENT}: {_COPIES}.{name}: {fault}{_remedy(place)}"
+            )
+    return FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {error}")
+
+
+def _within(path: Path) -> str:
+    """That a folder is one of runs, as a sweep makes it; empty if it is none."""
+    runs = sorted(document.parent.name for document in path.glob(f"*.zarr/{DOCUMENT}"))
+    if not runs or (path / DOCUMENT).exists():
+        return ""
+    many = f", or all of them with {path / '*.zarr'}" if len(runs) > 1 else ""
+    return f"there are runs in it; name {path / runs[0]}{many}"
+
+
+def root_document(place: Location) -> bytes:
+    """Bytes of the document of the root.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is none.
+    """
+    try:
+        return document_in(place / DOCUMENT)
+    except ValueError as error:
+        raise _unreadable(place, error) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(place, RemotePath) or not place.exists():  # it has just gone
+            raise RunNotFound(f"there is no run at {place}") from error
+        why = _within(place) or f"it has no {DOCUMENT}"
+        raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
+
+
+def _parsed(place: Location, key: str, data: bytes) -> Any:
+    try:
+        return parse(data.decode())
+    except ValueError as error:
+        raise _unreadable(place, error, key) from error
+
+
+def _read(place: Location, key: str) -> Any:
+    """Value of the document of an array."""
+    try:
+        return _parsed(place, key, document_in(place / key))
+    except FileNotFoundError as error:
+        raise FormatError(f"{place} has lost {key}{_remedy(place)}") from error
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise _unreadable(place, error, key) from error
+
+
+def _unreadable(place: Location, error: ValueError, key: str = DOCUMENT) -> FormatError:
+    what = _NO_GROUP if key == DOCUMENT else "cannot be read"
+    return FormatError(f"{place} {what}: {key} cannot be read: {error}")
+
+
+def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
+    """Documents of the arrays, of a root that is checked with them."""
+    for fault in root_faults(root):
+        raise FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {fault}")
+    attributes = root["attributes"]
+    if "trajstore_format" not in attributes:
+        raise FormatError(f"{place} is a Zarr group, but no run: it has no trajstore_format")
+    number = attributes["trajstore_format"]
+    if type(number) is int and number != FORMAT:
+        raise FormatError(
+            f"{place} is of store format {number}, and this version reads format {FORMAT}; "
+            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
+        )
+    for fault in attribute_faults(attributes, REQUIRED):
+        raise _refused(place, DOCUMENT, fault)
+    if root.get("consolidated_metadata") is None:
+        arrays = _own_documents(place)
+    else:
+        arrays = root["consolidated_metadata"]["metadata"]
+        for name, document in arrays.items():
+            if "\0" in name or {"", ".", ".."} & set(name.split("/")):
+                raise FormatError(f"{place} is not a run: {name!r} is no name of an array in it")
+            _check_array_form(place, DOCUMENT, f"{_COPIES}.{name}", name, document)
+    for name in (STEP.name, "token"):
+        if name not in arrays:
+            raise _refused(place, DOCUMENT, Fault(f"{_COPIES}.{name}", "the document of an array"))
+    if arrays is (root.get("consolidated_metadata") or {}).get("metadata"):
+        _check_rows(place, attributes["committed_rows"], arrays[STEP.name])
+    return {name: array for name, array in arrays.items() if not _is_foreign_group(name, array)}
+
+
+def _own_documents(place: Location) -> dict[str, Any]:
+    """Documents in the folders of the arrays, where the root has no copies of them."""
+    if isinstance(place, RemotePath) and not place.listed:
+        raise _refused(place, DOCUMENT, Fault("consolidated_metadata", "an object"))
+    if isinstance(place, RemotePath):
+        suffix = f"/{DOCUMENT}"
+        keys = [key_within(path, place) for path in place.below()]
+        names = sorted(key.removesuffix(suffix) for key in keys if key.endswith(suffix))
+    else:
+        names = sorted(own.parent.name for own in place.glob(f"*/{DOCUMENT}"))
+    found = {name: _read(place, f"{name}/{DOCUMENT}") for name in names}
+    for name, document in found.items():
+        _check_array_form(place, f"{name}/{DOCUMENT}", "", name, document)
+    return found
+
+
+def _check_array_form(place: Location, key: str, member: str, name: str, document: Any) -> None:
+    if _is_foreign_group(name, document):
+        return
+    # Zarr lets an array have no attributes; a recorder writes them.
+    required = () if entry_of(name) is None else ("attributes",)
+    for fault in array_faults(document, required):
+        raise _refused(place, key, fault.within(member) if member else fault)
+
+
+def _is_foreign_group(name: str, document: Any) -> bool:
+    """True for a group that somebody else keeps in a run."""
+    return (
+        entry_of(name) is None
+        and isinstance(document, dict)
+        and document.get("node_type") == "group"
+    )
+
+
+def _refused(place: Location, key: str, fault: Fault) -> FormatError:
+    return FormatError(f"{place} cannot be read: {key}: {fault}{_remedy(place)}")
+
+
+def _remedy(place: Location) -> str:
+    return f"; see what is wrong with: trajstore verify {shlex.quote(str(place))}"
+
+
+def _check_rows(place: Location, committed: int, step: Mapping[str, Any]) -> None:
+    """Refuse a root that gives its number of rows in two ways; a copy has that of its source."""
+    rows = step["shape"][0]
+    if committed != rows and _is_block(step):
+        expected = f"{rows}, the rows of its arrays"
+        raise _refused(place, DOCUMENT, Fault("attributes.committed_rows", expected, committed))
+
+
+def _check_lengths(path: Location, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays that do not agree on how many tokens, or others, there are."""
+    lengths: dict[str, tuple[str, int]] = {}
+    for name, array in arrays.items():
+        if entry_of(name) is None:
+            continue  # somebody else's
+        for dim, length in zip(array.get("dimension_names") or (), array["shape"], strict=False):
+            other, known = lengths.setdefault(dim, (name, length))
+            if length != known and dim is not None:
+                raise FormatError(
+                    f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}"
+                    f"{_remedy(path)}"
+                )
+
+
+def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> None:
+    """Refuse an array that no machine holds, or of rows or tokens that nobody stored.
+
+    Opening a run reads its steps and coordinates whole.
+    """
+    shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+    size = math.prod(chunk)
+    if size > _LARGEST_BLOCK:
+        raise FormatError(
+            f"{place} cannot be read: {name} has blocks of {size:,} values, expected at most "
+            f"{_LARGEST_BLOCK:,}"
+        )
+    if coordinate(name) is not None:
+        _check_most(place, name, "values", math.prod(shape))
+    if entry_of(name) is None or not _is_block(document):
+        return
+    inner = document["codecs"][0]["configuration"]["chunk_shape"]
+    _check_most(place, name, "chunks in a block", math.prod(map(operator.floordiv, chunk, inner)))
+    if any(map(operator.gt, shape[2:], chunk[2:])):
+        raise FormatError(
+            f"{place} cannot be read: {name} has the shape {shape}, and blocks of {chunk} that do "
+            f"not hold it{_remedy(place)}"
+        )
+    if name == STEP.name:
+        _check_most(place, name, "rows in a block", chunk[0])
+    blocks = -(-shape[0] // chunk[0])
+    parts = -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
+    # At an address, whoever opens it reads the last steps first.
+    sure = name == STEP.name and isinstance(place, Path) and blocks
+    if (sure or blocks * parts > _MANY) and not _has(
+        place / chunk_key(name, blocks - 1, len(shape), parts - 1)
+    ):
+        raise FormatError(
+            f"{place} cannot be read: {name} has the shape {shape}, and its last block is not "
+            f"stored{_remedy(place)}"
+        )
+
+
+def _check_most(place: Location, name: str, what: str, count: int) -> None:
+    if count > _MOST:
+        raise FormatError(
+            f"{place} cannot be read: {name} has {count:,} {what}, expected at most {_MOST:,}"
+            f"{_remedy(place)}"
+        )
+
+
+def _has(path: Location) -> bool:
+    return path.exists() if isinstance(path, Path) else path.stat() is not None
+
+
+def _is_block(document: Mapping[str, Any]) -> bool:
+    """True if a run's own writer made the array: others name the objects in another way."""
+    codecs = document["codecs"]
+    return (
+        document["chunk_key_encoding"] == _KEYS
+        and len(codecs) == 1
+        and isinstance(codecs[0], dict)
+        and codecs[0]["name"] == BLOCK
+        and "chunk_shape" in codecs[0].get("configuration", ())
+    )
