@@ -176,5 +176,5 @@ def test_a_run_on_a_web_server_is_opened_with_few_requests(local: Path) -> None:
         np.testing.assert_array_equal(history, here.W.sel(token=7))
         xr.testing.assert_identical(far, here)
         assert far.step.encoding == here.step.encoding
-        with pytest.raises(ObjectStoreError, match="a web server does not say what there is"):
+        with pytest.raises(ObjectStoreError, match="a web server cannot list objects"):
             location(f"{address}/run.zarr").below()  # type: ignore[union-attr]

@@ -80,7 +80,7 @@ def test_a_root_that_cannot_be(place: str, value: Any, told: str) -> None:
         ("codecs.0.configuration.level", None, "configuration.level is None, expected a whole"),
         ("codecs.0.configuration.runs", [[0, 1]], "runs is [[0, 1]], expected a list of [block"),
         ("codecs.0.configuration.chunk_shape", 3, "configuration.chunk_shape is 3, expected 3"),
-        ("attributes.units", {}, "attributes.units is {}, expected a text"),
+        ("attributes.units", {}, "attributes.units is {}, expected a string"),
         ("dimension_names", "abc", "dimension_names is 'abc', expected 3 names"),
         ("storage_transformers", 7, "storage_transformers is 7, expected an empty list"),
     ],
