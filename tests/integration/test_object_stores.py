@@ -149,7 +149,7 @@ def test_a_run_on_a_hub_is_read_in_place(
         assert verify("hf://user/name@refs%2Fpr%2F1/runs/run.zarr").clean
         with pytest.raises(RunNotFound, match="there is no run at hf://user/name/run"):
             open_run("hf://user/name/run.zarr")
-        with pytest.raises(InvalidArgument, match="a web server is only read from"):
+        with pytest.raises(InvalidArgument, match="web servers are read-only"):
             record("hf://datasets/user/name/mine.zarr")
 
 

@@ -69,7 +69,7 @@ def test_a_root_that_cannot_be(place: str, value: Any, told: str) -> None:
         ("shape.1", "4", "expected a list of lengths"),
         ("shape.0", 1 << 48, "expected a list of lengths"),
         ("data_type", 4, "data_type is 4, expected a name, or an object with name and config"),
-        ("chunk_grid", "regular", "chunk_grid is 'regular', expected an object of"),
+        ("chunk_grid", "regular", "chunk_grid is 'regular', expected an object with"),
         ("chunk_grid.configuration", ..., "chunk_grid.configuration is missing"),
         ("chunk_grid.configuration.chunk_shape.0", 0, "is [0, 4, 3], expected 3 positive"),
         ("chunk_key_encoding", {"name": None}, "chunk_key_encoding is {'name': None}"),

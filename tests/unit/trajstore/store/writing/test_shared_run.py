@@ -122,7 +122,7 @@ def test_where_one_cannot_write_all_stop(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(second, OSError)
     assert second.errno == 28
     assert isinstance(first, RecordingError)
-    assert str(first).startswith("the recording has failed in process 1: OSError: [Errno 28]")
+    assert str(first).startswith("the recording failed in process 1: OSError: [Errno 28]")
     ds = open_run(path)
     assert (ds.sizes["step"], ds.attrs["status"]) == (BLOCK, "interrupted")
     assert verify(path).clean
