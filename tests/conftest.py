@@ -15,7 +15,7 @@ from bits_and_calls import Cli, random_bits
 from forked_processes import run_command
 from hypothesis import settings
 
-from trajstore import RunWriter, compiled_loop
+from trajstore import RunWriter, compiled_loop, sample_run
 
 # The models of the tests are tiny. Several threads of torch would wait for each other most of the
 # time, above all on a busy machine.
@@ -52,6 +52,12 @@ def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample run, which tests only read."""
+    return sample_run(tmp_path_factory.mktemp("sample") / "sample.zarr")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import TIERS, VARIABLES, resolve_record
+from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_record
 from trajstore.store.writing.commit_timer import COMMIT_EVERY
 
 __all__ = [
@@ -232,6 +232,9 @@ class RecordingConfig(_Section):
     a table."""
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
+    encoding: Encoding = "delta"
+    """delta stores each array as differences between steps; replay stores the gradient, and
+    computes W and Adam's moments from it."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
     """Memory of all buffers of the recorder together, such as 512MiB."""
     block_rows: int | None = Field(default=None, ge=1)

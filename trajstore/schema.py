@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
@@ -15,7 +15,7 @@ from trajstore.nearest_name import did_you_mean
 __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
-    "ENCODING",
+    "ENCODINGS",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
@@ -30,6 +30,7 @@ __all__ = [
     "TRAJECTORIES",
     "VARIABLES",
     "Coordinate",
+    "Encoding",
     "Variable",
     "along_token",
     "coordinate",
@@ -48,8 +49,9 @@ EXPORTED = "written_by_trajstore"
 OF_RUN = "of_run"
 """Attribute of a Dataset of several runs: the attributes of each run."""
 
-ENCODING = "delta"
-"""Encoding of the arrays, recorded in every root."""
+Encoding = Literal["delta", "replay"]
+ENCODINGS: tuple[str, ...] = get_args(Encoding)
+"""How arrays are encoded: each by itself, or W and the moments computed from the gradient."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")
 """Lattices (floating-point grids) that quantities accept: of the native type, or of another."""

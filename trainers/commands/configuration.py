@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import RECORD, Choice
+from trajstore.cli.options import ENCODING, RECORD, Choice
 from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
@@ -83,6 +83,10 @@ configuration = _together(
         help="Named group of tokens: an expression over the coordinates of the tokens, such as "
         "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
     ),
+    ENCODING(
+        help="delta: store each array as differences between steps (default); replay: store the "
+        "gradient, and compute W and the moments from it.",
+    ),
     click.option(
         "--memory", metavar="SIZE", help="Memory of all buffers of the recorder, such as 512MiB."
     ),
@@ -127,6 +131,7 @@ PLACES = {
     "every": "recording.every",
     "tokens": "recording.tokens",
     "populations": "recording.populations",
+    "encoding": "recording.encoding",
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
     "commit_every": "recording.commit_every",

@@ -12,9 +12,12 @@ from trajstore.cli.options import JSON
 from trajstore.cli.tables import err, out, print_json, print_notes, print_table, table
 from trajstore.durations import format_duration
 from trajstore.errors import TrajstoreError
+from trajstore.schema import ENCODINGS, TIERS
 from trajstore.trainers.commands.configuration import configuration, configured
 
 __all__ = ["plan", "print_plan", "time_sentence"]
+
+_EXPECTED = [f"expected, {encoding}" for encoding in ENCODINGS]
 
 
 @click.command()
@@ -48,7 +51,6 @@ def plan(
       trajstore plan --preset wordybird-1b --no-timing
     """
     from trajstore import trainers
-    from trajstore.schema import TIERS
 
     config = configured(preset_name, config_file, assignments, variables, fields)
     wanted = trainers.plan(config, corpus=corpus, tokenizer=tokenizer)
@@ -80,25 +82,25 @@ def print_plan(facts: dict[str, Any]) -> None:
     """Print the sizes in `facts`, and a table of the tiers."""
     out.print(
         f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
-        f"{facts['every']}; blocks of {facts['block_rows']} rows; at most "
-        f"{format_bytes(facts['memory'])} of memory; {facts['files']} files."
+        f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at "
+        f"most {format_bytes(facts['memory'])} of memory; {facts['files']} files."
     )
-    printed = table("", "array", "type", "native", "expected on disk", "chunk")
+    printed = table("", "array", "type", "native", *_EXPECTED, "chunk")
     for name, array in facts["arrays"].items():
         printed.add_row(
             name,
             array["native_dtype"],
             format_bytes(array["bytes_native"]),
-            format_bytes(array["bytes_on_disk"]),
+            *map(format_bytes, array["bytes_by_encoding"].values()),
             " × ".join(map(str, array["chunk"])),
         )
     print_table(printed)
-    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows per block")
+    printed = table("Tiers", "tier", "native", *_EXPECTED, "memory", "rows per block")
     for tier, totals in facts["tiers"].items():
         printed.add_row(
             tier,
             format_bytes(totals["bytes_native"]),
-            format_bytes(totals["bytes_on_disk"]),
+            *map(format_bytes, totals["bytes_by_encoding"].values()),
             format_bytes(totals["memory"]),
             str(totals["block_rows"]),
         )

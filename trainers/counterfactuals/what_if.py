@@ -71,7 +71,8 @@ def what_if(
     run : path-like
         A run with W, its gradient, ``lr`` and ``clip_coef`` of every step.
     output : path-like
-        Path of the new run, by custom ``NAME.zarr``; it appears there when it is complete.
+        Path of the new run, by custom ``NAME.zarr``; it appears there when it is complete, in the
+        encoding of `run`.
     settings : sequence of str
         ``section.field=value`` as for a recording, such as ``optimizer.lr=3e-4``,
         ``optimizer.state_dtype=float32``, ``model.dtype=float32``, ``schedule.name=constant``,
@@ -138,15 +139,18 @@ def what_if(
         earlier = attribute(source.attributes, "provenance", "what_if")
         if earlier is not None:
             origin["earlier"] = earlier
+        remarks: list[str] = []
         with staged_run(target, overwrite=overwrite) as new:
-            first_difference = _write(new, planned, origin, memory=memory, on_progress=on_progress)
+            first_difference = _write(
+                new, planned, origin, memory=memory, on_progress=on_progress, on_note=remarks.append
+            )
     again = () if planned.settings.given else (_nothing_changed(first_difference),)
     return WhatIf(
         path=target,
         rows=len(rows) - planned.first,
         first_step=int(rows.steps[planned.first]),
         last_step=int(rows.steps[-1]),
-        notes=(*device.notes, *planned.notes, *again),
+        notes=(*device.notes, *planned.notes, *remarks, *again),
     )
 
 
@@ -168,6 +172,7 @@ def _write(
     *,
     memory: int | str,
     on_progress: Callable[[int, int], None] | None,
+    on_note: Callable[[str], None],
 ) -> int | None:
     """Write the new run row by row; return `CounterfactualRows.first_difference`."""
     made = CounterfactualRows(planned)
@@ -188,6 +193,8 @@ def _write(
         config=planned.settings.config,
         attributes=planned.attributes(origin),
         memory=memory,
+        encoding=planned.source.attributes.get("encoding", "delta"),
+        on_note=on_note,
         buffers=1,
         commit_every=None,
         fsync=False,  # the complete run is flushed before it gets its name

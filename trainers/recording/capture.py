@@ -88,7 +88,7 @@ def attach(
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.variables):
                     whole = ModelParameters(model, real, device, of_model)
-                planned = plan_runs(path, parameters, real, options, loop, whole, shares)
+                planned = plan_runs(path, parameters, real, options, loop, whole, shares, on_note)
             rows = [
                 ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
                 for run in planned

@@ -19,11 +19,12 @@ import torch
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import TIERS, VARIABLES, resolve_record
+from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_record
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target
+from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens
 
@@ -58,6 +59,9 @@ class RecordingOptions:
     config, origin : mapping, optional
         JSON values for the root attributes: the configuration, and additions to the provenance,
         such as the identity of the text.
+    encoding : {'delta', 'replay'}
+        Store each array as differences between steps; or the gradient, and compute W and Adam's
+        moments from it. A run that resumes keeps its encoding.
     memory : int or str
         Memory of all buffers of the recorder together.
     block_rows : int, optional
@@ -90,6 +94,7 @@ class RecordingOptions:
     populations: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] | None = None
+    encoding: Encoding = "delta"
     memory: int | str = DEFAULT_MEMORY
     block_rows: int | None = None
     overwrite: bool = False
@@ -108,6 +113,7 @@ class RecordingOptions:
             raise InvalidArgument(f"logits_mode: got {self.logits_mode!r}, expected {expected}")
         if self.block_rows is not None and self.block_rows < 1:
             raise InvalidArgument(f"block_rows: got {self.block_rows}, expected at least 1")
+        check_encoding(self.encoding)
         parse_bytes(self.memory)
         check_commit_every(self.commit_every)
         if self.resume and self.overwrite:

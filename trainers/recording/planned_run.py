@@ -6,7 +6,7 @@ every variable. An existing run is compared with its plan (see `resumed_run`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.named import with_populations
 from trajstore.schema import POPULATION
 from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.model_parameters import ModelParameters
@@ -56,6 +57,8 @@ class PlannedRun:
         Given if variables of all parameters of the model are recorded.
     share : TokenShare or None
         Share of this process in the run, if the parameter is sharded.
+    on_note : callable or None
+        Called with the reason if W and the moments cannot be computed; logged without it.
     """
 
     path: Location
@@ -69,6 +72,7 @@ class PlannedRun:
     populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     model: ModelParameters | None = None
     share: TokenShare | None = None
+    on_note: Callable[[str], None] | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -138,6 +142,8 @@ class PlannedRun:
             commit_every=options.commit_every,
             fsync=options.fsync,
             share=self.share,
+            encoding=options.encoding,
+            on_note=self.on_note,
             **chosen,
         )
 
@@ -150,6 +156,7 @@ def plan_runs(
     loop: TrainingLoop,
     model: ModelParameters | None = None,
     shares: Sequence[TokenShare | None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> list[PlannedRun]:
     """Plan the run of each parameter; they share the memory and the variables of the model.
 
@@ -160,12 +167,15 @@ def plan_runs(
     RunExists, RunNotFound
         If the path of a run exists, or if it does not exist and is to be resumed.
     InvalidArgument
-        If the choice of tokens is unknown, or the facts about tokens have another vocabulary.
+        If the choice of tokens is unknown, the facts about tokens have another vocabulary, or
+        several processes would write the encoding ``replay``.
     """
     planned = []
     for parameter, share in zip(parameters, shares or [None] * len(parameters), strict=True):
         place = run_path(path, parameter.name if len(parameters) > 1 else None)
         options.check_place(place)
+        if not options.resume:
+            check_encoding(options.encoding, shared=share is not None)
         known = _known_of_vocabulary(options, parameter)
         dead = np.asarray(known["is_dead"], bool) if "is_dead" in known else None
         ids = select_tokens(options.tokens, len(parameter.tensor), dead)
@@ -185,6 +195,7 @@ def plan_runs(
                 },
                 model=model,
                 share=share,
+                on_note=on_note,
             )
         )
     return planned

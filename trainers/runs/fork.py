@@ -157,7 +157,7 @@ def fork(
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
             point = source.reach(at, new, text, sources, on_note, on_retrain)
-            checkpoint = _make(source, point, new, config, types, text)
+            checkpoint = _make(source, point, new, config, types, text, on_note)
             folder.stage(replace(checkpoint, name=target.name))
             if after is None:
                 folder.place()
@@ -190,6 +190,7 @@ def _make(
     config: RunConfig,
     types: dict[str, str],
     text: Corpus,
+    on_note: Callable[[str], None] | None,
 ) -> Checkpoint:
     """Write the common part of a fork and its source, and return the fork's first checkpoint."""
     training = build_training(config, text)
@@ -211,6 +212,7 @@ def _make(
             **stretches_attribute(source.attributes, values, point.checkpoint.step),
         },
         memory=config.recording.memory,
+        on_note=on_note,
     )
     return forked.checkpoint(created, values)
 

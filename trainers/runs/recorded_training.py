@@ -56,6 +56,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         populations=populations_from(recording.populations),
         config=config.model_dump(mode="json"),
         origin=text.provenance(),
+        encoding=recording.encoding,
         memory=recording.memory,
         block_rows=recording.block_rows,
         commit_every=recording.commit_every or None,

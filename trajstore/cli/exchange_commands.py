@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import JSON, RUN
+from trajstore.cli.options import ENCODING, JSON, RUN
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument
@@ -50,6 +50,7 @@ _MEMORY = partial(
 )
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables to write; default: all.")
 @click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
+@ENCODING(help="Encoding of the run to write, delta or replay; default: that of RUN.")
 @_MEMORY(help="Memory for the row buffer of zarr and run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
@@ -64,10 +65,11 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
       trajstore export gatsby.zarr --format zarr -o anywhere.zarr
       trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
+      trajstore export gatsby.zarr --encoding replay -o small.zarr
     """
     from trajstore.exchange.exporting.export import export as write
 
-    if options["layout"] == "native":
+    if options["layout"] == "native" and options["encoding"] is None:
         format_name = format_name or _format_of(output)
     with stopped_by_signals(), BytesProgress("exporting") as progress:
         done = write(run, output, format=format_name, on_progress=progress.show, **options)

@@ -22,7 +22,7 @@ from trajstore.cli.tables import (
     table,
     without_tokens,
 )
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.metadata.stretches import listed_stretches
 from trajstore.store.reading.run_settings import attribute
 
@@ -34,9 +34,15 @@ _WIDE = 100  # terminal width at which tables show all columns
 
 @click.command()
 @RUNS
+@click.option(
+    "--corrections",
+    is_flag=True,
+    help="Count the chunks that hold differences, and the elements that the encoding replay "
+    "corrects. Reads every chunk of W, the gradient and the moments.",
+)
 @JSON
 @sentences
-def info(runs: tuple[str, ...], as_json: bool) -> None:
+def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
     """Print what a run holds: rows, arrays, sizes, configuration, origin.
 
     Works while the run is recorded. For several runs or the folder of a sweep, prints a table with
@@ -46,6 +52,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
     \b
     Example:
       trajstore info gatsby.zarr
+      trajstore info small.zarr --corrections
       trajstore info runs/
     """
     from trajstore.store.reading.run_info import information
@@ -54,11 +61,17 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
     paths = run_paths(runs)
     if len(paths) == 1:
         facts = information(paths[0])
+        if corrections:
+            from trajstore.store.reading.stored_forms import stored_forms
+
+            facts["corrections"] = stored_forms(paths[0])
         if as_json:
             print_json(facts)
         else:
             print_information(paths[0], facts)
         return
+    if corrections:
+        raise InvalidArgument(f"--corrections takes one run, got {len(paths)}")
     from trajstore.store.reading.run_settings import differing_settings
     from trajstore.store.reading.run_table import final_loss  # imports xarray
 
@@ -116,6 +129,8 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     printed.add_section()
     printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
     print_table(printed)
+    if facts["encoding"] == "replay":
+        _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
         if isinstance(facts.get(section), dict):
             out.print(section, style="bold")
@@ -130,6 +145,25 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         out.print(Text(f"Populations: {', '.join(named)}."))
     print_notes(advice["sentence"] for advice in facts["advice"])
     print_notes(without_tokens(facts["populations"]))
+
+
+def _print_forms(facts: dict[str, Any]) -> None:
+    """Print which arrays are computed, and how their chunks are stored if that was counted."""
+    computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
+    out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
+    if "corrections" not in facts:
+        return
+    printed = table(
+        "Chunks", "array", "computed", "predicted", "differences", "corrected", "of elements"
+    )
+    for name, counts in facts["corrections"].items():
+        own = str(counts["chunks"] - counts["differences"])
+        forms = (own, "") if "elements" in counts else ("", own)
+        elements = [
+            f"{counts[key]:,}" if key in counts else "" for key in ("corrected", "elements")
+        ]
+        printed.add_row(name, *forms, str(counts["differences"]), *elements)
+    print_table(printed)
 
 
 def _stretches(facts: dict[str, Any]) -> list[str]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import LATTICES, RECORDED, TIERS
+from trajstore.schema import ENCODINGS, LATTICES, RECORDED, TIERS
 
 if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = [
     "COMMON_STEPS",
+    "ENCODING",
     "JSON",
     "LATTICE",
     "POPULATIONS",
@@ -49,6 +51,7 @@ LATTICE = click.option(
     default="native",
     help="Round W to this type before the analysis; default: no rounding.",
 )
+ENCODING = partial(click.option, "--encoding", type=Choice(ENCODINGS))
 POPULATIONS = click.option(
     "--population",
     "populations",

@@ -18,6 +18,7 @@ import re
 import reprlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
@@ -30,9 +31,18 @@ from zarr.abc.store import RangeByteRequest, SuffixByteRequest
 from zarr.storage import LocalStore, StorePath
 
 from trajstore.accessor_registration import register_accessors
-from trajstore.codec.block_form import BlockForm, Fetch, FewerRows, Runs, Tail, with_consequence
+from trajstore.codec.block_form import (
+    BlockForm,
+    Fetch,
+    FewerRows,
+    Runs,
+    Siblings,
+    Tail,
+    with_consequence,
+)
 from trajstore.codec.block_label import ANYWHERE, digest_of
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.selected_parts import (
     Pick,
     hull_of,
@@ -248,11 +258,45 @@ class _Reading:
             size = os.fstat(file).st_size
             length = self._form.tail_length
             data = os.pread(file, min(length, size), max(size - length, 0))
-            return self._decoded(
-                self._tail(data), lambda offset, length: os.pread(file, length, offset)
-            )
+            with ExitStack() as opened:
+                return self._decoded(
+                    self._tail(data),
+                    lambda offset, length: os.pread(file, length, offset),
+                    siblings=partial(self._sibling_file, opened, path),
+                )
         finally:
             os.close(file)
+
+    def _sibling_file(self, opened: ExitStack, path: str, form: BlockForm) -> tuple[Tail, Fetch]:
+        """Open the same block of another array, from which rows are computed."""
+        sibling = self._sibling_key(path, form)
+        try:
+            file = os.open(sibling, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._missing_sibling(form, sibling) from None
+        opened.callback(os.close, file)
+        size = os.fstat(file).st_size
+        data = os.pread(file, form.tail_length, max(size - form.tail_length, 0))
+        tail = form.read_tail(data, self._sibling_place(form))
+        return tail, lambda offset, length: os.pread(file, length, offset)
+
+    def _sibling_key(self, key: str, form: BlockForm) -> str:
+        folder, _, name = key.rpartition("/")
+        parent = folder.rpartition("/")[0]
+        if len(form.shape) == 1:
+            name = ".".join(name.split(".")[:2])
+        return f"{parent}/{form.array}/{name}" if parent else f"{form.array}/{name}"
+
+    def _sibling_place(self, form: BlockForm) -> tuple[int, int] | None:
+        if self._place is None or len(form.shape) > 1:
+            return self._place
+        return self._place[0], 0
+
+    def _missing_sibling(self, form: BlockForm, key: str) -> FormatError:
+        return FormatError(
+            f"{self._named()} is computed from {form.array}, which is missing ({key}); copy the "
+            "whole run, or export it with: trajstore export RUN --encoding delta -o COPY.zarr"
+        )
 
     def from_bytes(self, data: bytes) -> Array:
         """Values, of a whole object."""
@@ -269,16 +313,50 @@ class _Reading:
             return await self._from_ranges(byte_getter, prototype)
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
-        length = self._form.tail_length
+        tail, fetch = await self._fetched(byte_getter, prototype, self._form)
+        siblings: dict[str, tuple[Tail, Fetch]] = {}
+        if (
+            self._form.chain.kind == "computed"
+            and self._axes
+            and isinstance(byte_getter, StorePath)
+        ):
+            unit = unit_of(self._form.chain.rule)
+            forms = [
+                self._form.sibling(name, unit.chains[name])
+                for name in (*unit.matrices, *unit.rates)
+                if name != self._form.array
+            ]
+            places = [
+                StorePath(byte_getter.store, self._sibling_key(byte_getter.path, form))
+                for form in forms
+            ]
+            found = await asyncio.gather(
+                *(
+                    self._fetched(place, prototype, form)
+                    for place, form in zip(places, forms, strict=True)
+                )
+            )
+            siblings = {form.array: each for form, each in zip(forms, found, strict=True)}
+        values: Array = await _in_thread(
+            partial(self._decoded, tail, fetch, siblings=lambda form: siblings[form.array])
+        )
+        return values
+
+    async def _fetched(
+        self, byte_getter: Any, prototype: Any, form: BlockForm
+    ) -> tuple[Tail, Fetch]:
+        """Label, index and the bytes of the inner chunks that are wanted of an object."""
+        own = form is self._form
+        length = form.tail_length
         found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length + _SMALL))
         if found is None:
-            raise self._missing()
+            raise self._missing() if own else self._missing_sibling(form, byte_getter.path)
         end = found.to_bytes()
-        tail = self._tail(end[-length:])
+        place = self._place if own else self._sibling_place(form)
+        tail = self._tail(end[-length:]) if own else form.read_tail(end[-length:], place)
         if len(end) < length + _SMALL:  # which is all of it
-            whole: Array = await _in_thread(self._decoded, tail, partial(_part_of, end))
-            return whole
-        stretches = _stretches(self._ranges(tail))
+            return tail, partial(_part_of, end)
+        stretches = _stretches(self._ranges(tail, form))
         parts = await asyncio.gather(
             *(
                 byte_getter.get(prototype, byte_range=RangeByteRequest(start, stop))
@@ -296,24 +374,44 @@ class _Reading:
             start, _, data = next(item for item in held if item[0] <= offset < item[1])
             return data[offset - start : offset - start + length]
 
-        values: Array = await _in_thread(self._decoded, tail, fetch)
-        return values
+        return tail, fetch
 
-    def _ranges(self, tail: Tail) -> list[tuple[int, int]]:
+    def _ranges(self, tail: Tail, form: BlockForm) -> list[tuple[int, int]]:
         if not self._axes:
             return []
-        try:
-            self._form.check_rows(tail, self._axes)
-        except ValueError as error:
-            raise self._broken(error) from error
-        wanted = self._form.wanted(tail, self._axes)
+        axes = self._axes
+        if len(form.shape) < len(axes):  # numbers of each step, of which there is one chunk
+            axes = [picks(range(form.shape[0]), form.shape[0])]
+        else:
+            try:
+                form.check_rows(tail, axes)
+            except ValueError as error:
+                raise self._broken(error) from error
+        wanted = form.wanted(tail, axes)
         return [(offset, offset + length) for _, offset, length in wanted]
 
-    def _decoded(self, tail: Tail, fetch: Fetch, *, padding: bool = False) -> Array:
+    def _decoded(
+        self,
+        tail: Tail,
+        fetch: Fetch,
+        *,
+        padding: bool = False,
+        siblings: Siblings | None = None,
+    ) -> Array:
         out = np.empty(self._lengths, self._form.chain.native.stored)
         if self._axes:
             try:
-                self._form.read(tail, self._axes, fetch, out, padding=padding, helpers=_threads())
+                self._form.read(
+                    tail,
+                    self._axes,
+                    fetch,
+                    out,
+                    padding=padding,
+                    helpers=_threads(),
+                    siblings=siblings,
+                )
+            except FormatError:  # of another array
+                raise
             except ValueError as error:
                 raise self._broken(error) from error
         values = out.reshape(self._shape)

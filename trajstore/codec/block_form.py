@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,14 @@ import numpy.typing as npt
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.computed_rows import GRADIENT, cache, unit_of, windows_of
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
-from trajstore.codec.selected_parts import Pick, positions
+from trajstore.codec.selected_parts import Pick, picks, positions
+from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
+from trajstore.values.native_types import widen
 
-__all__ = ["BlockForm", "Fetch", "FewerRows", "Runs", "Tail", "with_consequence"]
+__all__ = ["BlockForm", "Fetch", "FewerRows", "Runs", "Siblings", "Tail", "with_consequence"]
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
 
@@ -44,6 +48,10 @@ Part = tuple[list[Pick], int, int]
 
 Fetch = Callable[[int, int], bytes]
 """Bytes of an object: from an offset on, so many."""
+
+
+Siblings = Callable[["BlockForm"], tuple["Tail", Fetch]]
+"""Label, index and bytes of the same block of another array."""
 
 
 class FewerRows(ValueError):
@@ -203,6 +211,7 @@ class BlockForm:
         *,
         padding: bool = False,
         helpers: ThreadPoolExecutor | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         """Decode what a selection takes of a block.
 
@@ -219,6 +228,8 @@ class BlockForm:
             Whether rows that are not valid may be selected too.
         helpers : ThreadPoolExecutor, optional
             Its threads take chunks, too, as far as they have nothing else to do.
+        siblings : callable, optional
+            Opens the same block and part of another array, where rows are computed of it.
 
         Raises
         ------
@@ -227,8 +238,12 @@ class BlockForm:
         """
         if not padding:
             self.check_rows(tail, axes)
+        decode = partial(self._decode, fetch=fetch, out=out)
+        if self.chain.kind == "computed":
+            unit = _OpenUnit(self, tail, fetch, axes, siblings)
+            decode = partial(self._decode_computed, unit=unit, out=out)
         left = deque(self.wanted(tail, axes))
-        each = partial(_decode_all, left, partial(self._decode, fetch=fetch, out=out))
+        each = partial(_decode_all, left, decode)
         if helpers is None:
             each()
             return
@@ -264,6 +279,43 @@ class BlockForm:
                 f"bytes {offset} to {offset + length}: a broken chunk ({error})"
             ) from error
 
+    def _decode_computed(
+        self, picks: Sequence[Pick], offset: int, length: int, *, unit: _OpenUnit, out: Array
+    ) -> None:
+        try:
+            data = unit.fetched(self.array, offset, length)
+            if not self.decoder.is_computed(data):
+                _decode_picks(data, picks, self.decoder, out)
+                return
+            rows = unit.computed(picks, offset)[self.array][picks[0].window.start :]
+            values = rows[: picks[0].window.stop - picks[0].window.start]
+            for axis, pick in enumerate(picks):
+                if pick.taken is not None:
+                    values = values.take(pick.taken, axis)
+            if out.itemsize != values.itemsize:
+                values = widen(values, self.chain.native)
+            place = tuple(pick.place for pick in picks)
+            if not all(isinstance(each, slice) for each in place):
+                place = np.ix_(*[positions(each) for each in place])
+            out[place] = values.view(out.dtype)
+        except FormatError:  # of another array
+            raise
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(
+                f"bytes {offset} to {offset + length}: a broken chunk ({error})"
+            ) from error
+
+    def sibling(self, name: str, chain: Chain) -> BlockForm:
+        """How another array of the unit that this one is computed in is stored."""
+        matrix = name in unit_of(self.chain.rule).matrices
+        return BlockForm(
+            array=name,
+            chain=chain,
+            shape=self.shape if matrix else self.shape[:1],
+            chunk=self.chunk if matrix else self.shape[:1],
+            runs=self.runs,
+        )
+
     def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
         """Refuse a selection of rows that the block does not hold.
 
@@ -284,6 +336,97 @@ class BlockForm:
                 entry = entry * count + at
             offset, length = tail.index[entry].tolist()
             yield [axis[at] for axis, at in zip(axes, position, strict=True)], offset, length
+
+
+class _OpenUnit:
+    """The objects of a unit that one read takes from: each is opened when it is needed."""
+
+    def __init__(
+        self,
+        form: BlockForm,
+        tail: Tail,
+        fetch: Fetch,
+        axes: Sequence[dict[int, Pick]],
+        siblings: Siblings | None,
+    ) -> None:
+        self._form = form
+        self._unit = unit_of(form.chain.rule)
+        self._axes = axes
+        self._siblings = siblings
+        self._opened: dict[str, tuple[BlockForm, Tail, Fetch]] = {form.array: (form, tail, fetch)}
+        self._rates: dict[str, Array] = {}
+        self._lock = RLock()
+
+    def fetched(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of an inner chunk."""
+        data = self._open(name)[2](offset, length)
+        if len(data) != length:
+            raise ValueError("the object ends before it")
+        return data
+
+    def computed(self, picks: Sequence[Pick], offset: int) -> dict[str, Array]:
+        """Rows of all arrays of the unit, from the first of a chunk on.
+
+        Parameters
+        ----------
+        picks : sequence of Pick
+            What is taken of the chunk.
+        offset : int
+            Of the chunk in the object of the array that is read.
+        """
+        index = self._open(self._form.array)[1].index
+        (entry,) = np.flatnonzero(index[:, 0] == offset)[:1].tolist()
+        windows = windows_of(picks)
+        labels = tuple(self._open(name)[1].label.digest for name in self._names)
+        bounds = tuple((part.start, part.stop) for part in windows[1:])
+        key = (labels, entry, bounds)
+        return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._unit.matrices, *self._unit.rates)
+
+    def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
+        held: dict[str, tuple[bool, Array]] = {}
+        for name in self._unit.matrices:
+            form, tail, _ = self._open(name)
+            offset, length = tail.index[entry].tolist()
+            try:
+                data = self.fetched(name, offset, length)
+                if name != GRADIENT:
+                    held[name] = form.decoder.stored_form(data, windows)
+                    continue
+                grad = np.empty(
+                    [part.stop - part.start for part in windows], form.chain.native.bits
+                )
+                form.decoder.decode(data, windows, grad)
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(f"{name}, bytes {offset} to {offset + length}: {error}") from error
+        rows = windows[0].stop
+        rates = {name: self._rate(name, rows) for name in self._unit.rates}
+        return self._unit.compute(held, grad, rates)
+
+    def _rate(self, name: str, rows: int) -> Array:
+        with self._lock:
+            found = self._rates.get(name)
+            if found is None or len(found) < rows:
+                form, tail, fetch = self._open(name)
+                found = np.empty(rows, form.chain.native.stored)
+                form.read(tail, [picks(range(rows), form.chunk[0])], fetch, found)
+                self._rates[name] = found
+            return found[:rows]
+
+    def _open(self, name: str) -> tuple[BlockForm, Tail, Fetch]:
+        with self._lock:
+            if name not in self._opened:
+                form = self._form.sibling(name, self._unit.chains[name])
+                if self._siblings is None:
+                    raise ValueError(f"it is computed from {name}, which was not given")
+                tail, fetch = self._siblings(form)
+                if name in self._unit.matrices:
+                    form.check_rows(tail, self._axes)
+                self._opened[name] = form, tail, fetch
+            return self._opened[name]
 
 
 def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
 
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
+from trajstore.codec.predicted_rows import decode_rows
 from trajstore.codec.scratch_memory import scratch
+from trajstore.values.native_types import widen
 
 __all__ = ["Decoder", "cut_frame"]
 
@@ -45,11 +47,12 @@ class Decoder:
 
     def __init__(self, chain: Chain, shape: tuple[int, ...]) -> None:
         self._chain = chain
+        self._shape = shape
         order = chain.order(len(shape))
         self._natural = tuple(order.index(axis) for axis in range(len(shape)))
         self._lead = order[0]  # the axis that comes first in the bytes
         # A row is the sum of all before it, a token stands for itself.
-        self._takes_differences = chain.kind == "delta"
+        self._takes_differences = chain.kind != "plain"
         self._from_start = self._takes_differences and self._lead == 0
         self._length = shape[self._lead]
         self._rest = tuple(shape[axis] for axis in order[1:])
@@ -74,12 +77,109 @@ class Decoder:
         ValueError
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
-        values = self._unpack_window(data, window)
+        frame = self._checked(data)
+        if not self._chain.has_forms:
+            self._decode_frame(frame, window, out)
+        elif frame[:1] == DIFFERENCES:
+            self._decode_frame(frame[1:], window, out)
+        elif self._chain.kind == "predicted":
+            start, stop = window[0].start, window[0].stop
+            values = self._predicted(frame, window)[start:stop]
+            self._put(values, out)
+        elif window[0].stop == 1:  # the key row
+            self._put(self._corrections(frame, window), out)
+        else:
+            raise ValueError("its rows are computed, and what from was not given")
+
+    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[bool, Array]:
+        """What a chunk of the kind ``computed`` holds of the rows before the window's end.
+
+        Parameters
+        ----------
+        data : bytes
+        window : tuple of slice
+            The first starts at 0.
+
+        Returns
+        -------
+        whole : bool
+            Whether these are the rows themselves.
+        bits : ndarray of ``native.bits``, shape of the window
+            The rows, or the first row and then the corrections of what the rule gives.
+
+        Raises
+        ------
+        ValueError
+            As `decode`.
+        """
+        frame = self._checked(data)
+        if frame[:1] == DIFFERENCES:
+            shape = tuple(part.stop - part.start for part in window)
+            out = np.empty(shape, self._chain.native.bits)
+            self._decode_frame(frame[1:], window, out)
+            return True, out
+        return False, self._corrections(frame, window).copy()
+
+    def is_computed(self, data: bytes) -> bool:
+        """Whether a chunk needs the chunks of other arrays."""
+        return self._chain.kind == "computed" and data[:1] == OWN_FORM
+
+    def _decode_frame(
+        self, frame: memoryview, window: tuple[slice, ...], out: npt.NDArray[np.generic]
+    ) -> None:
+        values = self._unpack_window(frame, window)
         if self._takes_differences:
             native = self._chain.native
             unfold(values, native, out.view(f"u{out.itemsize}"), window[0].start)
         else:
             out[...] = values.view(out.dtype)
+
+    def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
+        values = self._unpack(frame[1:], 0, window[0].stop)
+        return values[:, *window[1:]]
+
+    def _predicted(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
+        """Bits of the rows before the window's end."""
+        (length,) = LENGTH.unpack_from(frame, 1)
+        start = 1 + LENGTH.size
+        head, body = frame[start : start + length], frame[start + length :]
+        (rows, tokens, hidden), item = self._shape, self._chain.itemsize
+        term = rows * (hidden + tokens) * item
+        size = int.from_bytes(head[4:8], "little")
+        if (
+            len(head) < _HEADER
+            or not size
+            or size % term
+            or int.from_bytes(head[12:16], "little") != length
+        ):
+            raise ValueError("it is not a whole Blosc frame")
+        packed = np.empty(size, "u1")
+        blosc.decompress(head, packed)
+        terms = packed.view(self._bits).reshape(rows, -1, hidden + tokens)
+        stop, along_token, along_hidden = window[0].stop, window[1], window[2]
+        taken = np.concatenate(
+            [
+                terms[:stop, :, :hidden][..., along_hidden],
+                terms[:stop, :, hidden:][..., along_token],
+            ],
+            axis=2,
+        )
+        left = self._unpack(body, 0, stop)[:, along_token, along_hidden]
+        return decode_rows(taken, left, self._chain.native)
+
+    def _put(self, bits: Array, out: npt.NDArray[np.generic]) -> None:
+        if out.itemsize == bits.itemsize:
+            out.view(bits.dtype)[...] = bits
+        else:
+            widen(bits, self._chain.native, out=out.view(f"u{out.itemsize}"))
+
+    def _checked(self, data: bytes) -> memoryview:
+        """A chunk without its checksum, which fits."""
+        if len(data) < _HEADER + CHECKSUM + self._chain.has_forms or not is_intact(data):
+            raise ValueError("the checksum does not fit")
+        if self._chain.has_forms and data[:1] not in (DIFFERENCES, OWN_FORM):
+            raise ValueError(f"it begins with the byte {data[0]}, which names no form")
+        return memoryview(data)[:-CHECKSUM]
 
     def unpack(self, data: bytes) -> Array:
         """Check and decompress a chunk: all of decoding that can fail.
@@ -102,30 +202,33 @@ class Decoder:
         ValueError
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
-        return self._unpack(data, 0, self._length)
+        frame = self._checked(data)
+        if not self._chain.has_forms:
+            return self._unpack(frame, 0, self._length)
+        if frame[:1] == DIFFERENCES or self._chain.kind == "computed":
+            return self._unpack(frame[1:], 0, self._length)
+        return self._predicted(frame, tuple(slice(0, length) for length in self._shape))
 
-    def _unpack_window(self, data: bytes, window: tuple[slice, ...]) -> Array:
+    def _unpack_window(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """As `unpack`, but only what part of a chunk is made of.
 
         Of differences that are all along the steps, up to the last one that is wanted.
         """
         lead = window[self._lead]
-        values = self._unpack(data, 0 if self._from_start else lead.start, lead.stop)
+        values = self._unpack(frame, 0 if self._from_start else lead.start, lead.stop)
         key = list(window)
         key[self._lead] = slice(None)
         if self._takes_differences:
             key[0] = slice(window[0].stop)
         return values[tuple(key)]
 
-    def _unpack(self, data: bytes, start: int, stop: int) -> Array:
+    def _unpack(self, frame: memoryview, start: int, stop: int) -> Array:
         """As `unpack`, but only so much of the axis that comes first in the bytes."""
-        if len(data) < _HEADER + CHECKSUM or not is_intact(data):
-            raise ValueError("the checksum does not fit")
-        if int.from_bytes(data[4:8], "little") != self._size:  # of what Blosc compressed
+        if int.from_bytes(frame[4:8], "little") != self._size:  # of what Blosc compressed
             raise ValueError("it has another size than the metadata says")
-        if int.from_bytes(data[12:16], "little") != len(data) - CHECKSUM:  # which Blosc trusts
+        if int.from_bytes(frame[12:16], "little") != len(frame):  # which Blosc trusts
             raise ValueError("it is not a whole Blosc frame")
-        frame, size = memoryview(data)[:-CHECKSUM], self._size
+        size = self._size
         skip = start * self._row
         if stop - start < self._length:
             frame, skip = cut_frame(frame, skip, stop * self._row)

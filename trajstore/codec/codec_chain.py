@@ -11,6 +11,8 @@ A crc32c follows, so that a flipped bit is an error on reading and never a numbe
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
@@ -21,15 +23,26 @@ from numcodecs import blosc
 
 from trajstore.codec.crc32c_check import checksum
 from trajstore.codec.delta import fold
+from trajstore.codec.predicted_rows import coefficients_and_differences
 from trajstore.codec.scratch_memory import scratch
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 
-__all__ = ["Chain", "chain"]
+__all__ = ["DIFFERENCES", "LENGTH", "OWN_FORM", "Chain", "canonical", "chain", "padded"]
 
 Compressor = Literal["lz4", "zstd"]
-Kind = Literal["delta", "plain"]
+Kind = Literal["delta", "plain", "predicted", "computed"]
 Shuffle = Literal["bitshuffle", "shuffle"]
 
+
+DIFFERENCES, OWN_FORM = b"\0", b"\1"
+"""First byte of a chunk of a kind with forms: differences along step, or that of the kind."""
+
+LENGTH = struct.Struct("<I")
+"""Bytes of the frame of coefficients, which comes before that of the differences."""
+
+_FEW = 1 / 512  # share of corrections below which differences are not tried
+
+_LONG = 1 / 2  # share of its values' bytes above which a prediction is held against differences
 
 _SHUFFLES = {"shuffle": blosc.Blosc.SHUFFLE, "bitshuffle": blosc.Blosc.BITSHUFFLE}
 
@@ -41,8 +54,10 @@ class Chain:
     Attributes
     ----------
     native : NativeType
-    kind : {'delta', 'plain'}
-        What is done to the values before they are compressed.
+    kind : {'delta', 'plain', 'predicted', 'computed'}
+        What is done to the values before they are compressed: differences along step, nothing,
+        differences to a prediction over tokens (`trajstore.codec.predicted_rows`), or corrections
+        of what an optimizer's rule gives (`trajstore.codec.computed_rows`).
     compressor : {'lz4', 'zstd'}
     level : int
     token_first : bool
@@ -52,6 +67,8 @@ class Chain:
     blocksize : int
         Bytes that Blosc is asked to compress together, and hence to decompress for any of them; for
         lz4 it takes as many of each byte of a value. 0 leaves it to Blosc.
+    rule : str
+        Canonical JSON of the rule, for the kind ``computed``.
     """
 
     native: NativeType
@@ -61,6 +78,7 @@ class Chain:
     token_first: bool = False
     shuffle: Shuffle = "bitshuffle"
     blocksize: int = 0
+    rule: str = ""
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
@@ -74,7 +92,8 @@ class Chain:
         types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
         options = dict(facts)
         native = types.get(options.pop("native_dtype", None))
-        expected = {field.name for field in fields(cls)} - {"native"}
+        rule = options.pop("rule", None)
+        expected = {field.name for field in fields(cls)} - {"native", "rule"}
         if native is None or options.keys() != expected:
             raise ValueError(f"no chain has {dict(facts)!r}")
         if (
@@ -83,13 +102,19 @@ class Chain:
             or options["shuffle"] not in get_args(Shuffle)
             or not all(type(options[name]) is int for name in ("level", "blocksize"))
             or type(options["token_first"]) is not bool
+            or isinstance(rule, dict) != (options["kind"] == "computed")
         ):
             raise ValueError(f"no chain has {dict(facts)!r}")
-        return cls(native=native, **options)
+        return cls(native=native, rule=canonical(rule) if rule else "", **options)
 
     def facts(self) -> dict[str, Any]:
         """All that decides how bytes become values, as JSON values."""
-        native = self.native if self.kind == "delta" else self.native.stored
+        rule = {"rule": json.loads(self.rule)} if self.rule else {}
+        return self.own_facts() | rule
+
+    def own_facts(self) -> dict[str, Any]:
+        """As `facts`, without the rule."""
+        native = self.native.stored if self.kind == "plain" else self.native
         return {
             "native_dtype": native.name,
             "kind": self.kind,
@@ -103,7 +128,12 @@ class Chain:
     @property
     def itemsize(self) -> int:
         """Bytes of one value when it is compressed."""
-        return (self.native if self.kind == "delta" else self.native.stored).itemsize
+        return (self.native.stored if self.kind == "plain" else self.native).itemsize
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether a chunk begins with a byte that names its form."""
+        return self.kind in ("predicted", "computed")
 
     def encode(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
         """Encode one chunk.
@@ -119,34 +149,87 @@ class Chain:
         -------
         bytes
         """
-        if bits.shape != shape:
-            whole = np.zeros(shape, bits.dtype)
-            whole[tuple(slice(length) for length in bits.shape)] = bits
-            bits = whole
-        if self.kind == "delta":
-            values = scratch.array("values", shape, bits.dtype)
-            fold(bits, values)
-            if self.token_first:
-                ordered = values.transpose(self.order(values.ndim))
-                values = scratch.array("ordered", ordered.shape, bits.dtype)
-                np.copyto(values, ordered)
+        if self.has_forms:
+            packed = self._prediction(bits, shape) if self.kind == "predicted" else b""
+            if not packed or len(packed) > _LONG * bits.nbytes:
+                other = DIFFERENCES + self.compress_differences(bits, shape)
+                packed = min(packed or other, other, key=len)
+        elif self.kind == "delta":
+            packed = self.compress_differences(bits, shape)
         else:
             unsigned = np.dtype(f"u{self.native.stored.itemsize}")
-            bits = bits.transpose(self.order(bits.ndim))
+            bits = padded(bits, shape).transpose(self.order(len(shape)))
             values = scratch.array("values", bits.shape, unsigned)
             widen(bits, self.native, out=values)
+            packed = self.compress(values)
+        return packed + checksum(packed)
+
+    def encode_corrections(self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any]) -> bytes:
+        """Encode one chunk of the kind ``computed``.
+
+        Parameters
+        ----------
+        corrections : ndarray of ``native.bits``, shape of the whole chunk
+            The bits of the first row; then of each row what the rule gives, XOR its bits.
+        bits : ndarray of ``native.bits``, (step, …)
+            As for `encode`: differences are stored where they are shorter.
+        """
+        packed = OWN_FORM + self.compress(corrections)
+        if np.count_nonzero(corrections[1:]) > _FEW * corrections[1:].size:
+            other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
+            packed = min(packed, other, key=len)
+        return packed + checksum(packed)
+
+    def _prediction(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
+        """A chunk as differences to a prediction; empty if none is found."""
+        predicted = coefficients_and_differences(bits, self.native)
+        if predicted is None:
+            return b""
+        coefficients, left = predicted
+        hidden = bits.shape[2]
+        whole = np.zeros((shape[0], coefficients.shape[1], hidden + shape[1]), bits.dtype)
+        whole[: len(bits), :, : coefficients.shape[2]] = coefficients
+        head = self.compress(whole)
+        return OWN_FORM + LENGTH.pack(len(head)) + head + self.compress(padded(left, shape))
+
+    def compress_differences(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
+        """Frame of the differences along step; arguments as of `encode`."""
+        values = scratch.array("values", shape, bits.dtype)
+        fold(padded(bits, shape), values)
+        if self.token_first:
+            ordered = values.transpose(self.order(values.ndim))
+            values = scratch.array("ordered", ordered.shape, bits.dtype)
+            np.copyto(values, ordered)
+        return self.compress(values)
+
+    def compress(self, values: npt.NDArray[Any]) -> bytes:
+        """Frame of C-contiguous values."""
         packed: bytes = blosc.Blosc(
             cname=self.compressor,
             clevel=self.level,
             shuffle=_SHUFFLES[self.shuffle],
             blocksize=self.blocksize,
-            typesize=self.itemsize,
+            typesize=values.itemsize,
         ).encode(values)
-        return packed + checksum(packed)
+        return packed
 
     def order(self, ndim: int) -> tuple[int, ...]:
         """Axes of a chunk in the order in which they are compressed."""
         return (1, 0, *range(2, ndim)) if self.token_first else tuple(range(ndim))
+
+
+def canonical(value: Any) -> str:
+    """JSON text of a value that is the same for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def padded(bits: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Bits of a whole chunk; 0 where there are none."""
+    if bits.shape == shape:
+        return bits
+    whole = np.zeros(shape, bits.dtype)
+    whole[tuple(slice(length) for length in bits.shape)] = bits
+    return whole
 
 
 def chain(native: NativeType, ndim: int, *, small: bool, history: bool = False) -> Chain:

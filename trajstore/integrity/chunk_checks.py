@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
-from trajstore.codec.delta import unfold
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, VARIABLES
@@ -299,7 +298,7 @@ def _check_chunk(shard: _Shard, chunk: _Chunk, found: CheckedChunks) -> None:
     else:
         if shard.label is not None:
             shard.pieces[chunk.number] = hashlib.sha256(data).digest()
-        _check_values(shard, chunk, values, found)
+        _check_values(shard, chunk, data, values, found)
 
 
 def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
@@ -309,7 +308,9 @@ def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
     return data
 
 
-def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChunks) -> None:
+def _check_values(
+    shard: _Shard, chunk: _Chunk, data: bytes, values: Array, found: CheckedChunks
+) -> None:
     """Check values with a matching checksum."""
     stored, native = shard.stored, shard.native
     # Differences are always of the native type.
@@ -323,7 +324,7 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
             rows = stored.shape[0] - first
             found.steps[first] = values.view(np.int64)[:rows].copy()
     elif shard.block == 0:
-        row = _row0(stored, shard.part, chunk.number, values)
+        row = _row0(stored, shard.part, chunk.number, data)
         found.row0 += () if row is None else _row0_notes(stored.name, row)
 
 
@@ -338,34 +339,32 @@ def _is_native(values: Array, native: NativeType) -> bool:
     return True
 
 
-def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array | None:
+def _row0(stored: StoredArray, part: int, number: int, data: bytes) -> Array | None:
     """Values of the array's first row in a chunk, without padding."""
     first, *at = (int(position) for position in np.unravel_index(number, stored.form.grid))
     if first:
         return None
     if at:
         at[0] += part * stored.form.grid[1]
-    chain = stored.chain
-    if chain.kind == "delta":
-        row = np.empty((1, *stored.chunk[1:]), f"u{chain.native.stored.itemsize}")
-        unfold(values[:1].copy(), chain.native, row)
-        row = row[0, ...]
-    else:
-        row = values[0, ...]
+    row: Array = np.empty((1, *stored.chunk[1:]), stored.dtype)
+    first_row = (slice(0, 1), *(slice(0, length) for length in stored.chunk[1:]))
+    stored.form.decoder.decode(data, first_row, row)
     window = tuple(
         slice(max(0, length - position * size))
         for position, size, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)
     )
-    return row[window].view(chain.native.stored)
+    return np.asarray(row[0][window])
 
 
 def _row0_notes(name: str, row: Array) -> Iterator[str]:
     """Sentences on values of the first row that differ from the convention."""
     kind = VARIABLES[name].row0
+    with np.errstate(invalid="ignore"):  # of a signaling NaN
+        holds_any = bool(row.any())
     if kind == "nan" and not np.isnan(row).all():
-        yield f"{name} has numbers in row 0, before any step; the convention is NaN"
-    elif kind == "zero" and row.any():
-        yield f"{name} is not 0 in row 0, before any step; the convention is 0"
+        yield f"{name} holds numbers in row 0, before any step; NaN is the convention"
+    elif kind == "zero" and holds_any:
+        yield f"{name} is not 0 in row 0, before any step, as is the convention"
 
 
 def _check_digest(shard: _Shard, found: CheckedChunks) -> None:

@@ -19,7 +19,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.replacement import Replacement, alternatives, damage_by_array
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import ENCODING, FORMAT, STEP
+from trajstore.schema import FORMAT, STEP
 from trajstore.store.metadata.document_form import (
     REQUIRED,
     STATUSES,
@@ -226,12 +226,15 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
 def _least_attributes(metadata: CheckedMetadata) -> Document:
     """Required attributes of a root that the arrays determine."""
     form = metadata.stored(STEP.name).form
+    replayed = any(
+        metadata.stored(name).chain.has_forms for name in metadata.arrays if is_series(name)
+    )
     values = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": ENCODING,
+        "encoding": "replay" if replayed else "delta",
         "block_rows": form.shape[0],
         "config": {},
         "runs": [list(entry) for entry in form.runs],

@@ -3,5 +3,5 @@
 ``native_types`` defines the types of trainers as bits and in their stored form. ``rounding``
 converts between them. ``ulp_lattice`` computes the spacing and the order of their values.
 ``token_norms`` defines the summaries per token. ``moving_average`` computes how rounding affects an
-optimizer's state.
+optimizer's state. ``optimizer_rule`` computes one step of an optimizer.
 """

@@ -18,6 +18,7 @@ __all__ = [
     "is_bfloat16",
     "is_of_type",
     "is_within",
+    "result_bits",
     "round_to",
 ]
 
@@ -143,6 +144,21 @@ def cast(stored: Array, native: str) -> Array:
         rounded = np.where(nan, wide | np.uint32(_BFLOAT16.nan_bits << int(_SPARE)), rounded)
     rounded &= ~np.uint32(_SPARE_MASK)
     return rounded.view(np.float32)
+
+
+def result_bits(values: Array, native: NativeType) -> Array:
+    """Bits of computed values in a native type, the same on every machine.
+
+    Parameters
+    ----------
+    values : ndarray of ``native.stored``
+        Rounded as by `cast`. A NaN becomes the quiet NaN without sign and payload, which otherwise
+        depend on the processor.
+    native : NativeType
+    """
+    bits = narrow(cast(values, native.name), native)
+    nan = is_nan(bits, native)
+    return np.where(nan, bits.dtype.type(native.nan_bits), bits) if nan.any() else bits
 
 
 def is_of_type(stored: Array, native: str) -> bool:

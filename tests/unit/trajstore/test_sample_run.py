@@ -11,11 +11,6 @@ from trajstore import RunWriter, analysis, open_run, sample_run, verify
 from trajstore.errors import RunExists
 
 
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sample_run(tmp_path_factory.mktemp("sample") / "sample.zarr")
-
-
 def test_the_sample_run_shows_the_freeze_of_dead_tokens(sample: Path) -> None:
     ds = open_run(sample).load()
     assert (ds.loss[1] > ds.loss[-1]).item()

@@ -7,7 +7,7 @@ written to its place. Memory does not grow with the run. The result appears comp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
@@ -34,6 +35,7 @@ from trajstore.store.writing.create import (
     staged_file,
     staged_run,
 )
+from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]
@@ -81,6 +83,7 @@ def export(
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
+    encoding: Encoding | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
@@ -94,9 +97,10 @@ def export(
     file : path-like
         Target. The export is written to a temporary path next to it, then renamed.
     format : {'safetensors', 'hdf5', 'zarr', 'run'}, optional
-        Default: the format of the layout; safetensors for ``native``. ``hdf5`` keeps 16-bit types
-        as uint16 bits and needs the extra ``hdf5``. ``zarr`` is ordinary Zarr v3, which every
-        reader opens without trajstore. ``run`` is a new run, with blocks of another size.
+        Default: the format of the layout; ``run`` with an encoding; otherwise safetensors.
+        ``hdf5`` keeps 16-bit types as uint16 bits and needs the extra ``hdf5``. ``zarr`` is
+        ordinary Zarr v3, which every reader opens without trajstore. ``run`` is a new run, with
+        blocks of another size or in another encoding.
     layout : str, default 'native'
         ``native`` keeps names, native types and everything that an import needs. The others are
         the layouts of the notebooks' files, which ``trajstore import`` lists. Parts of a layout
@@ -110,6 +114,8 @@ def export(
         Names, also as one string with commas. Default: all.
     block_rows : int, optional
         Rows of a chunk of ``zarr``, or of a block of ``run``. Default: planned.
+    encoding : {'delta', 'replay'}, optional
+        Encoding of a ``run``. Default: the encoding of the exported run.
     memory : int or str, default 320 MiB
         Memory for the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of
         16 MiB.
@@ -127,7 +133,7 @@ def export(
     RunExists
         If `file` exists and `overwrite` is not set, or it is of another kind.
     InvalidArgument
-        If the format or layout is unknown, or the selection cannot be parsed or is empty.
+        If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
     VariableNotRecorded, StepNotFound
         If the run lacks a variable or step of the layout or the selection.
     MissingExtra
@@ -144,14 +150,14 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
-    format = _checked_format(format, layout, block_rows)
+    format = _checked_format(format, layout, block_rows, encoding)
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
@@ -160,6 +166,10 @@ def export(
             "memory": memory,
             "on_progress": on_progress,
         }
+        if format == "run":
+            remarks: list[str] = []
+            notes = remarks
+            options |= {"encoding": encoding, "on_note": remarks.append}
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
     else:
@@ -180,11 +190,13 @@ def export(
         tokens=tokens_written,
         variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
-def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
+def _checked_format(
+    format: str | None, layout: str, block_rows: int | None, encoding: str | None
+) -> str:
     """Format of the export, after a check of the arguments."""
     if format is not None and format not in FORMATS:
         raise InvalidArgument(
@@ -196,7 +208,8 @@ def _checked_format(format: str | None, layout: str, block_rows: int | None) -> 
             f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
             f"choose from {', '.join(EXPORT_LAYOUTS)}"
         )
-    own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
+    plain = "safetensors" if encoding is None else "run"
+    own = LAYOUTS[layout].format if layout != "native" else format or plain
     if format is not None and format != own:
         raise InvalidArgument(
             f"got format {format} with layout {layout}, which is for {own} files; omit one of them"
@@ -206,6 +219,13 @@ def _checked_format(format: str | None, layout: str, block_rows: int | None) -> 
             f"got block_rows={block_rows} with format {own}, which has no blocks; use it with zarr "
             "or run only"
         )
+    if encoding is not None and own != "run":
+        raise InvalidArgument(
+            f"got encoding={encoding} with format {own}, which has no encoding; use it with run "
+            "only"
+        )
+    if encoding is not None:
+        check_encoding(encoding)
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own

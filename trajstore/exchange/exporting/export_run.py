@@ -1,7 +1,8 @@
-"""A selection of a run as a new run, with blocks of another size."""
+"""A selection of a run as a new run, with blocks of another size, or in another encoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
-from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.exchange.selection import Selection
-from trajstore.schema import STEP
+from trajstore.schema import STEP, Encoding
+from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
 from trajstore.store.reading.tiled_reader import Tile, TiledRun
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
@@ -29,6 +30,8 @@ def write_run(
     *,
     block_rows: int | None,
     memory: int | str,
+    encoding: Encoding | None = None,
+    on_note: Callable[[str], None],
     on_progress: Progress | None = None,
 ) -> None:
     """Write a selection as a new run.
@@ -46,6 +49,10 @@ def write_run(
     block_rows : int, optional
     memory : int or str
         Memory for the buffer of the writer and the rows held in between.
+    encoding : {'delta', 'replay'}, optional
+        Default: the encoding of `run`.
+    on_note : callable
+        As for `RunWriter.create`.
     on_progress : callable, optional
 
     Raises
@@ -58,6 +65,7 @@ def write_run(
         for name, values in run.coordinates.items()
         if name not in run.populations
     }
+    dropped = {*OF_THE_STORE, *CHANGING}
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
     with RunWriter.create(
         path,
@@ -69,7 +77,9 @@ def write_run(
         buffers=1,
         commit_every=None,
         fsync=False,  # the caller flushes the whole run before it gets its name
-        attributes={key: run.attributes[key] for key in KEPT_ATTRIBUTES if key in run.attributes},
+        encoding=encoding or run.attributes.get("encoding", "delta"),
+        on_note=on_note,
+        attributes={name: run.attributes[name] for name in run.attributes if name not in dropped},
         populations={
             name: selection.along_token(values) for name, values in run.populations.items()
         },
@@ -112,14 +122,18 @@ def _copy(
 
 
 def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
-    """Fill the places of rows."""
+    """Fill the places of rows: a tile of all matrices at a time, as some are computed together."""
+    tiles: dict[Any, list[tuple[Array, Tile]]] = {}
     for name, place in places.items():
         variable = run.series[name]
         tokens = selection.tokens if "token" in variable.dims else None
-        tiles = variable.tiles(rows, tokens, native=True)
-        for _ in in_parallel(partial(_fill, place, tile) for tile in tiles):
-            pass
+        for tile in variable.tiles(rows, tokens, native=True):
+            where = tuple((part.start, part.stop) for part in tile.where)
+            tiles.setdefault(where, []).append((place, tile))
+    for _ in in_parallel(partial(_fill, together) for together in tiles.values()):
+        pass
 
 
-def _fill(place: Array, tile: Tile) -> None:
-    place[tile.where] = tile.read()
+def _fill(tiles: list[tuple[Array, Tile]]) -> None:
+    for place, tile in tiles:
+        place[tile.where] = tile.read()

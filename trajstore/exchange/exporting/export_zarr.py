@@ -22,7 +22,7 @@ from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
-from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
 from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
@@ -32,9 +32,6 @@ from trajstore.version import __version__
 __all__ = ["check_zarr_target", "write_zarr"]
 
 Array = npt.NDArray[Any]
-
-_OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
-"""Attributes of the root that apply to a run only, without those that every commit changes."""
 
 _MOST_ROWS = 256
 _CHUNK = 4 << 20
@@ -170,7 +167,7 @@ def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
 
 def _empty(run: TiledRun, selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
     """The Dataset, without the values of its variables."""
-    dropped = {*_OF_THE_STORE, *CHANGING}
+    dropped = {*OF_THE_STORE, *CHANGING}
     coordinates: dict[str, Any] = {
         STEP.name: (STEP.name, run.steps[selection.rows], {"long_name": STEP.long_name})
     }

@@ -13,14 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.codec.block_form import BlockForm, Runs
 from trajstore.codec.codec_chain import Chain, chain
+from trajstore.codec.computed_rows import GRADIENT, RATES, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
+from trajstore.values.optimizer_rule import OptimizerRule
 
 __all__ = [
     "BLOCKS",
@@ -30,6 +33,7 @@ __all__ = [
     "ArrayLayout",
     "Layout",
     "plan",
+    "replay_chains",
     "within",
 ]
 
@@ -48,6 +52,8 @@ _LARGEST_OBJECT = 30 << 20  # the C library gives back to the system at once wha
 LARGEST_TASK = 16 << 20
 """Decoded bytes for who goes over all of a run: more at a time takes memory, and is no faster."""
 
+_WIDEST_PREDICTED = 4  # bytes of a value
+_SMALLEST: dict[str, Any] = {"compressor": "zstd", "level": 3, "blocksize": 0}
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
 _FEWEST_TOKENS = 128
@@ -178,6 +184,8 @@ def plan(
     block_rows: int | None = None,
     threads: int | None = None,
     buffers: int = BLOCKS,
+    encoding: str = "delta",
+    rule: OptimizerRule | None = None,
 ) -> Layout:
     """Plan the blocks, shards and chunks of a run.
 
@@ -200,6 +208,9 @@ def plan(
         does not hold what they need.
     buffers : int
         Blocks that are held in memory at once.
+    encoding : {'delta', 'replay'}
+    rule : OptimizerRule, optional
+        By which ``replay`` computes W and the moments; without it they are stored as differences.
 
     Raises
     ------
@@ -237,10 +248,12 @@ def plan(
                 native,
                 len(entry.dims),
                 small=row_bytes < _SMALL_ROW,
-                history=name == "W" and rows <= _MOST_ROWS_OF_HISTORIES,
+                history=name == "W" and rows <= _MOST_ROWS_OF_HISTORIES and encoding == "delta",
             )
             for name, (entry, native) in kinds.items()
         }
+        if encoding == "replay":
+            chains = replay_chains(chains, rule)
         held, counts = _division(chains, kinds, lengths, rows)
         arrays = {
             name: _array(entry, lengths, rows, chains[name], held, counts.get(name))
@@ -260,6 +273,25 @@ def plan(
             rows //= 2
     layout = arrange(rows)
     return within(layout, memory, threads=chosen)
+
+
+def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> dict[str, Chain]:
+    """Chains of the encoding ``replay``.
+
+    Parameters
+    ----------
+    chains : mapping of str to Chain
+        Of the encoding ``delta``.
+    rule : OptimizerRule, optional
+    """
+    made = dict(chains)
+    if GRADIENT in made and made[GRADIENT].native.itemsize <= _WIDEST_PREDICTED:
+        made[GRADIENT] = replace(made[GRADIENT], kind="predicted", **_SMALLEST)
+    if rule is not None:
+        unit = {name: replace(made[name], **_SMALLEST) for name in rule.state}
+        unit |= {name: made[name] for name in (GRADIENT, *RATES) if name in made}
+        made |= computed_chains(rule, unit)
+    return made
 
 
 def within(layout: Layout, memory: int, *, threads: int | None) -> Layout:

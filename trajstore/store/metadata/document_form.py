@@ -19,7 +19,7 @@ from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
 from trajstore.errors import FormatError
-from trajstore.schema import ENCODING, FORMAT
+from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
@@ -121,7 +121,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "created": (is_moment, "a time, ISO 8601"),
     "updated": (is_moment, "a time, ISO 8601"),
     "timeline": (lambda value: value == "post-step", "post-step"),
-    "encoding": (lambda value: value == ENCODING, ENCODING),
+    "encoding": (lambda value: value in ENCODINGS, " or ".join(ENCODINGS)),
     "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
     "config": (lambda value: isinstance(value, dict), "an object"),
     "runs": (_are_runs, _RUNS),

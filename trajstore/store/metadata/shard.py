@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from threading import Lock
 from typing import Any
 
 import numpy.typing as npt
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_label import digest_of
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.computed_rows import ComputedUnit
 
-__all__ = ["Chunk", "Shard", "chunk_windows", "encode_chunk", "shard_digest"]
+__all__ = ["Chunk", "Shard", "UnitChunks", "chunk_windows", "encode_chunk", "shard_digest"]
 
 Chunk = tuple[bytes, bytes]
 """An encoded inner chunk, and the SHA-256 of it."""
@@ -23,6 +25,43 @@ def encode_chunk(chain: Chain, bits: npt.NDArray[Any], shape: tuple[int, ...]) -
     """Encode one inner chunk; as `Chain.encode`."""
     data = chain.encode(bits, shape)
     return data, hashlib.sha256(data).digest()
+
+
+class UnitChunks:
+    """The inner chunks of the arrays that are computed together, encoded when the first is taken.
+
+    Parameters
+    ----------
+    unit : ComputedUnit
+    bits : mapping of str to ndarray, (row, token, hidden)
+        Native bits of each of ``unit.matrices``.
+    rates : mapping of str to ndarray, (row,)
+        Values of each of ``unit.rates``.
+    shape : tuple of int
+        Of a whole chunk.
+    """
+
+    def __init__(
+        self,
+        unit: ComputedUnit,
+        bits: Mapping[str, npt.NDArray[Any]],
+        rates: Mapping[str, npt.NDArray[Any]],
+        shape: tuple[int, ...],
+    ) -> None:
+        self._unit = unit
+        self._bits = bits
+        self._rates = rates
+        self._shape = shape
+        self._made: dict[str, bytes] | None = None
+        self._lock = Lock()
+
+    def take(self, name: str) -> Chunk:
+        """Chunk of an array, once."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._unit.encode(self._bits, self._rates, self._shape)
+            data = self._made.pop(name)
+        return data, hashlib.sha256(data).digest()
 
 
 def chunk_windows(form: BlockForm) -> Iterator[tuple[slice, ...]]:

@@ -21,7 +21,10 @@ from trajstore.store.metadata.document_form import Status
 from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, Fingerprint
 from trajstore.strict_json import utc_now
 
-__all__ = ["CHANGING", "COPY", "RunMetadata", "Status"]
+__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status"]
+
+OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
+"""Attributes of the root that no copy takes over, besides those that every commit sets."""
 
 
 class RunMetadata:

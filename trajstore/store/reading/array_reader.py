@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm, Tail, with_consequence
+from trajstore.codec.block_form import BlockForm, Fetch, Tail, with_consequence
+from trajstore.codec.block_label import digest_of
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.shard import shard_digest
+from trajstore.store.metadata.shard import UnitChunks, chunk_windows, shard_digest
 from trajstore.store.storage.object_file import ObjectFile, opened
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.threads import in_parallel
@@ -185,7 +187,31 @@ class StoredArray:
         key = [slice(first, first + rows)]
         if self.ndim > 1:
             key.append(slice(part * self.shard[1], (part + 1) * self.shard[1]))
+        if self.chain.kind == "computed":
+            return self._computed_digest(tuple(key))
         return shard_digest(self.form, self.bits(tuple(key)))
+
+    def _computed_digest(self, key: tuple[slice, ...]) -> bytes:
+        """As `digest_of_rows`, of rows that are computed of other arrays."""
+        unit = unit_of(self.chain.rule)
+        others = {
+            name: self if name == self.name else self._other(self.form.sibling(name, chain))
+            for name, chain in unit.chains.items()
+        }
+        bits = {name: others[name].bits(key) for name in unit.matrices}
+        rates = {name: others[name].values(key[:1]) for name in unit.rates}
+        chunks = [
+            UnitChunks(
+                unit, {name: each[window] for name, each in bits.items()}, rates, self.form.chunk
+            ).take(self.name)
+            for window in chunk_windows(self.form)
+        ]
+        return digest_of(digest for _, digest in chunks)
+
+    def _other(self, form: BlockForm) -> StoredArray:
+        """Another array of the run, with as many rows."""
+        shape = self.shape if len(form.shape) > 1 else self.shape[:1]
+        return StoredArray(path=self.path, name=form.array, shape=shape, form=form)
 
     def _ranges(self, key: tuple[slice, ...]) -> list[range]:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
@@ -233,10 +259,23 @@ class StoredArray:
         with self.opened(block, part) as file:
             tail = self.tail(file, block, part)
             try:
-                self.form.read(tail, axes, file.read, out[place])
+                with ExitStack() as opened:
+                    siblings = partial(self._sibling, opened, block, part)
+                    self.form.read(tail, axes, file.read, out[place], siblings=siblings)
+            except FormatError:  # of another array
+                raise
             except ValueError as error:
                 message = f"{self.name}, block {block}, {with_consequence(error)}"
                 raise FormatError(message) from error
+
+    def _sibling(
+        self, opened: ExitStack, block: int, part: int, form: BlockForm
+    ) -> tuple[Tail, Fetch]:
+        """Open the same block of another array, from which rows are computed."""
+        other = self._other(form)
+        number = part if len(form.shape) > 1 else 0
+        file = opened.enter_context(other.opened(block, number))
+        return other.tail(file, block, number), file.read
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:

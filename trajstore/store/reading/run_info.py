@@ -34,7 +34,8 @@ def information(path: RunPath) -> dict[str, Any]:
         The attributes of the root, and:
 
         - ``steps``: first and last; None without rows
-        - ``arrays``: by name, shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio
+        - ``arrays``: by name, shape, chunk, shard, native_dtype, kind (of its codec; None for a
+          coordinate), bytes_native, bytes_on_disk, ratio
         - ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run
         - ``written_to``: True if a process writes to the run (`is_written_to`)
         - ``advice``: limits of the numeric types of the optimizer state and of W
@@ -66,6 +67,7 @@ def information(path: RunPath) -> dict[str, Any]:
             "chunk": list(array.chunks if form is None else form.chunk),
             "shard": list(array.shards or array.chunks),
             "native_dtype": native,
+            "kind": None if form is None else form.chain.kind,
             "bytes_native": raw,
             "bytes_on_disk": stored,
             "ratio": raw / stored if stored else None,

@@ -16,6 +16,8 @@
     Where a run may be created, and its folder: whole and empty, or not there at all.
 ``new_run``
     What a new run is made of: its coordinates, checked, and all that it holds before a first row.
+``replay_encoding``
+    The rule by which a new run computes W and the moments.
 ``resumed_run``
     A run that is there, as a writer goes on with it: what is kept of it, and how it is stored.
 ``shared_run``

@@ -12,27 +12,29 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from trajstore.codec.codec_chain import Chain
-from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
+from trajstore.codec.computed_rows import unit_of
+from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, ArrayLayout, Layout
 from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.shard import Chunk, Shard, chunk_windows, encode_chunk
+from trajstore.store.metadata.shard import Chunk, Shard, UnitChunks, chunk_windows, encode_chunk
 from trajstore.store.storage.atomic import put_all
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.store.writing.shared_run import ShardDigest, Written
 from trajstore.threads import submit
+from trajstore.values.native_types import widen
 
 __all__ = ["BlockWriter"]
 
 _UPLOADS = 4  # shards on their way to an object store, each in memory whole
 
 Block = Mapping[str, npt.NDArray[Any]]
-Task = tuple[Callable[..., Chunk], Chain, npt.NDArray[Any], tuple[int, ...]]
+Task = Callable[[], Chunk]
 Commit = Callable[[Any, Written | None], None]
 Place = TypeVar("Place", Path, RemotePath)
 
@@ -205,7 +207,7 @@ class BlockWriter:
             task = self._next_task()
             if task is None:
                 break
-            self._ahead.append(submit(self._encoders, *task))
+            self._ahead.append(submit(self._encoders, task))
         return self._ahead.popleft().result()
 
     def _next_task(self) -> Task | None:
@@ -216,8 +218,23 @@ class BlockWriter:
         return None
 
     def _tasks(self, block: Block) -> Iterator[Task]:
+        units: dict[tuple[int, int], UnitChunks] = {}
         for name, array in self._layout.arrays.items():
             for part in range(array.parts):
                 bits = block[name][array.window(part)]
-                for window in chunk_windows(self._forms[name]):
-                    yield encode_chunk, array.chain, bits[window], array.chunk
+                for number, window in enumerate(chunk_windows(self._forms[name])):
+                    if array.chain.kind != "computed":
+                        yield partial(encode_chunk, array.chain, bits[window], array.chunk)
+                        continue
+                    if (part, number) not in units:
+                        units[part, number] = self._unit_chunks(array, block, part, window)
+                    yield partial(units[part, number].take, name)
+
+    def _unit_chunks(
+        self, array: ArrayLayout, block: Block, part: int, window: tuple[slice, ...]
+    ) -> UnitChunks:
+        unit = unit_of(array.chain.rule)
+        bits = {name: block[name][array.window(part)][window] for name in unit.matrices}
+        natives = {name: self._layout.arrays[name].native for name in unit.rates}
+        rates = {name: widen(block[name], native) for name, native in natives.items()}
+        return UnitChunks(unit, bits, rates, array.chunk)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trajstore.byte_sizes import parse_bytes
 from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
+from trajstore.codec.computed_rows import GRADIENT, ComputedUnit, unit_of
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, coordinate, room_for_examples
 from trajstore.store.metadata.block_plan import Layout, plan
@@ -33,6 +34,7 @@ from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.create import create_folder
 from trajstore.store.writing.new_run import check_variables, series_metadata
+from trajstore.store.writing.replay_encoding import replay_rule
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run, stored_fingerprints
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
@@ -61,13 +63,15 @@ def branch_run(
     types: Mapping[str, str],
     attributes: Mapping[str, Any],
     memory: int | str,
+    on_note: Callable[[str], None] | None = None,
 ) -> None:
     """Make a run of the first rows of another, to be gone on with; its status is ``interrupted``.
 
-    It has the blocks and the coordinates of the other. Whole blocks of variables that
-    keep their type are hard links, or copies where the file system makes none; what gets a wider
-    type is encoded anew, block by block, and so is the last block if it is not whole. Nothing is
-    flushed: `staged_run` does that, when it puts a run in its place.
+    It has the blocks, the coordinates and the encoding of the other. Whole blocks of variables that
+    keep their type are hard links, or copies where the file system makes none. What gets a wider
+    type is encoded anew, block by block, and so is the last block if it is not whole. Arrays that
+    are computed are encoded anew, together, where the optimizer's rule or a type changes. Nothing
+    is flushed: `staged_run` does that, when it puts a run in its place.
 
     Parameters
     ----------
@@ -83,6 +87,8 @@ def branch_run(
         Attributes of the root that take the place of those of the other, such as ``config``.
     memory : int or str
         Bytes for all buffers together.
+    on_note : callable, optional
+        Called with the reason if ``replay`` cannot compute W and the moments; logged without it.
 
     Raises
     ------
@@ -109,7 +115,7 @@ def branch_run(
     refuse_links(whole)
     stored = resumed_run(whole, rows, attributes=None, memory=memory, threads=None)
     _check_types(stored, types)
-    branch = _Branch.planned(stored, path, types, attributes, memory=memory)
+    branch = _Branch.planned(stored, path, types, attributes, memory=memory, on_note=on_note)
     create_folder(path, branch.metadata, {}, {}, overwrite=False, fsync=False)
     branch.write_blocks()
     branch.write_rest(memory)
@@ -162,10 +168,17 @@ class _Branch:
         attributes: Mapping[str, Any],
         *,
         memory: int | str,
+        on_note: Callable[[str], None] | None,
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
         stored_metadata = root["consolidated_metadata"]["metadata"]
         coordinates = [name for name in stored_metadata if coordinate(name)]
+        fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
+        fixed |= {"created": utc_now(), **attributes}
+        rule = None
+        if fixed["encoding"] == "replay":
+            was_computed = _unit(stored.layout) is not None
+            rule = replay_rule(fixed, types, on_note if was_computed else lambda note: None)
         lengths = {name: stored_metadata[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
@@ -175,24 +188,24 @@ class _Branch:
             parameters=lengths.get("parameter", 1),
             memory=parse_bytes(memory),
             block_rows=stored.layout.block_rows,
+            encoding=fixed["encoding"],
+            rule=rule,
         )
-        anew = {
-            name: array
-            for name, array in layout.arrays.items()
-            if name != STEP.name and array.native != stored.layout.arrays[name].native
-        }
+        anew = _encoded_anew(stored.layout, layout)
         runs = _runs_of_branch(stored)
-        changed = replace(layout, arrays=anew, runs=runs)
-        kept = (STEP.name, *(name for name in types if name not in anew))
+        arrays_anew = {name: array for name, array in layout.arrays.items() if name in anew}
+        changed = replace(layout, arrays=arrays_anew, runs=runs)
+        kept = tuple(name for name in layout.arrays if name not in anew)
         arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
         arrays |= series_metadata(changed, coordinates)
-        fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
         fixed["runs"] = [list(entry) for entry in runs]
-        fixed |= {"created": utc_now(), **attributes}
         return cls(
             stored=stored,
             path=path,
-            metadata=RunMetadata(arrays, without_later_repairs(fixed, stored.rows)),
+            metadata=RunMetadata(
+                {name: arrays[name] for name in stored_metadata if name in arrays},
+                without_later_repairs(fixed, stored.rows),
+            ),
             kept=kept,
             changed=changed,
         )
@@ -212,19 +225,29 @@ class _Branch:
                 for part in range(stored.parts):
                     key = stored.key(number, part)
                     link_or_copy(source / key, self.path / key)
-        for name, array in self.changed.arrays.items():
-            one = replace(self.changed, arrays={name: array})
+        for together in self._groups():
+            one = replace(self.changed, arrays={n: self.changed.arrays[n] for n in together})
             writer = BlockWriter(self.path, one, lambda change, block: None, fsync=False)
+            needed = {name: array.native for name, array in one.arrays.items()}
+            if unit := _unit(one):
+                needed[GRADIENT] = unit.chains[GRADIENT].native
             try:
                 for number in range(blocks):
                     rows = self._rows_of(number)
-                    bits = self._bits(name, rows, array.native)
-                    writer.submit(number, {name: bits}, None).result()
+                    bits = {name: self._bits(name, rows, each) for name, each in needed.items()}
+                    writer.submit(number, bits, None).result()
             finally:
                 writer.close()
         whole = blocks * self.stored.layout.block_rows
         committer = Committer(self.path, self.metadata, self._fingerprint(whole), fsync=False)
         committer.commit((whole, "interrupted"))
+
+    def _groups(self) -> list[list[str]]:
+        """Names of the changed arrays, those that are encoded together in one list."""
+        unit = _unit(self.changed)
+        together = [name for name in self.changed.arrays if unit and name in unit.chains]
+        alone = [[name] for name in self.changed.arrays if name not in together]
+        return [together, *alone] if together else alone
 
     def write_rest(self, memory: int | str) -> None:
         """Write the rows of the last block, if it is not whole."""
@@ -264,6 +287,30 @@ class _Branch:
         array = replace(self.stored.arrays[name], threads=default_threads())
         bits = array.native_bits(rows, native)
         return bits if native == wanted else widen(bits, native).view(wanted.bits)
+
+
+def _unit(layout: Layout) -> ComputedUnit | None:
+    """The arrays of a layout that are computed, and what from."""
+    rules = (array.chain.rule for array in layout.arrays.values())
+    return next((unit_of(rule) for rule in rules if rule), None)
+
+
+def _encoded_anew(stored: Layout, wanted: Layout) -> set[str]:
+    """Names of the arrays whose blocks a branch does not take over."""
+    anew = {
+        name for name, array in wanted.arrays.items() if array.native != stored.arrays[name].native
+    }
+    before, unit = _unit(stored), _unit(wanted)
+    same = before and unit and (before.rule, {*before.chains}) == (unit.rule, {*unit.chains})
+    if unit and same and anew.isdisjoint(unit.chains):
+        return anew
+    if before:
+        anew |= wanted.arrays.keys() & set(before.rule.state)
+    if unit:
+        anew |= {*unit.rule.state, *unit.rates}
+        if wanted.arrays[GRADIENT] != stored.arrays[GRADIENT]:
+            anew.add(GRADIENT)
+    return anew
 
 
 def _hidden(stored: ResumedRun) -> int:

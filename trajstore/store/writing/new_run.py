@@ -20,7 +20,6 @@ from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
-    ENCODING,
     FORMAT,
     MODEL,
     POPULATION,
@@ -143,6 +142,7 @@ def new_run(
     *,
     config: Mapping[str, Any] | None,
     attributes: Mapping[str, Any] | None,
+    encoding: str,
 ) -> tuple[RunMetadata, dict[str, bytes]]:
     """Everything that a run holds before its first row.
 
@@ -155,6 +155,8 @@ def new_run(
         Configuration of the run, JSON values only.
     attributes : mapping or None
         Further attributes of the root.
+    encoding : str
+        Of `ENCODINGS`.
 
     Returns
     -------
@@ -168,7 +170,7 @@ def new_run(
         "runs": [list(entry) for entry in layout.runs],
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": ENCODING,
+        "encoding": encoding,
         "block_rows": layout.block_rows,
         "config": dict(config or {}),
         **(attributes or {}),

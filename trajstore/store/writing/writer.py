@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
-from trajstore.schema import STEP
+from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS, Layout, plan
 from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
@@ -42,6 +42,7 @@ from trajstore.store.writing.new_run import (
     parameter_coordinate,
     token_coordinates,
 )
+from trajstore.store.writing.replay_encoding import check_encoding, replay_rule
 from trajstore.store.writing.resumed_run import check_run, remove_past_end, resumed_run
 from trajstore.store.writing.shared_run import announce_run, joined_run, plan_shared
 from trajstore.store.writing.token_share import TokenShare, in_all_processes
@@ -152,6 +153,8 @@ class RunWriter:
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = True,
         share: TokenShare | None = None,
+        encoding: Encoding = "delta",
+        on_note: Callable[[str], None] | None = None,
     ) -> Self:
         """Make an empty run.
 
@@ -199,6 +202,12 @@ class RunWriter:
         share : TokenShare, optional
             Of the tokens, where several processes write the run, all of which call this; rows then
             hold the tokens of this one. `memory` is that of each. Only whole blocks are committed.
+        encoding : {'delta', 'replay'}
+            Store each array by itself; or the gradient, and compute W and Adam's moments of it
+            (docs/reference/format.md), which takes the attribute ``optimizer``.
+        on_note : callable, optional
+            Called with the reason if ``replay`` cannot compute them, and stores them as
+            differences; logged without it.
 
         Raises
         ------
@@ -227,7 +236,13 @@ class RunWriter:
                 )
                 check_variables(variables)
                 coordinates |= parameter_coordinate(parameter, variables)
-                planned = plan if share is None else partial(plan_shared, share)
+                check_encoding(encoding, shared=share is not None)
+                rule = None
+                if encoding == "replay":
+                    rule = replay_rule(attributes, variables, on_note)
+                planned = partial(plan, encoding=encoding, rule=rule)
+                if share is not None:
+                    planned = partial(plan_shared, share)
                 layout = planned(
                     variables,
                     tokens=np.size(coordinates["token"]),
@@ -243,7 +258,7 @@ class RunWriter:
                 layout = replace(layout, runs=((0, new_identity()),))
                 own = layout if share is None else share.of_layout(layout)
                 metadata, chunks = new_run(
-                    layout, coordinates, config=config, attributes=attributes
+                    layout, coordinates, config=config, attributes=attributes, encoding=encoding
                 )
                 if isinstance(path, Path):
                     make_folder(path.parent, fsync=fsync)

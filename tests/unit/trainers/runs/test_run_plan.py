@@ -33,6 +33,7 @@ CASES: dict[str, list[str]] = {
         "training.loop=plain", "training.autocast=float16", "model.dtype=float32",
     ],
     "every third dead token": ["recording.every=3", "recording.tokens=dead"],
+    "replay": ["recording.encoding=replay"],
     "summaries": [
         'recording.record=["all", "hidden_mean", "grad_token_norm", "W_step_norm", "W_ulp_l1"]'
     ],
@@ -92,6 +93,20 @@ def test_the_tiers_of_the_design_note() -> None:
     assert sizes["weights+grads"] - sizes["weights"] == one
     assert sizes["all"] - sizes["weights+grads"] == 2 * one
     assert one / 1e9 == pytest.approx(1.293, abs=0.001)
+
+
+def test_both_encodings_are_planned() -> None:
+    config = preset("wordybird-1b").with_values(["recording.encoding=replay"])
+    planned = plan(config)
+    sizes = planned.facts()["bytes_by_encoding"]
+    assert sizes["replay"] == planned.facts()["bytes_on_disk"] < sizes["delta"] / 3
+    blocks = 13  # of 16 rows
+    W = planned.facts()["arrays"]["W"]
+    assert W["bytes_by_encoding"]["replay"] == pytest.approx(blocks * 50_257 * 64 * 2 / 1.3, abs=1)
+    assert planned.notes == ()
+    sparse = plan(config.with_values(["recording.every=2"]))
+    assert sparse.notes[0].endswith("the run is recorded every 2 steps")
+    assert sparse.bytes_by_encoding["replay"]["W"] == sparse.bytes_by_encoding["delta"]["W"]
 
 
 def test_too_little_memory_is_said_before_the_run() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from replayed_runs import sample_part
 from watched_runs import begin, extend
 
 from trajstore.cli.info_command import print_information
@@ -54,3 +56,15 @@ def test_what_differs_between_the_stretches_of_a_run_is_shown(
         "  steps 1 to 1: training.steps = 1",
         f"  steps 2 to {last}: training.steps = {last}",
     ]
+
+
+def test_corrections_are_counted_for_one_run(sample: Path, tmp_path: Path) -> None:
+    path = sample_part(sample, tmp_path / "run.zarr")
+    done = CliRunner().invoke(main, ["info", str(path), "--corrections"])
+    assert "encoding replay" in done.stdout
+    assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
+    assert re.search(r"exp_avg_sq +3 +0 +0 +38,912", done.stdout)
+    done = CliRunner().invoke(main, ["info", str(path), "--corrections", "--json"])
+    assert json.loads(done.stdout)["corrections"]["grad"] == {"chunks": 3, "differences": 0}
+    done = CliRunner().invoke(main, ["info", str(path), str(sample), "--corrections"])
+    assert (done.exit_code, done.stderr) == (2, "trajstore: --corrections takes one run, got 2\n")

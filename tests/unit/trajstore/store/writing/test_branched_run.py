@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from replayed_runs import RULE_ARRAYS, same_bits, sample_part
 
 from trajstore import RunWriter, repair, verify
 from trajstore.errors import InvalidArgument, RunExists
+from trajstore.store.reading.stored_forms import stored_forms
 from trajstore.store.writing.branched_run import branch_run, holds_exactly
 
 Small = tuple[Path, dict[str, np.ndarray]]
@@ -110,7 +112,7 @@ def test_without_hard_links_files_are_copied(
 
 def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small) -> None:
     source, _ = small_run
-    with pytest.raises(InvalidArgument, match=r"has 11 committed rows.* after 12"):
+    with pytest.raises(InvalidArgument, match=r"after 12 rows, expected 0 to 11"):
         branch(source, 12)
     with pytest.raises(InvalidArgument, match=r"loss is float32 .* bfloat16 does not hold"):
         branch(source, 4, loss="bfloat16")
@@ -127,3 +129,68 @@ def test_which_type_holds_which() -> None:
     assert holds_exactly("float64", "float64")
     assert not holds_exactly("float32", "float64")  # no run was ever widened so
     assert not holds_exactly("bfloat16", "float16")
+
+
+SAMPLE_TYPES = {
+    "W": "bfloat16", "grad": "bfloat16", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16",
+    "lr": "float64", "clip_coef": "float32",
+}  # fmt: skip
+OPTIMIZER = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("types", "settings", "shared", "differing"),
+    [
+        pytest.param({}, {}, {*SAMPLE_TYPES}, 0, id="nothing changes"),
+        pytest.param({}, {"betas": [0.5, 0.9]}, {"grad"}, 3, id="another rule"),
+        pytest.param({}, {"rounding": "stochastic"}, {*SAMPLE_TYPES} - {*RULE_ARRAYS}, None,
+                     id="no rule"),
+        pytest.param({"exp_avg": "float32"}, {}, {"grad"}, None, id="a wider type"),
+        pytest.param({"grad": "float32"}, {}, set(), None, id="a wider gradient"),
+        pytest.param({"clip_coef": None}, {}, {"grad"}, 0, id="less to compute from"),
+        pytest.param({"exp_avg": None, "exp_avg_sq": None}, {},
+                     {*SAMPLE_TYPES} - {*RULE_ARRAYS}, None, id="no moments"),
+    ],
+)  # fmt: skip
+def test_arrays_that_are_computed_are_taken_over_or_encoded_anew_together(
+    sample: Path,
+    tmp_path: Path,
+    types: dict[str, str | None],
+    settings: dict[str, Any],
+    shared: set[str],
+    differing: int | None,
+) -> None:
+    source = sample_part(sample, tmp_path / "run.zarr")
+    before = contents(source)
+    path = tmp_path / "branch.zarr"
+    kept = {name: native for name, native in (SAMPLE_TYPES | types).items() if native}
+    optimizer = {"class": "RoundedAdamW", "hyperparameters": OPTIMIZER | settings}
+    notes: list[str] = []
+    branch_run(
+        source,
+        path,
+        19,
+        types=kept,
+        attributes={"optimizer": optimizer},
+        memory="64MiB",
+        on_note=notes.append,
+    )
+    ds = same_bits(source, path, 19)
+    assert ds.attrs["encoding"] == "replay"
+    assert verify(path).clean
+    linked = {name for name in kept if next((path / name).glob("c.0*")).stat().st_nlink == 2}
+    assert linked == shared
+    forms = stored_forms(path)
+    computed = [name for name, counts in forms.items() if "elements" in counts]
+    has_rule = "rounding" not in settings and "exp_avg" in kept
+    assert computed == ([*RULE_ARRAYS] if has_rule else [])
+    assert bool(notes) == (not has_rule)
+    if differing is not None:
+        assert sum(forms[name]["differences"] > 0 for name in computed) == differing
+    assert contents(source) == before
+    with RunWriter.resume(path, rows=13) as run:
+        for row in range(13, 19):
+            run.append(row, **{name: ds[name].values[row] for name in kept})
+    again = same_bits(source, path, 19)
+    assert again.attrs["content_digest"] == ds.attrs["content_digest"]
+    assert verify(path).clean

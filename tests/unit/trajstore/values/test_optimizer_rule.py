@@ -1,0 +1,97 @@
+"""The rule of an optimizer gives the bits of `torch.optim` on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trajstore.errors import InvalidArgument  # noqa: E402
+from trajstore.trainers.rounded_optimizer import (  # noqa: E402
+    RoundedAdam,
+    RoundedAdamW,
+    RoundedSGD,
+)
+from trajstore.values.optimizer_rule import OptimizerRule, Rates  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+TOKENS, HIDDEN, STEPS = 32, 16, 40  # whole vectors of every processor
+
+
+def stored(tensor: Any) -> Any:
+    return tensor.detach().float().numpy().copy()
+
+
+def described(optimizer: Any) -> dict[str, Any]:
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    kind = type(optimizer)
+    return {"class": f"{kind.__module__}.{kind.__name__}", "hyperparameters": group}
+
+
+def differing(dtype: Any, kind: Any, **settings: Any) -> int:
+    """Values of 40 steps that are not torch's, of gradients of ten orders of magnitude."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter((torch.randn(TOKENS, HIDDEN) / 10).to(dtype))
+    optimizer = kind([parameter], lr=1e-3, **settings)
+    rule = OptimizerRule.of(described(optimizer))
+    assert OptimizerRule.from_facts(rule.facts()) == rule
+    native = str(dtype).removeprefix("torch.")
+    natives = {"W": native, "grad": native}
+    natives |= dict.fromkeys(rule.state[1:], settings.get("state_dtype", native))
+    row = {name: np.zeros((TOKENS, HIDDEN), np.float32) for name in rule.state}
+    row["W"] = stored(parameter)
+    wrong = 0
+    for step in range(1, STEPS + 1):
+        scale = 10.0 ** torch.randint(-8, 2, (TOKENS, 1))
+        grad = (torch.randn(TOKENS, HIDDEN) * scale).to(dtype)
+        clip = 0.375 if step % 3 == 0 else 1.0
+        parameter.grad = grad * torch.tensor(clip, dtype=dtype) if clip != 1 else grad.clone()
+        optimizer.step()
+        made = rule.next_row(row, stored(grad), natives, Rates(lr=1e-3, clip=clip, step=step))
+        row = {"W": stored(parameter)}
+        row |= {name: stored(optimizer.state[parameter][name]) for name in rule.state[1:]}
+        equal = (np.isclose(made[name], row[name], 0, 0, equal_nan=True) for name in row)
+        wrong += sum(int((~each).sum()) for each in equal)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1, "maximize": True}),
+        (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+        (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.3, 0.99)}),
+        (torch.optim.SGD, {"weight_decay": 0.1}),
+        (RoundedAdam, {"weight_decay": 0.1, "state_dtype": "bfloat16"}),
+        (RoundedSGD, {"weight_decay": 0.1, "state_dtype": "bfloat16"}),
+    ],
+)
+def test_the_rule_gives_the_bits_of_torch(dtype: Any, kind: Any, settings: dict[str, Any]) -> None:
+    assert differing(dtype, kind, **settings) == 0
+
+
+def test_float32_differs_by_the_square_root_of_torch_alone() -> None:
+    """torch takes it of a library that does not always round it correctly."""
+    assert differing(torch.float32, torch.optim.SGD, weight_decay=0.1) == 0
+    assert differing(torch.float32, torch.optim.AdamW) < 3 * STEPS * TOKENS * HIDDEN / 200
+    assert differing(torch.bfloat16, RoundedAdamW, state_dtype="float32") < STEPS
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (None, "does not name its optimizer"),
+        ({"class": "torch.optim.Adagrad"}, "no rule is known for the optimizer 'torch.optim.Ada"),
+        ({"class": "torch.optim.SGD", "hyperparameters": {"momentum": 0.9, "weight_decay": 0}},
+         "momentum buffer, which is not recorded"),
+        ({"class": "AdamW", "hyperparameters": {"betas": [0.9, 0.99]}}, "lack eps, weight_decay"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_without_a_rule(optimizer: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        OptimizerRule.of(optimizer)

@@ -1,0 +1,263 @@
+"""W and the moments, computed from the gradient: a key row, and corrections of the rule's bits.
+
+The arrays of a *unit* have blocks, parts and inner chunks alike. A chunk of the kind ``computed``
+holds its first row, and of every further row the recorded bits XOR those that the optimizer's rule
+makes of the recorded row before and the gradient. Where the rule holds, that is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.codec.adam_loop import run_adam_loop
+from trajstore.codec.codec_chain import Chain, canonical
+from trajstore.values.native_types import widen
+from trajstore.values.optimizer_rule import OptimizerRule, Rates
+from trajstore.values.rounding import result_bits
+
+__all__ = [
+    "GRADIENT",
+    "RATES",
+    "ComputedUnit",
+    "cache",
+    "computed_chains",
+    "unit_of",
+    "windows_of",
+]
+
+Array = npt.NDArray[Any]
+
+GRADIENT = "grad"
+RATES = ("step", "lr", "clip_coef", "skipped")
+"""Numbers of each step that a rule takes, the last two where they are recorded."""
+
+_CACHED = 64 << 20  # bytes of computed rows that a process keeps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputedUnit:
+    """The arrays that are computed together, and what they are computed from.
+
+    Attributes
+    ----------
+    rule : OptimizerRule
+    chains : dict of str to Chain
+        Of each array of the unit: those that are computed, the gradient, and the rates.
+    """
+
+    rule: OptimizerRule
+    chains: Mapping[str, Chain]
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The unit that `Chain.rule` describes.
+
+        Raises
+        ------
+        ValueError
+            If it describes none.
+        """
+        facts = json.loads(text)
+        try:
+            rule = OptimizerRule.from_facts(facts["optimizer"])
+            chains = {
+                name: Chain.from_facts(
+                    {**own, "rule": facts} if own.get("kind") == "computed" else own
+                )
+                for name, own in facts["arrays"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no rule is described by {text}") from error
+        if not {*rule.state, GRADIENT, "step", "lr"} <= chains.keys() <= {
+            *rule.state, GRADIENT, *RATES,
+        }:  # fmt: skip
+            raise ValueError(f"a rule of {', '.join(chains)} cannot be computed")
+        return cls(rule=rule, chains=chains)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the arrays with chunks alike: what is computed, and the gradient."""
+        return (*self.rule.state, GRADIENT)
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """Names of the numbers of each step."""
+        return tuple(name for name in RATES if name in self.chains)
+
+    def encode(
+        self, bits: Mapping[str, Array], rates: Mapping[str, Array], shape: tuple[int, ...]
+    ) -> dict[str, bytes]:
+        """Encode the chunks of the arrays that are computed.
+
+        Parameters
+        ----------
+        bits : mapping of str to ndarray of native bits, (row, token, hidden)
+            Of each of `matrices`: the rows that there are.
+        rates : mapping of str to ndarray, (row,)
+            Values of each of `rates`.
+        shape : tuple of int
+            Of a whole chunk.
+
+        Returns
+        -------
+        dict of str to bytes
+        """
+        corrections = {name: np.zeros(shape, bits[name].dtype) for name in self.rule.state}
+        inside = tuple(slice(length) for length in bits[GRADIENT].shape[1:])
+        places = {name: made[: len(bits[GRADIENT]), *inside] for name, made in corrections.items()}
+        for name, place in places.items():
+            place[0] = bits[name][0]
+        self._follow(bits, places, self.rule.state, rates)
+        return {
+            name: self.chains[name].encode_corrections(made, bits[name])
+            for name, made in corrections.items()
+        }
+
+    def compute(
+        self,
+        held: Mapping[str, tuple[bool, Array]],
+        grad: Array,
+        rates: Mapping[str, Array],
+    ) -> dict[str, Array]:
+        """Rows of the arrays that are computed.
+
+        Parameters
+        ----------
+        held : mapping of str to (bool, ndarray)
+            Of each computed array, as `Decoder.stored_form` returns it.
+        grad : ndarray of native bits, (row, token, hidden)
+        rates : mapping of str to ndarray, (row,)
+
+        Returns
+        -------
+        dict of str to ndarray of native bits, (row, token, hidden)
+        """
+        rows = {name: bits for name, (_, bits) in held.items()}
+        computed = [name for name, (whole, _) in held.items() if not whole]
+        self._follow({**rows, GRADIENT: grad}, rows, computed, rates)
+        return rows
+
+    def _follow(
+        self,
+        rows: Mapping[str, Array],
+        out: Mapping[str, Array],
+        computed: Sequence[str],
+        rates: Mapping[str, Array],
+    ) -> None:
+        """XOR the rule's bits to each row after the first; in place, the result is a row.
+
+        Parameters
+        ----------
+        rows : mapping of str to ndarray of native bits, (row, …)
+            Of each of `matrices`.
+        out : mapping of str to ndarray
+            Of each that is computed; may be `rows`.
+        computed : sequence of str
+        rates : mapping of str to ndarray, (row,)
+        """
+        natives = {name: self.chains[name].native for name in self.matrices}
+        numbers = [self._rates(rates, row) for row in range(len(rows[GRADIENT]))]
+        if run_adam_loop(self.rule, rows, out, computed, natives, numbers):
+            return
+        names = {name: native.name for name, native in natives.items()}
+        state = self.rule.state
+        before = {name: widen(rows[name][0], natives[name]) for name in state}
+        for row in range(1, len(numbers)):
+            made: Mapping[str, Array] = before
+            rate = numbers[row]
+            if rate is not None:
+                grad = widen(rows[GRADIENT][row], natives[GRADIENT])
+                made = self.rule.next_row(before, grad, names, rate)
+            for name in computed:
+                bits = result_bits(made[name], natives[name])
+                np.bitwise_xor(rows[name][row], bits, out=out[name][row])
+            before = {name: widen(rows[name][row], natives[name]) for name in state}
+
+    @staticmethod
+    def _rates(rates: Mapping[str, Array], row: int) -> Rates | None:
+        """Numbers of a step; None if none was taken, or its learning rate is not known."""
+        step, lr = int(rates["step"][row]), float(rates["lr"][row])
+        if step < 1 or not math.isfinite(lr) or ("skipped" in rates and rates["skipped"][row] == 1):
+            return None
+        clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
+        return Rates(step=step, lr=lr, clip=clip)
+
+
+@lru_cache(maxsize=64)
+def unit_of(text: str) -> ComputedUnit:
+    """The unit that `Chain.rule` describes."""
+    return ComputedUnit.of(text)
+
+
+def computed_chains(rule: OptimizerRule, chains: Mapping[str, Chain]) -> dict[str, Chain]:
+    """Chains of a unit, of which each that is computed has the description of the whole.
+
+    Parameters
+    ----------
+    rule : OptimizerRule
+    chains : mapping of str to Chain
+        Of the arrays of the unit, without a rule.
+    """
+    facts = {
+        "optimizer": rule.facts(),
+        "arrays": {
+            name: replace(one, kind="computed").own_facts() if name in rule.state else one.facts()
+            for name, one in chains.items()
+        },
+    }
+    text = canonical(facts)
+    return {
+        name: replace(one, kind="computed", rule=text) if name in rule.state else one
+        for name, one in chains.items()
+    }
+
+
+class _Cache:
+    """Computed rows that were used last, of all threads."""
+
+    def __init__(self, size: int) -> None:
+        self._most = size
+        self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, make: Callable[[], dict[str, Array]], rows: int) -> dict[str, Array]:
+        """What is kept under a key, of so many rows at least, or else made now."""
+        with self._lock:
+            found = self._held.get(key)
+            if found is not None and len(next(iter(found.values()))) >= rows:
+                self._held.move_to_end(key)
+                return found
+        made = make()
+        size = _size(made)
+        with self._lock:
+            last = self._held.pop(key, None)
+            self._bytes += size - (0 if last is None else _size(last))
+            self._held[key] = made
+            while self._bytes > self._most and self._held:
+                self._bytes -= _size(self._held.popitem(last=False)[1])
+        return made
+
+
+def _size(arrays: Mapping[str, Array]) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+cache = _Cache(_CACHED)
+"""Of this process, for all runs that it reads."""
+
+
+def windows_of(picks: Sequence[Any]) -> tuple[slice, ...]:
+    """What of a chunk has to be decoded for a selection: the rows from the first on."""
+    rows, *others = (pick.window for pick in picks)
+    return (slice(0, rows.stop), *others)

@@ -1,0 +1,206 @@
+"""Gradients as differences to a prediction over tokens, made anew for each row.
+
+In one step the gradients of all tokens outside the batch are sums of the same few hidden states.
+Each row of a chunk is predicted as Σ cⱼ·dⱼ: directions dⱼ along hidden, and a coefficient cⱼ of
+each token. Both are stored in the native type. The prediction is made in float32, term by term,
+and rounded to the native type. The difference to it is stored too, between
+integers in the order of the values, with folded signs.
+
+The encoder adds up in a fixed order, too: the same rows give the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.native_types import NativeType, narrow, widen
+from trajstore.values.rounding import cast, result_bits
+
+__all__ = ["coefficients_and_differences", "decode_rows"]
+
+Array = npt.NDArray[Any]
+
+_MOST = 8  # terms of a row
+_ITERATIONS = 3  # of the power method
+_SAMPLE = 96  # tokens, about, from which the directions of a row are taken
+
+
+def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
+    """Coefficients of a chunk, and the differences to what they predict.
+
+    Parameters
+    ----------
+    bits : ndarray of ``native.bits``, (row, token, hidden)
+    native : NativeType
+
+    Returns
+    -------
+    coefficients : ndarray of ``native.bits``, (row, term, hidden + token)
+        Directions, then a coefficient of each token; 0 in rows of fewer terms.
+    differences : ndarray of ``native.bits``, (row, token, hidden)
+    or None
+        If no prediction makes any row smaller.
+    """
+    rows, tokens, hidden = bits.shape
+    with np.errstate(all="ignore"):
+        made = [_terms(widen(bits[row], native), native) for row in range(rows)]
+    most = max((len(directions) for directions, _ in made), default=0)
+    if not most:
+        return None
+    coefficients = np.zeros((rows, most, hidden + tokens), native.bits)
+    for row, (directions, factors) in enumerate(made):
+        count = len(directions)
+        coefficients[row, :count, :hidden] = directions
+        coefficients[row, :count, hidden:] = factors
+    differences = np.empty_like(bits)
+    for row in range(rows):
+        predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
+        differences[row] = _folded(_ordered(bits[row], native) - predicted)
+    return coefficients, differences
+
+
+def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> Array:
+    """Bits of rows; the inverse of `coefficients_and_differences`.
+
+    Parameters
+    ----------
+    coefficients : ndarray, (row, term, hidden + token)
+        Of the wanted tokens and positions along hidden.
+    differences : ndarray, (row, token, hidden)
+        Of the same ones.
+    native : NativeType
+    """
+    bits = np.empty(differences.shape, native.bits)
+    for row, folded in enumerate(differences):  # one row stays in the cache
+        predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
+        predicted += _unfolded(folded)
+        bits[row] = _unordered(predicted, native)
+    return bits
+
+
+def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
+    """Bits that coefficients predict of a row, (token, hidden).
+
+    Parameters
+    ----------
+    coefficients : ndarray, (term, hidden + token)
+    native : NativeType
+    hidden : int
+    """
+    terms = widen(coefficients, native)
+    total = np.zeros((terms.shape[1] - hidden, hidden), terms.dtype)
+    with np.errstate(all="ignore"):
+        for term in terms:
+            if term.any():
+                total += term[hidden:, None] * term[:hidden]
+    return result_bits(total, native)
+
+
+def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
+    """Directions (term, hidden) and coefficients (term, token) of a row, as bits.
+
+    A sample of the tokens gives the directions, as many as make the row smaller by its estimate.
+    """
+    tokens, hidden = values.shape
+    directions: list[Array] = []
+    factors: list[Array] = []
+    if np.isfinite(values).all() and values.any():
+        sample = values[:: max(1, tokens // _SAMPLE)]
+        left = values
+        for direction in _directions(sample, native):
+            factor = _factors(left, direction, native)
+            if not np.isfinite(factor).all():
+                break
+            left = left - factor[:, None] * direction
+            directions.append(narrow(direction, native))
+            factors.append(narrow(factor, native))
+    return np.array(directions).reshape(-1, hidden), np.array(factors).reshape(-1, tokens)
+
+
+def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
+    """Directions of a row one after the other, while its estimated size falls."""
+    tokens, hidden = sample.shape
+    bits = _ordered(narrow(sample, native), native)
+    left, total = sample, np.zeros_like(sample)
+    weights = _lengths(left)
+    weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
+    size = _estimated_size(bits, total, native)
+    for count in range(1, _MOST + 1):
+        found = _main_direction(left, weights)
+        if found is None:
+            return
+        direction = cast(found, native.name)
+        factor = _factors(left, direction, native)
+        product = factor[:, None] * direction
+        total = total + product
+        now = _estimated_size(bits, total, native) + count * (tokens + hidden) * 8 * native.itemsize
+        if now >= size:
+            return
+        size = now
+        left = left - product
+        yield direction
+
+
+def _factors(values: Array, direction: Array, native: NativeType) -> Array:
+    """Coefficient of each row of values along a direction."""
+    square = np.add.reduce(direction * direction)
+    return cast(np.add.reduce(values * direction, axis=1) / square, native.name)
+
+
+def _main_direction(values: Array, weights: Array) -> Array | None:
+    """Direction of unit length that most rows share, each weighted; None if nothing is left."""
+    rows = values * weights[:, None]
+    lengths = _lengths(rows)
+    largest = int(lengths.argmax())
+    if not lengths[largest] > 0:
+        return None
+    direction = rows[largest] / lengths[largest]
+    for _ in range(_ITERATIONS):
+        along = np.add.reduce(rows * direction, axis=1)
+        summed = np.add.reduce(rows * along[:, None], axis=0)
+        length = np.sqrt(np.add.reduce(summed * summed))
+        if not length > 0:
+            break
+        direction = summed / length
+    return np.asarray(direction)
+
+
+def _lengths(rows: Array) -> Array:
+    return np.asarray(np.sqrt(np.add.reduce(rows * rows, axis=1)))
+
+
+def _estimated_size(ordered: Array, predicted: Array, native: NativeType) -> int:
+    """Estimated bits of the differences to a prediction: those up to the highest that is set."""
+    bits = narrow(cast(predicted, native.name), native)
+    folded = _folded(ordered - _ordered(bits, native)).astype(np.float32)
+    exponents = folded.view(np.uint32) >> np.uint32(23)
+    return int(np.add.reduce(exponents, axis=None, dtype=np.int64)) - 126 * int(
+        np.count_nonzero(exponents)
+    )
+
+
+def _ordered(bits: Array, native: NativeType) -> Array:
+    """Unsigned integers in the order of the values."""
+    sign = bits.dtype.type(native.sign_mask)
+    return np.where(bits & sign, ~bits, bits | sign)
+
+
+def _unordered(ordered: Array, native: NativeType) -> Array:
+    sign = ordered.dtype.type(native.sign_mask)
+    return np.where(ordered & sign, ordered ^ sign, ~ordered)
+
+
+def _folded(difference: Array) -> Array:
+    """Zigzag of a difference modulo 2^width."""
+    signed = difference.view(f"i{difference.itemsize}")
+    highest = 8 * difference.itemsize - 1
+    return ((signed << 1) ^ (signed >> highest)).view(difference.dtype)
+
+
+def _unfolded(folded: Array) -> Array:
+    one = folded.dtype.type(1)
+    return np.asarray((folded >> one) ^ (~(folded & one) + one))

@@ -1,0 +1,271 @@
+"""One step of an optimizer, element by element, in the bits that torch computes on the CPU.
+
+The operations and their order are those of `torch.optim` for one tensor (`_single_tensor_adam`,
+`_single_tensor_sgd`). Of a 16-bit parameter each intermediate result is computed in float32 and
+rounded; the optimizers of `trajstore.trainers.rounded_optimizer` compute in float32 and round once.
+torch adds the product of a fused multiply-add unrounded; the same sum is made here in float64.
+Each element depends on itself alone, so a part of a matrix gives that part of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument
+from trajstore.values.rounding import cast
+
+__all__ = ["OptimizerRule", "Rates"]
+
+Array = npt.NDArray[Any]
+
+_ADAM = ("Adam", "AdamW")
+_SGD = "SGD"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Numbers of one step.
+
+    Attributes
+    ----------
+    step : int
+        From 1 on.
+    lr : float
+        Learning rate.
+    clip : float
+        Factor of the gradient; NaN counts as 1.
+    """
+
+    step: int
+    lr: float
+    clip: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRule:
+    """How an optimizer makes its next row: W and the moments from the row before and the gradient.
+
+    Attributes
+    ----------
+    kind : {'adam', 'sgd'}
+    beta1, beta2, eps : float
+        Of Adam; 0 for SGD.
+    weight_decay : float
+    decoupled : bool
+        Whether the decay acts on W instead of the gradient.
+    maximize : bool
+        Whether the gradient is taken with the other sign.
+    rounds_once : bool
+        Whether only the results are rounded, not the intermediate values.
+    """
+
+    kind: Literal["adam", "sgd"]
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+    rounds_once: bool
+
+    @classmethod
+    def of(cls, optimizer: Mapping[str, Any] | None) -> Self:
+        """Rule of a run.
+
+        Parameters
+        ----------
+        optimizer : mapping
+            ``class`` and ``hyperparameters``, as in the attribute ``optimizer`` of a run.
+
+        Raises
+        ------
+        InvalidArgument
+            If the optimizer is unknown, has no rule, or lacks a hyperparameter.
+        """
+        if not optimizer:
+            raise InvalidArgument("the run does not name its optimizer")
+        full = str(optimizer.get("class", ""))
+        name = full.rpartition(".")[2]
+        plain = name.removeprefix("Rounded")
+        given = optimizer.get("hyperparameters") or {}
+        if plain not in (*_ADAM, _SGD):
+            raise InvalidArgument(f"no rule is known for the optimizer {full!r}")
+        needed = ("momentum", "weight_decay") if plain == _SGD else ("betas", "eps", "weight_decay")
+        missing = [key for key in needed if key not in given]
+        if missing:
+            raise InvalidArgument(f"the hyperparameters of {full!r} lack {', '.join(missing)}")
+        if given.get("rounding", "nearest") != "nearest":
+            raise InvalidArgument(f"{full!r} rounds at random")
+        if given.get("momentum"):
+            raise InvalidArgument(f"{full!r} has a momentum buffer, which is not recorded")
+        betas = (0.0, 0.0) if plain == _SGD else given["betas"]
+        return cls(
+            kind="sgd" if plain == _SGD else "adam",
+            beta1=float(betas[0]),
+            beta2=float(betas[1]),
+            eps=float(given.get("eps", 0.0)),
+            weight_decay=float(given["weight_decay"]),
+            decoupled=bool(given.get("decoupled_weight_decay", plain == "AdamW")),
+            maximize=bool(given.get("maximize", False)),
+            rounds_once=plain != name or bool(given.get("fused")),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The rule as JSON values, for `from_facts`."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The rule that `facts` describes.
+
+        Raises
+        ------
+        ValueError
+            If it describes none.
+        """
+        types = {"kind": str, "decoupled": bool, "maximize": bool, "rounds_once": bool}
+        numbers = {"beta1", "beta2", "eps", "weight_decay"}
+        if facts.keys() != types.keys() | numbers:
+            raise ValueError(f"no optimizer's rule has {dict(facts)!r}")
+        for name, value in facts.items():
+            kinds: Any = types.get(name, (int, float))
+            if not isinstance(value, kinds) or (name in numbers and isinstance(value, bool)):
+                raise ValueError(f"no optimizer's rule has {name} = {value!r}")
+        if facts["kind"] not in ("adam", "sgd"):
+            raise ValueError(f"no optimizer's rule has kind = {facts['kind']!r}")
+        given: dict[str, Any] = {
+            name: float(value) if name in numbers else value for name, value in facts.items()
+        }
+        return cls(**given)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of the recorded variables that a step makes, W first."""
+        return ("W", "exp_avg", "exp_avg_sq") if self.kind == "adam" else ("W",)
+
+    @np.errstate(all="ignore")  # NaN and infinity are results
+    def next_row(
+        self,
+        before: Mapping[str, Array],
+        grad: Array,
+        natives: Mapping[str, str],
+        rates: Rates,
+    ) -> dict[str, Array]:
+        """What one step makes of a row.
+
+        Parameters
+        ----------
+        before : mapping of str to ndarray of stored values, any shape
+            Each of `state`.
+        grad : ndarray of stored values, same shape
+            Before clipping.
+        natives : mapping of str to str
+            Native types of `state` and ``grad``.
+        rates : Rates
+
+        Returns
+        -------
+        dict of str to ndarray of stored values
+        """
+        lr, step = rates.lr, rates.step
+        grad = self._taken(grad, rates.clip, natives["grad"])
+        if self.rounds_once:
+            return self._rounded_once(before, grad, natives, lr, step)
+        native = natives["W"]
+        W = before["W"]
+        if self.weight_decay and self.decoupled:
+            W = cast(W * _scalar(1 - lr * self.weight_decay, W), native)
+        elif self.weight_decay:
+            grad = cast(_fused(W, self._factor(self.weight_decay, W, native), grad), native)
+        if self.kind == "sgd":
+            return {"W": cast(_fused(grad, self._factor(-lr, W, native), W), native)}
+        return self._adam(W, before, grad, natives, lr, step, cast)
+
+    def _rounded_once(
+        self,
+        before: Mapping[str, Array],
+        grad: Array,
+        natives: Mapping[str, str],
+        lr: float,
+        step: int,
+    ) -> dict[str, Array]:
+        wide = np.result_type(*before.values(), grad).type
+        W = before["W"].astype(wide)
+        grad = grad.astype(wide)
+        if self.weight_decay and self.decoupled:
+            W = W * _scalar(1 - lr * self.weight_decay, W)
+        elif self.weight_decay:
+            grad = _fused(W, self.weight_decay, grad)
+        if self.kind == "sgd":
+            made = {"W": _fused(grad, -lr, W)}
+        else:
+            widened = {name: values.astype(wide) for name, values in before.items()}
+            made = self._adam(W, widened, grad, natives, lr, step, lambda values, _: values)
+        return {name: cast(values, natives[name]) for name, values in made.items()}
+
+    def _adam(
+        self,
+        W: Array,
+        before: Mapping[str, Array],
+        grad: Array,
+        natives: Mapping[str, str],
+        lr: float,
+        step: int,
+        rounded: Any,
+    ) -> dict[str, Array]:
+        first, second = natives["exp_avg"], natives["exp_avg_sq"]
+        exp_avg, exp_avg_sq = before["exp_avg"], before["exp_avg_sq"]
+        weight = 1 - self.beta1
+        if weight < 0.5:
+            exp_avg = rounded(_fused(grad - exp_avg, weight, exp_avg), first)
+        else:
+            exp_avg = rounded(_fused(exp_avg - grad, self.beta1, grad), first)
+        exp_avg_sq = rounded(exp_avg_sq * _scalar(self.beta2, exp_avg_sq), second)
+        scaled = grad * _scalar(1 - self.beta2, grad)
+        exp_avg_sq = rounded(_sum(scaled, grad, exp_avg_sq), second)
+        correction = 1 - self.beta1**step
+        root = (1 - self.beta2**step) ** 0.5
+        if not correction or not root:  # of β = 1: torch raises
+            nan = np.full_like(W, np.nan)
+            return {"W": nan, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        below = rounded(np.sqrt(exp_avg_sq), second)
+        below = rounded(below / _scalar(root, below), second)
+        below = rounded(below + rounded(_scalar(self.eps, below), second), second)
+        scale = _scalar(-lr / correction, exp_avg)
+        W = rounded(W + scale * exp_avg / below, natives["W"])
+        return {"W": W, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    @staticmethod
+    def _factor(value: float, like: Array, native: str) -> float:
+        """The factor of `torch.add`, which is rounded to the type of the parameter first."""
+        return float(cast(np.array([value], like.dtype), native)[0])
+
+    def _taken(self, grad: Array, clip: float, native: str) -> Array:
+        """The gradient as the optimizer takes it."""
+        factor = _scalar(clip, grad)
+        if factor != 1 and not np.isnan(factor):
+            grad = cast(grad * factor, native)
+        return -grad if self.maximize else grad
+
+
+def _scalar(value: float, like: Array) -> Any:
+    return like.dtype.type(value)
+
+
+def _fused(values: Array, factor: float, added: Array) -> Array:
+    """Values · factor + added, rounded once to the type of `added`."""
+    return _sum(values, _scalar(factor, values), added)
+
+
+def _sum(one: Array, other: Any, added: Array) -> Array:
+    """One · other + added, rounded once: exact in float64 but for the last sum."""
+    if added.dtype != np.float32:
+        return np.asarray(one * other + added)
+    product: Array = np.multiply(one, other, dtype=np.float64)
+    product += added
+    return product.astype(np.float32)
