@@ -470,7 +470,7 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
         verify(tmp_path / "group.zarr")
     export(run, tmp_path / "exported.zarr", format="zarr")
     for check in (verify, repair):
-        with pytest.raises(FormatError, match="is a Zarr group, but no run"):
+        with pytest.raises(FormatError, match="is a Zarr group, but not a run"):
             check(tmp_path / "exported.zarr")
     with pytest.raises(InvalidArgument, match="0 threads"):
         verify(run, threads=0)
