@@ -340,7 +340,7 @@ def test_a_lost_consolidated_block_is_named(run: Path) -> None:
         ("config", {"why": "a test", "lr": 1.50001e-05}, "config.lr"),
         ("trajstore_format", 9, "trajstore_format"),
         ("block_rows", 5, "block_rows"),
-        ("stretches", [{"step": 3, "config": {}}], "from step 0 on, in order"),
+        ("stretches", [{"step": 3, "config": {}}], "from step 0, in order"),
         ("stretches", [{"step": 0, "config": {}}], "last configuration of stretches"),
     ],
 )

@@ -412,7 +412,7 @@ def test_an_impossible_run_is_not_made(
 
 @pytest.mark.parametrize(
     ("address", "told"),
-    [("https://host/run.zarr", "only read from"), ("file:///run.zarr", "unknown")],
+    [("https://host/run.zarr", "are read-only"), ("file:///run.zarr", "unknown")],
 )
 def test_where_nothing_can_be_written_is_said(address: Any, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
