@@ -13,7 +13,7 @@ import xarray as xr
 from trajstore.analysis.exploring.run_history import Report, RunHistory, grown, prepare
 from trajstore.analysis.exploring.tokens import TokenList
 from trajstore.errors import RunNotFound, TrajstoreError
-from trajstore.store.reading.open_group import runs_beside
+from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.open_run import open_run
 from trajstore.watching.run_follower import Look, RunFollower
 
@@ -110,7 +110,7 @@ class LiveRun:
         look = self._follower.look()
         if look.status == "absent":
             path = os.fspath(self._path)
-            raise RunNotFound(f"there is no run at {path}{runs_beside(Path(path))}")
+            raise RunNotFound(f"there is no run at {path}{similar_runs(Path(path))}")
         return look
 
     def _whole(self, version: int, history: RunHistory, look: Look) -> Seen:

@@ -156,7 +156,7 @@ def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: P
     trajstore_cli("export", run, "-o", file)
     refused = trajstore_cli("export", run, "-o", file, rc=2).stderr
     assert len(refused.splitlines()) == 1
-    assert "already there" in refused
+    assert "already exists" in refused
     trajstore_cli("export", run, "-o", file, "--overwrite")
     file.write_bytes(file.read_bytes()[:-1])
     refused = trajstore_cli("import", file, "-o", tmp_path / "back.zarr", rc=1).stderr

@@ -62,7 +62,7 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 0.003}
     assert "fork.step = 5" in call("info", other).stdout
     for arguments, rc, sentence in (
-        (fork, 2, "other.zarr is already there"),
+        (fork, 2, "other.zarr already exists"),
         (["--fork", path, "-o", other], 2, "needs the step to fork at: --at STEP"),
         (["--at", 3, "-o", other], 2, "--at needs --fork"),
         (["--fork", path, "--at", 5], 2, "needs the path of the new run"),

@@ -188,7 +188,7 @@ def test_the_native_export_keeps_the_native_types(gatsby: Path, tmp_path: Path) 
 def test_an_existing_run_is_safe(gatsby: Path, trajstore_cli: Cli) -> None:
     before = (gatsby / "zarr.json").read_bytes()
     done = trajstore_cli("record", "--preset", "gatsby", "--steps", 2, "-o", gatsby, rc=2)
-    assert "already there" in done.stderr
+    assert "already exists" in done.stderr
     assert (gatsby / "zarr.json").read_bytes() == before
 
 

@@ -166,6 +166,6 @@ def test_two_processes_with_half_the_tokens_each(tmp_path: Path) -> None:
     assert (ds.W_ulp_l1.values[1:] > 0).any(axis=0).all()
     assert ds.example_loss.values[3].tolist() == [0, 0.5, 1, 0.5]
     first, second = ((tmp_path / f"other{rank}").read_text() for rank in range(2))
-    assert first.startswith("RecordingError the recording has failed in process 1: NothingToResume")
+    assert first.startswith("RecordingError the recording failed in process 1: NothingToResume")
     assert second.startswith("NothingToResume the weights of the training differ from")
     assert not list(tmp_path.glob("refused*"))

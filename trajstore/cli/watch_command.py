@@ -55,7 +55,7 @@ def watch(runs: tuple[str, ...], interval: float | None, once: bool, as_json: bo
       trajstore watch gatsby.zarr --once
       trajstore watch runs/
     """
-    from trajstore.store.reading.open_group import runs_beside
+    from trajstore.store.reading.open_group import similar_runs
     from trajstore.watching.followed_runs import FollowedRuns
 
     followed = FollowedRuns(runs)
@@ -63,7 +63,7 @@ def watch(runs: tuple[str, ...], interval: float | None, once: bool, as_json: bo
         looks = followed.look()
         for run, look in looks.items():
             if look.status == "absent" and len(looks) == 1:
-                raise RunNotFound(f"there is no run at {run}{runs_beside(Path(run))}")
+                raise RunNotFound(f"there is no run at {run}{similar_runs(Path(run))}")
         _print(looks, as_json=as_json)
     else:
         try:

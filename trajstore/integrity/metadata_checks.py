@@ -25,7 +25,7 @@ from trajstore.schema import EXPORTED, MODEL, STEP, TRAJECTORIES, VARIABLES, coo
 from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.repairs import dropped_arrays
-from trajstore.store.reading.open_group import runs_beside
+from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
@@ -126,7 +126,7 @@ def _array_folders(path: Path, text: str) -> list[str]:
         If there is nothing, or no array and no document.
     """
     if not path.exists():
-        raise RunNotFound(f"there is no run at {text}{runs_beside(path)}")
+        raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
     if not path.is_dir():
         raise FormatError(f"{text} is a file; a run is a folder")
     with os.scandir(path) as entries:

@@ -1,4 +1,4 @@
-"""The documents of a run as they are read: checked, and compared with the stored objects."""
+"""The documents of a run, checked and compared with the stored objects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST = 1 << 26
 """Values of a coordinate, rows of a block, chunks of a block."""
 
 _MANY = 1 << 16
-"""Objects of an array that nobody looks for."""
+"""Objects of an array. For larger arrays, the existence of the last object is checked."""
 
 _COPIES = "consolidated_metadata.metadata"
 _KEYS = {"name": "default", "configuration": {"separator": "."}}
@@ -49,9 +49,9 @@ _NO_GROUP = "is not a Zarr v3 group, so not a run"
 
 
 def checked_root(place: Location, data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Attributes of the root, and the documents of the arrays, all checked.
+    """Attributes of the root and the documents of the arrays, all checked.
 
-    Their own documents are read only if the root has no copies of them.
+    The arrays' own documents are read only if the root has no copies of them.
 
     Parameters
     ----------
@@ -62,8 +62,8 @@ def checked_root(place: Location, data: bytes) -> tuple[dict[str, Any], dict[str
     Raises
     ------
     FormatError
-        If it is no run, or one of another format; if a document has a member that cannot be, or
-        claims what is not stored.
+        If it is not a run, or has another format; if a document has an impossible member, or
+        declares data that is not stored.
     """
     root = _parsed(place, DOCUMENT, data)
     arrays = _checked_arrays(place, root)
@@ -74,12 +74,12 @@ def checked_root(place: Location, data: bytes) -> tuple[dict[str, Any], dict[str
 
 
 def check_own_documents(path: Location) -> None:
-    """Check the document that each array of a run has in its own folder, which writers replace.
+    """Check the document in the folder of each array, which writers replace.
 
     Raises
     ------
     FormatError
-        If one is missing, or has a member that cannot be.
+        If one is missing, or has an impossible member.
     """
     _, arrays = checked_root(path, root_document(path))
     reads = [partial(_read, path, f"{name}/{DOCUMENT}") for name in arrays]
@@ -89,7 +89,7 @@ def check_own_documents(path: Location) -> None:
 
 
 def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> FormatError:
-    """Error for documents that zarr refuses; it names the first array that zarr cannot open."""
+    """Error for documents that zarr refuses. It names the first array that zarr cannot open."""
     for name, array in arrays.items():
         try:
             open_document(array)
@@ -101,12 +101,12 @@ def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> 
 
 
 def _within(path: Path) -> str:
-    """That a folder is one of runs, as a sweep makes it; empty if it is none."""
+    """Message for a folder that contains runs, such as that of a sweep; otherwise empty."""
     runs = sorted(document.parent.name for document in path.glob(f"*.zarr/{DOCUMENT}"))
     if not runs or (path / DOCUMENT).exists():
         return ""
     many = f", or all of them with {path / '*.zarr'}" if len(runs) > 1 else ""
-    return f"there are runs in it; name {path / runs[0]}{many}"
+    return f"it is a folder of runs; pass {path / runs[0]}{many}"
 
 
 def root_document(place: Location) -> bytes:
@@ -122,7 +122,7 @@ def root_document(place: Location) -> bytes:
     except ValueError as error:
         raise _unreadable(place, error) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        if isinstance(place, RemotePath) or not place.exists():  # it has just gone
+        if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
         why = _within(place) or f"it has no {DOCUMENT}"
         raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
@@ -140,7 +140,7 @@ def _read(place: Location, key: str) -> Any:
     try:
         return _parsed(place, key, document_in(place / key))
     except FileNotFoundError as error:
-        raise FormatError(f"{place} has lost {key}{_remedy(place)}") from error
+        raise FormatError(f"{place}: {key} is missing{_remedy(place)}") from error
     except FormatError:
         raise
     except ValueError as error:
@@ -153,16 +153,16 @@ def _unreadable(place: Location, error: ValueError, key: str = DOCUMENT) -> Form
 
 
 def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
-    """Documents of the arrays, of a root that is checked with them."""
+    """Check the root, and return the documents of its arrays."""
     for fault in root_faults(root):
         raise FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {fault}")
     attributes = root["attributes"]
     if "trajstore_format" not in attributes:
-        raise FormatError(f"{place} is a Zarr group, but no run: it has no trajstore_format")
+        raise FormatError(f"{place} is a Zarr group, but not a run: it has no trajstore_format")
     number = attributes["trajstore_format"]
     if type(number) is int and number != FORMAT:
         raise FormatError(
-            f"{place} is of store format {number}, and this version reads format {FORMAT}; "
+            f"{place} has store format {number}, but this version reads format {FORMAT}; "
             f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
         )
     for fault in attribute_faults(attributes, REQUIRED):
@@ -173,7 +173,7 @@ def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
         arrays = root["consolidated_metadata"]["metadata"]
         for name, document in arrays.items():
             if "\0" in name or {"", ".", ".."} & set(name.split("/")):
-                raise FormatError(f"{place} is not a run: {name!r} is no name of an array in it")
+                raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
             _check_array_form(place, DOCUMENT, f"{_COPIES}.{name}", name, document)
     for name in (STEP.name, "token"):
         if name not in arrays:
@@ -184,7 +184,7 @@ def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
 
 
 def _own_documents(place: Location) -> dict[str, Any]:
-    """Documents in the folders of the arrays, where the root has no copies of them."""
+    """Documents in the folders of the arrays, for a root without copies of them."""
     if isinstance(place, RemotePath) and not place.listed:
         raise _refused(place, DOCUMENT, Fault("consolidated_metadata", "an object"))
     if isinstance(place, RemotePath):
@@ -202,14 +202,14 @@ def _own_documents(place: Location) -> dict[str, Any]:
 def _check_array_form(place: Location, key: str, member: str, name: str, document: Any) -> None:
     if _is_foreign_group(name, document):
         return
-    # Zarr lets an array have no attributes; a recorder writes them.
+    # Zarr allows an array without attributes, but a recorder writes them.
     required = () if entry_of(name) is None else ("attributes",)
     for fault in array_faults(document, required):
         raise _refused(place, key, fault.within(member) if member else fault)
 
 
 def _is_foreign_group(name: str, document: Any) -> bool:
-    """True for a group that somebody else keeps in a run."""
+    """True for a group that another program added to the run."""
     return (
         entry_of(name) is None
         and isinstance(document, dict)
@@ -222,11 +222,11 @@ def _refused(place: Location, key: str, fault: Fault) -> FormatError:
 
 
 def _remedy(place: Location) -> str:
-    return f"; see what is wrong with: trajstore verify {shlex.quote(str(place))}"
+    return f"; list the damage with: trajstore verify {shlex.quote(str(place))}"
 
 
 def _check_rows(place: Location, committed: int, step: Mapping[str, Any]) -> None:
-    """Refuse a root that gives its number of rows in two ways; a copy has that of its source."""
+    """Raise an error if the root contradicts itself in its number of rows, except in a copy."""
     rows = step["shape"][0]
     if committed != rows and _is_block(step):
         expected = f"{rows}, the rows of its arrays"
@@ -234,24 +234,24 @@ def _check_rows(place: Location, committed: int, step: Mapping[str, Any]) -> Non
 
 
 def _check_lengths(path: Location, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays that do not agree on how many tokens, or others, there are."""
+    """Raise an error if arrays have different lengths along a shared dimension."""
     lengths: dict[str, tuple[str, int]] = {}
     for name, array in arrays.items():
         if entry_of(name) is None:
-            continue  # somebody else's
+            continue  # not an array of the run
         for dim, length in zip(array.get("dimension_names") or (), array["shape"], strict=False):
             other, known = lengths.setdefault(dim, (name, length))
             if length != known and dim is not None:
                 raise FormatError(
-                    f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}"
-                    f"{_remedy(path)}"
+                    f"{path} is not a run: {name} has length {length} along {dim}, and {other} "
+                    f"has {known}{_remedy(path)}"
                 )
 
 
 def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> None:
-    """Refuse an array that no machine holds, or of rows or tokens that nobody stored.
+    """Raise an error for an array that exceeds any memory, or declares data that is not stored.
 
-    Opening a run reads its steps and coordinates whole.
+    `open_run` reads all steps and coordinates.
     """
     shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
     size = math.prod(chunk)
@@ -268,21 +268,21 @@ def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> No
     _check_most(place, name, "chunks in a block", math.prod(map(operator.floordiv, chunk, inner)))
     if any(map(operator.gt, shape[2:], chunk[2:])):
         raise FormatError(
-            f"{place} cannot be read: {name} has the shape {shape}, and blocks of {chunk} that do "
-            f"not hold it{_remedy(place)}"
+            f"{place} cannot be read: {name} has shape {shape}, which its blocks of shape {chunk} "
+            f"do not cover{_remedy(place)}"
         )
     if name == STEP.name:
         _check_most(place, name, "rows in a block", chunk[0])
     blocks = -(-shape[0] // chunk[0])
     parts = -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
-    # At an address, whoever opens it reads the last steps first.
+    # In an object store, the last steps are read first in any case.
     sure = name == STEP.name and isinstance(place, Path) and blocks
     if (sure or blocks * parts > _MANY) and not _has(
         place / chunk_key(name, blocks - 1, len(shape), parts - 1)
     ):
         raise FormatError(
-            f"{place} cannot be read: {name} has the shape {shape}, and its last block is not "
-            f"stored{_remedy(place)}"
+            f"{place} cannot be read: {name} has shape {shape}, but its last block is not stored"
+            f"{_remedy(place)}"
         )
 
 
@@ -299,7 +299,7 @@ def _has(path: Location) -> bool:
 
 
 def _is_block(document: Mapping[str, Any]) -> bool:
-    """True if a run's own writer made the array: others name the objects in another way."""
+    """True if trajstore wrote the array. Other programs name the objects differently."""
     codecs = document["codecs"]
     return (
         document["chunk_key_encoding"] == _KEYS

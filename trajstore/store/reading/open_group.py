@@ -1,4 +1,4 @@
-"""The Zarr group that a run is, checked."""
+"""The Zarr group of a run, checked."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from trajstore.store.reading.checked_documents import checked_root, not_opened, 
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "open_group", "run_identity", "runs_beside"]
+__all__ = ["ends", "open_group", "run_identity", "similar_runs"]
 
 
 def open_group(path: RunPath) -> zarr.Group:
-    """Root group of a run, read-only, at its last commit; its documents are checked.
+    """Open the root group of a run, read-only, at its last commit, and check its documents.
 
-    The root is checked before zarr sees it, with its copies of the arrays' documents; their own are
-    read only if it has none, or by who writes (`check_own_documents`). What it claims to hold is
-    compared with the objects that are there.
+    The root is checked before zarr reads it, with its copies of the arrays' documents. The arrays'
+    own documents are read only if it has no copies, or by writers (`check_own_documents`). The
+    declared shapes are compared with the stored objects.
 
     Raises
     ------
     RunNotFound
-        If there is nothing at `path`.
+        If `path` does not exist.
     FormatError
-        If it is not a run, or one of another format; if a document has a member that cannot be, or
-        claims rows that are not stored; if an array is not described as the schema has it
+        If it is not a run, or has another format; if a document has an impossible member, or
+        declares rows that are not stored; if the metadata of an array differs from the schema
         (`trajstore.store.metadata.schema_check.check_array`).
     InvalidArgument, MissingExtra
-        If `path` is an address that cannot be read (`location`).
+        If `path` is an unsupported address (`location`).
     """
     place = location(path)
     if isinstance(place, Path) and not place.exists():
-        raise RunNotFound(f"there is no run at {path}{runs_beside(place)}")
+        raise RunNotFound(f"there is no run at {path}{similar_runs(place)}")
     document = root_document(place)
     attributes, arrays = checked_root(place, document)
     runs = run_identity(attributes)
@@ -53,9 +53,9 @@ def open_group(path: RunPath) -> zarr.Group:
 
 
 def ends(array: Any) -> tuple[int, int]:
-    """First and last value of an array of numbers, which has some.
+    """First and last value of a one-dimensional array that is not empty.
 
-    However many it claims to have, only these are looked for.
+    Only these two are read, whatever length the array declares.
     """
     rows = array.shape[0]
     reads = [partial(_value, array, row) for row in (0, rows - 1)]
@@ -67,25 +67,26 @@ def _value(array: Any, row: int) -> int:
     return int(array[row : row + 1][0])
 
 
-def runs_beside(path: Path) -> str:
-    """What a message says of a run that is not there: what to open instead, or nothing.
+def similar_runs(path: Path) -> str:
+    """End of a message about a missing run: runs with a similar name, or an empty text.
 
-    That are the runs of several parameters of the name, or a name that is nearly this one.
+    These are the runs of several parameters with this name, or one whose name is nearly the same.
 
     Parameters
     ----------
     path : Path
+        Path of the missing run.
     """
     stem = glob.escape(path.name.removesuffix(".zarr"))
     found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
     if found:
-        return f"; of that name there are {', '.join(found[:9])}"
+        return f"; similar names: {', '.join(found[:9])}"
     try:
         entries = sorted(path.parent.iterdir())
     except OSError:
         return ""
     runs = [entry for entry in entries if (entry / DOCUMENT).exists()]
-    # Their endings are alike, and say nothing.
+    # Names are compared without their common ending.
     near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
     return did_you_mean(path.name, near)
 
@@ -93,7 +94,7 @@ def runs_beside(path: Path) -> str:
 def _zarr_group(
     place: Location, document: bytes, arrays: Mapping[str, Any]
 ) -> tuple[zarr.Group, tuple[tuple[str, Any], ...]]:
-    """The group, and its arrays by name."""
+    """Open the group; return it, and its arrays by name."""
     try:
         if isinstance(place, RemotePath):
             store = place.zarr_store({(place / DOCUMENT).key: document})
@@ -103,12 +104,12 @@ def _zarr_group(
         return group, tuple(group.arrays())
     except ObjectStoreError:
         raise
-    except Exception as error:  # whatever zarr raises for a document that nobody wrote
-        if isinstance(place, Path) and not place.exists():  # it has just gone
+    except Exception as error:  # zarr raises many types for a damaged document
+        if isinstance(place, Path) and not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
         raise not_opened(place, arrays, error) from error
 
 
 def run_identity(attributes: Mapping[str, Any]) -> Runs:
-    """Whose blocks a run holds, by the attributes of its root, which are checked."""
+    """Identities of the blocks of a run, from the checked attributes of its root."""
     return tuple((block, run) for block, run in attributes["runs"])

@@ -1,4 +1,4 @@
-"""Opening a run: the Dataset that plain `xr.open_zarr` gives, with checks."""
+"""Opening a run: the Dataset that `xr.open_zarr` returns, with checks."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ from trajstore.threads import default_threads
 
 __all__ = ["StoredReader", "open_run"]
 
-_MATRIX = 3  # dimensions of what is worth reading without a detour
+_MATRIX = 3  # dimensions of the arrays that are read without zarr
 
 
 @checks_types
 def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> xr.Dataset:
-    """Open a run lazily, also while it is being recorded.
+    """Open a run lazily. It may still be recorded.
 
-    `xr.open_dataset` does the same with ``engine="trajstore"``, and so does `xr.open_zarr`. This
-    says what is wrong where a run cannot be opened.
+    `xr.open_dataset` with ``engine="trajstore"`` and `xr.open_zarr` return the same Dataset. The
+    errors of this function state why a run cannot be opened.
 
     Parameters
     ----------
     path : path-like or str
         A local folder, or an address such as ``s3://bucket/run.zarr``, with the extra ``s3``.
     chunks : 'blocks' or None
-        With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
-        steps and tokens. A dask chunk is a block along ``step``, and along ``token`` what is
-        stored as one object, which decodes to 30 MiB at most, or half of that. With None there is
-        no dask: each selection is read when its values are asked for. A single token's history
-        comes several times faster so.
+        With ``'blocks'``, the default, variables are dask arrays, for computations over many steps
+        and tokens. A dask chunk is one block along ``step``, and one stored object along ``token``,
+        or half of it; an object decodes to at most 30 MiB. With None, dask is not used, and each
+        selection is read when its values are accessed. This reads the history of a single token
+        several times faster.
 
     Returns
     -------
     Dataset
-        Dimensions ``step``, ``token``, ``hidden``; float32 that holds each native value exactly.
+        Dimensions ``step``, ``token``, ``hidden``. The values are float32, which represents each
+        native value exactly.
 
     Raises
     ------
     RunNotFound
-        If there is nothing at `path`.
+        If `path` does not exist.
     FormatError
-        If it is not a run, or one of another format.
+        If it is not a run, or has another format.
     MissingExtra
-        If `path` is an address, and what reads such addresses is not installed.
+        If `path` is an address, and the extra that reads it is not installed.
     InvalidArgument
-        If `chunks` is anything else.
+        If `chunks` has another value.
 
     Examples
     --------
@@ -76,14 +77,14 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     if chunks not in ("blocks", None):
         raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
     group = open_group(path)
-    # Coordinates stay without dask, which can neither group by them nor look things up in them.
+    # Coordinates are not dask arrays, as xarray could not group by or look up values in these.
     ds = run_dataset(group, path)
-    ds.encoding["source"] = str(path)  # where it is from, as xarray's readers say it
+    ds.encoding["source"] = str(path)  # as xarray's own readers set it
     local = isinstance(location(path), Path)
     if chunks is None and not local:
         return ds
     data = {}
-    token = tokenize(str(path), ds.attrs)  # once, and not for each array
+    token = tokenize(str(path), ds.attrs)  # once for all arrays
     for name, array in group.arrays():
         variable = ds.data_vars.get(name)
         if variable is None:
@@ -91,7 +92,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
         stored = None
         if local and variable.ndim == _MATRIX:
             stored = stored_array(path, name, array)
-        if stored is not None and stored.shape != variable.shape:  # it has just grown
+        if stored is not None and stored.shape != variable.shape:  # it grew a moment ago
             stored = None
         if chunks is None:
             reader = StoredReader(array, stored and replace(stored, threads=default_threads()))
@@ -99,7 +100,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
             data[name] = indexing.CopyOnWriteArray(lazy)
         else:
             data[name] = da.from_array(
-                cast(Any, StoredReader(array, stored)),  # whose key may be one of xarray's
+                cast(Any, StoredReader(array, stored)),  # its keys may be those of xarray
                 _dask_chunks(stored) if stored else _preferred_chunks(variable),
                 name=f"{name}-{token}",
                 meta=np.empty((0,) * variable.ndim, variable.dtype),
@@ -121,16 +122,16 @@ def _preferred_chunks(variable: xr.DataArray) -> tuple[int, ...]:
 
 
 class StoredReader(BackendArray):
-    """An array of a run, as xarray or dask reads it.
+    """An array of a run, for xarray and dask.
 
-    What `stored` can read, it does: without the copy by way of zarr, which is a fifth of the time
-    of a scan, and without its event loop, which is half of that of a token. All else is zarr's.
+    `stored` reads plain selections, and zarr reads all others. Without zarr's copy a scan takes a
+    fifth less time, and without its event loop the history of a token takes half the time.
 
     Parameters
     ----------
     array : zarr.Array
     stored : StoredArray or None
-        None where there is no other way than zarr's.
+        None if only zarr can read the array.
     """
 
     def __init__(self, array: zarr.Array[Any], stored: StoredArray | None) -> None:
@@ -152,7 +153,7 @@ class StoredReader(BackendArray):
         return indexing.explicit_indexing_adapter(key, self.shape, support, read)
 
     async def async_getitem(self, key: indexing.ExplicitIndexer) -> Any:
-        """The same in a thread, for xarray's `load_async`."""
+        """Read in a thread, for xarray's `load_async`."""
         return await asyncio.to_thread(self.__getitem__, key)
 
     def _outer(self, key: tuple[Any, ...]) -> Any:

@@ -19,7 +19,7 @@ from trajstore.store.reading.run_settings import differing_settings, setting_tex
 
 __all__ = ["open_runs"]
 
-_SHOWN = 5  # of what differs, in a message
+_SHOWN = 5  # differing names that a message lists
 
 
 @checks_types
@@ -29,32 +29,32 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     Parameters
     ----------
     paths : path-like or iterable of path-like
-        Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs, as a sweep makes it; the runs
-        of these two come in the order of their names, numbers in them counted as such.
+        Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs, such as that of a sweep. The
+        runs of a pattern or folder are sorted by name, with numbers in numeric order.
     join : {'exact', 'inner'}
-        What becomes of runs with different steps or variables: with ``'exact'`` they are refused;
-        of ``'inner'`` there is what all of them have.
+        Treatment of runs with different steps or variables. ``'exact'`` raises an error;
+        ``'inner'`` keeps the steps and variables that all runs have.
 
     Returns
     -------
     Dataset
-        With the dimension ``run`` before the others: ``W`` is (run, step, token, hidden). The
-        coordinate ``run`` holds the names of the folders; along it lies every field in which the
-        configurations differ, by its own name (``sigma``), or where that says too little by its
-        whole one (``optimizer.name``). Coordinates of the tokens that differ between runs, as
-        ``is_dead`` of runs of different texts, are along ``run``, too. Attributes are those that
-        the runs share; what each has of its own is under ``of_run``, where the functions of
-        `analysis` find it.
+        The first dimension is ``run``: ``W`` is (run, step, token, hidden). The coordinate ``run``
+        holds the names of the folders. Every setting in which the configurations differ is a
+        coordinate along ``run``, with its short name (``sigma``), or with its full name if the
+        short one is ambiguous (``optimizer.name``). Token coordinates that differ between runs,
+        such as ``is_dead`` for different texts, have the dimension ``run``, too. The attributes
+        are those that all runs share. ``of_run`` holds the other attributes of each run, which the
+        functions of `analysis` use.
 
     Raises
     ------
     RunNotFound
-        If there is nothing at a path, or no run of a pattern.
+        If a path does not exist, or no run matches a pattern.
     InvalidArgument
-        If tokens or hidden dimensions differ, or with ``'exact'`` steps or variables; the message
-        says how.
+        If tokens or hidden dimensions differ, or, with ``'exact'``, steps or variables. The message
+        states the difference.
     FormatError, MissingExtra
-        As `trajstore.open_run`.
+        See `trajstore.open_run`.
 
     Examples
     --------
@@ -92,29 +92,29 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Names of the folders; where two are alike, whole paths."""
+    """Names of the folders, or full paths if two names are equal."""
     short = [Path(path.rstrip("/")).name.removesuffix(".zarr") for path in paths]
     return short if len(set(short)) == len(short) else list(paths)
 
 
 def _check_same(runs: dict[str, xr.Dataset], dim: str) -> None:
-    """Insist that all runs have the same coordinate along a dimension."""
+    """Raise an error unless all runs have the same coordinate along a dimension."""
     (first, reference), *others = runs.items()
     for name, run in others:
         if run.sizes.get(dim) != reference.sizes.get(dim):
-            what = f"{run.sizes.get(dim)} and {reference.sizes.get(dim)} long along {dim}"
+            what = f"lengths {run.sizes.get(dim)} and {reference.sizes.get(dim)} along {dim}"
         elif dim in run.coords and not np.array_equal(run[dim].values, reference[dim].values):
-            what = f"of other {dim}s"
+            what = f"different {dim}s"
         else:
             continue
         raise InvalidArgument(
-            f"the runs {name} and {first} are {what}, so they cannot be opened together; open each "
-            "by itself, and select what they share"
+            f"the runs {name} and {first} have {what}, so they cannot be opened together; open "
+            "each one alone, and select what they share"
         )
 
 
 def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset]:
-    """Runs of the same steps and variables."""
+    """Runs, reduced to common steps and variables."""
     (first, reference), *others = runs.items()
     steps, variables = reference["step"].values, list(reference.data_vars)
     for name, run in others:
@@ -125,7 +125,7 @@ def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset
         steps, variables = common, there
     if not steps.size or not variables:
         what = "variable" if steps.size else "step"
-        raise InvalidArgument(f"these runs have no {what} in common")
+        raise InvalidArgument(f"these runs have no {what} in common; open each one alone")
     return {
         name: run[variables].isel(step=np.flatnonzero(np.isin(run["step"].values, steps)))
         if not np.array_equal(run["step"].values, steps)
@@ -137,13 +137,13 @@ def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset
 def _refuse_others(name: str, run: xr.Dataset, first: str, reference: xr.Dataset) -> None:
     differing = set(map(str, run.data_vars)) ^ set(map(str, reference.data_vars))
     if differing:
-        what = f"{_listed(sorted(differing))} {'is' if len(differing) == 1 else 'are'} in one only"
+        what = f"{_listed(sorted(differing))} {'is' if len(differing) == 1 else 'are'} in only one"
     elif not np.array_equal(run["step"].values, reference["step"].values):
         what = f"{name} has {_span(run)}, {first} {_span(reference)}"
     else:
         return
     raise InvalidArgument(
-        f"the runs {name} and {first} differ: {what}; to look at what all runs have, open them "
+        f"the runs {name} and {first} differ: {what}; to use what all runs have, open them "
         "with join='inner' (--common-steps)"
     )
 
@@ -161,7 +161,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shared(attributes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Attributes that all runs have alike."""
+    """Attributes that are equal in all runs."""
     first, *others = attributes
     return {
         key: value
@@ -171,7 +171,7 @@ def _shared(attributes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _own(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[str, Any]:
-    """What a run has of its own: attributes, those of variables, and where it is from."""
+    """Source, attributes and attributes of variables that belong to this run only."""
     variables = {
         str(name): dict(variable.attrs)
         for name, variable in run.variables.items()
@@ -185,7 +185,7 @@ def _own(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[
 
 
 def _swept(combined: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
-    """Coordinates along run: the fields in which the configurations differ."""
+    """Coordinates along run: the settings in which the configurations differ."""
     attributes = [run.attrs for run in runs]
     differing = differing_settings(attributes)
     coordinates = {}
@@ -197,7 +197,7 @@ def _swept(combined: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
 
 
 def _values(values: Sequence[Any]) -> npt.NDArray[Any]:
-    """Numbers as such, all else as text."""
+    """Numbers as numbers, other values as text."""
     if all(isinstance(value, int | float) for value in values):
         return np.array(values)
     return np.array([setting_text(value) for value in values])

@@ -1,4 +1,4 @@
-"""What a run is: the facts that `trajstore info` prints."""
+"""Facts about a run, which `trajstore info` prints."""
 
 from __future__ import annotations
 
@@ -31,26 +31,30 @@ def information(path: RunPath) -> dict[str, Any]:
     Returns
     -------
     dict
-        The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
-        name: shape, chunk, shard, native_dtype, kind (of its codec; None for a coordinate),
-        bytes_native, bytes_on_disk, ratio), and
-        ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
-        may include a block that is being written; they, ratios and files are None on a web server,
-        which does not say what there is. ``written_to``, whether a process writes to it
-        (`is_written_to`). ``advice``, what the types of the optimizer's
-        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`). ``populations``,
-        by name the number of tokens of each that was named when the run was recorded.
+        The attributes of the root, and:
+
+        - ``steps``: first and last; None without rows
+        - ``arrays``: by name, shape, chunk, shard, native_dtype, kind (of its codec; None for a
+          coordinate), bytes_native, bytes_on_disk, ratio
+        - ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run
+        - ``written_to``: True if a process writes to the run (`is_written_to`)
+        - ``advice``: limits of the numeric types of the optimizer state and of W
+          (`trajstore.optimizer_advice.Advice`)
+        - ``populations``: number of tokens of each population named during the recording
+
+        Bytes on disk may include a block that is being written. On a web server, which cannot list
+        objects, they are None, and so are ratios and files.
 
     Raises
     ------
     RunNotFound, FormatError
         If there is no run at `path`.
     """
-    # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
+    # Before the root is read: a writer first sets the final status there, then releases the lock.
     written_to = is_written_to(path)
     group = open_group(path)
     place = location(path)
-    sizes = object_sizes(place) if _says_sizes(place) else None
+    sizes = object_sizes(place) if _lists_sizes(place) else None
     arrays: dict[str, dict[str, Any]] = {}
     for name, array in sorted(group.arrays(), key=lambda item: _order(item[0])):
         native = str(array.attrs.get("native_dtype", array.dtype))
@@ -93,26 +97,26 @@ def information(path: RunPath) -> dict[str, Any]:
 
 
 def run_status(facts: Mapping[str, Any]) -> str:
-    """Status of a run, and whether it can be true."""
+    """Status of a run, with a remark if its process died."""
     dead = facts["status"] == "recording" and facts["written_to"] is False
     return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
 
 
 def stored_bytes(path: RunPath) -> int | None:
-    """Bytes of all files of a run, also of a block that is being written.
+    """Bytes of all files of a run, including a block that is being written.
 
-    None on a web server, which does not say what there is.
+    None on a web server, which cannot list objects.
     """
     place = location(path)
-    return sum(object_sizes(place).values()) if _says_sizes(place) else None
+    return sum(object_sizes(place).values()) if _lists_sizes(place) else None
 
 
-def _says_sizes(place: Location) -> bool:
+def _lists_sizes(place: Location) -> bool:
     return isinstance(place, Path) or place.listed
 
 
 def _stored(sizes: Mapping[str, int] | None, prefix: str) -> int | None:
-    """Bytes of the objects whose keys begin so; None if nobody says how many."""
+    """Bytes of the objects whose keys begin with `prefix`; None if `sizes` is None."""
     if sizes is None:
         return None
     return sum(size for key, size in sizes.items() if key.startswith(prefix))
@@ -124,7 +128,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def object_sizes(run: Location) -> dict[str, int]:
-    """Bytes of all objects of a run, by their keys, also of a block that is being written."""
+    """Bytes of all objects of a run, by key, including a block that is being written."""
     if isinstance(run, RemotePath):
         return {path.key[len(run.key) + 1 :]: size for path, size in run.below().items()}
     sizes = {}
@@ -133,6 +137,6 @@ def object_sizes(run: Location) -> dict[str, int]:
             file = os.path.join(parent, name)
             try:
                 sizes[os.path.relpath(file, run)] = os.stat(file).st_size
-            except FileNotFoundError:  # a temporary that has just been moved into place
+            except FileNotFoundError:  # a temporary file that was renamed meanwhile
                 continue
     return sizes

@@ -1,4 +1,4 @@
-"""Which runs are meant: names, patterns, and folders of sweeps."""
+"""Paths of runs, from names, patterns and folders of sweeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def run_paths(paths: Paths) -> list[str]:
-    """Paths of runs, each once: what patterns match, and the runs of a folder such as a sweep's.
+    """Paths of runs, without duplicates. Patterns and folders of runs, as of a sweep, are expanded.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def run_paths(paths: Paths) -> list[str]:
 
 
 def _runs_within(path: str) -> list[str]:
-    """Runs of a folder that is none itself, such as that of a sweep."""
+    """Runs in a folder that is not a run, such as that of a sweep."""
     if os.path.exists(os.path.join(path, DOCUMENT)):
         return []
     documents = glob.glob(os.path.join(glob.escape(path), "*.zarr", DOCUMENT))
@@ -47,6 +47,6 @@ def _runs_within(path: str) -> list[str]:
 
 
 def _by_numbers(path: str) -> list[tuple[int, str]]:
-    """Order of names: numbers as numbers."""
+    """Sort key of a name, with numbers in numeric order."""
     parts = re.findall(r"\d+|\D+", path)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Settings of runs: one by its path, those that differ between runs, and labels of these."""
+"""Settings of runs, those that differ between runs, and labels made from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = [
 
 SEED = "config.training.seed"
 UNSET = "unset"
-"""Text of a setting that a run does not have, or leaves open."""
+"""Text of a setting that is missing or None."""
 
-_MOST = 4  # settings of a label
+_MOST = 4  # settings in a label
 
 
 def attribute(attributes: Mapping[str, Any], *path: str) -> Any:
-    """Nested value of attributes; None where there is none."""
+    """Nested value of attributes, or None."""
     value: Any = attributes
     for key in path:
         if isinstance(value, Mapping):
@@ -40,14 +40,14 @@ def attribute(attributes: Mapping[str, Any], *path: str) -> Any:
 def settings(
     attributes: Mapping[str, Any], keys: Iterable[str] = ("config", "optimizer")
 ) -> dict[str, Any]:
-    """Settings of a run by their whole names, such as ``config.training.seed``.
+    """Settings of a run by their full names, such as ``config.training.seed``.
 
     Parameters
     ----------
     attributes : mapping
-        Of the run's root.
+        Attributes of the run's root.
     keys : iterable of str
-        Attributes that hold settings.
+        Names of attributes that hold settings.
     """
     return _flat({key: attributes.get(key) or {} for key in keys})
 
@@ -55,9 +55,9 @@ def settings(
 def differing_settings(
     runs: Sequence[Mapping[str, Any]], without: Container[str] = ()
 ) -> dict[str, list[Any]]:
-    """Settings in which runs differ: of each its value in every run, None where it has none.
+    """Settings in which runs differ, with the value in each run, or None.
 
-    Of runs without a configuration, those of the optimizer.
+    Runs without a configuration are compared by the settings of the optimizer.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def differing_settings(
 
 
 def short_names(runs: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str]:
-    """Own name of each setting; with its section, where several sections have that name."""
+    """Short name of each setting; with its section, if several sections have that name."""
     every = dict.fromkeys(name for one in _known(runs) for name in one)
     counts = Counter(name.rpartition(".")[2] for name in every)
     return {
@@ -95,14 +95,14 @@ def short_names(runs: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict
 def run_labels(
     runs: Sequence[Mapping[str, Any]], names: Sequence[str], without: Container[str] = ()
 ) -> list[str]:
-    """Label of each run: what differs between their settings, and no two alike.
+    """Unique label of each run, from the settings that differ.
 
     Parameters
     ----------
     runs : sequence of mapping
         Attributes of the roots.
     names : sequence of str
-        Of the runs; the labels where nothing differs, or too much to be read.
+        Names of the runs. They are the labels if no setting differs, or more than four.
     without : container of str
         Settings to leave out.
 
@@ -114,7 +114,7 @@ def run_labels(
     """
     differing = differing_settings(runs, without)
     if not differing or len(differing) > _MOST:
-        return _told_apart(names)
+        return _unique(names)
     short = short_names(runs, differing)
     labels = [
         ", ".join(f"{short[name]}={setting_text(values[at])}" for name, values in differing.items())
@@ -125,11 +125,11 @@ def run_labels(
         f"{name}: {label}" if counts[label] > 1 else label
         for name, label in zip(names, labels, strict=True)
     ]
-    return _told_apart(named)
+    return _unique(named)
 
 
-def _told_apart(labels: Sequence[str]) -> list[str]:
-    """The labels, of which those that repeat one before are numbered."""
+def _unique(labels: Sequence[str]) -> list[str]:
+    """Labels, with a number appended to repeated ones."""
     seen: Counter[str] = Counter()
     result = []
     for label in labels:
@@ -139,7 +139,7 @@ def _told_apart(labels: Sequence[str]) -> list[str]:
 
 
 def setting_text(value: Any) -> str:
-    """How a setting is shown; one that a run does not have is not empty."""
+    """Text of a setting, which is never empty."""
     return UNSET if value is None else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Several runs as a table: what each is, and in which settings they differ."""
+"""A table of several runs: their facts, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from trajstore.store.storage.remote_path import RunPath
 
 __all__ = ["final_loss", "run_table"]
 
-_MOST = 4  # settings that have columns
+_MOST = 4  # columns of settings
 
 
 def final_loss(run: RunPath) -> float | None:
-    """Loss of the last row; None without one, or where it is no number.
+    """Loss of the last row; None if there is none, or if it is not finite.
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run.
+        If there is no run at the path.
     """
     ds = open_run(run, chunks=None)
     if "loss" not in ds or not ds.sizes["step"]:
@@ -44,7 +44,7 @@ def run_table(found: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[l
     Parameters
     ----------
     found : mapping
-        By the name of each run, `trajstore.store.reading.run_info.information` and its
+        For the name of each run, `trajstore.store.reading.run_info.information` and
         ``final_loss``.
 
     Returns

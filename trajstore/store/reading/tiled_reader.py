@@ -1,7 +1,7 @@
-"""A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast.
+"""Reading for exporters, in tiles that fit into memory and are fast to decode.
 
-A tile is what is decoded in one go: the rows of one block, and as many tokens as stay within a few
-MiB. Reading tile by tile keeps memory flat, whatever the sizes of runs and blocks.
+A tile is decoded at once. It covers the rows of one block, and as many tokens as fit into a few
+MiB. So memory does not grow with the sizes of runs and blocks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TILE = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Part of a selection that is read in one go.
+    """Part of a selection that is read at once.
 
     Attributes
     ----------
     where : tuple of slice
-        Its place in the selection: rows, and tokens where the variable has them.
+        Position in the selection: rows, and tokens if the variable has them.
     read : callable
-        Returns its stored values.
+        Returns the stored values.
     """
 
     where: Where
@@ -59,9 +59,9 @@ class TiledVariable:
     native : NativeType
     attributes : dict
     tile : tuple of int
-        Rows, and tokens where there are some, that are read together.
+        Numbers of rows, and of tokens if the variable has them, that are read together.
     get, bits : callable
-        Stored values, and native bits, at a tuple of slices.
+        Return stored values or native bits for a tuple of slices.
     """
 
     name: str
@@ -79,9 +79,9 @@ class TiledVariable:
         Parameters
         ----------
         rows : ndarray of int
-            Positions along ``step``, not decreasing; the same one may occur again.
+            Positions along ``step``, not decreasing. A position may repeat.
         tokens : ndarray of int, optional
-            Positions along ``token``, not decreasing; all without it.
+            Positions along ``token``, not decreasing (default: all).
         native : bool
             Read native bits instead of stored values.
         """
@@ -100,18 +100,18 @@ class TiledVariable:
 
 @dataclass(frozen=True, kw_only=True)
 class TiledRun:
-    """A run to read from, at one commit.
+    """A run opened for reading, at one commit.
 
     Attributes
     ----------
     attributes : dict
-        Of the root.
+        Attributes of the root.
     steps : ndarray of int64, (step,)
     coordinates : dict of str to ndarray, (token,)
-        Always ``token``.
+        Coordinates along ``token``, always including ``token``.
     series : dict of str to TiledVariable
     parameters : ndarray of str, (parameter,), optional
-        Names, where there are variables of the model's parameters.
+        Names of the model's parameters, if there are variables of them.
     """
 
     attributes: dict[str, Any]
@@ -122,36 +122,36 @@ class TiledRun:
 
     @property
     def populations(self) -> dict[str, Array]:
-        """Those of the coordinates that are of none of the schema's names."""
+        """Coordinates that are not in the schema."""
         return {name: mask for name, mask in self.coordinates.items() if name not in COORDINATES}
 
     @property
     def room_for_examples(self) -> dict[str, Any]:
-        """Lengths of ``example`` and ``position``, as `RunWriter.create` takes them."""
+        """Lengths of ``example`` and ``position``, as arguments of `RunWriter.create`."""
         return room_for_examples({name: each.shape[1:] for name, each in self.series.items()})
 
 
 def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
-    """Open what is to be exported.
+    """Open a run or Dataset for an export.
 
     Parameters
     ----------
     run : path-like, str or Dataset
-        A run, or a Dataset with its variables and coordinates.
+        A run, or a Dataset with variables and coordinates of a run.
 
     Raises
     ------
     RunNotFound, FormatError
         If there is no run at the path.
     InvalidArgument
-        If a Dataset lacks a coordinate or has variables of other dimensions.
+        If a Dataset lacks a coordinate, or a variable has other dimensions.
     VariableNotRecorded
-        If it holds no variable of a run.
+        If there is no variable of a run.
     """
     source = _of_dataset(run) if isinstance(run, xr.Dataset) else _of_path(run)
     if not source.series:
         raise VariableNotRecorded(
-            f"there is nothing to export; a run holds some of {', '.join(VARIABLES)}"
+            f"there is nothing to export, expected at least one of {', '.join(VARIABLES)}"
         )
     return source
 
@@ -199,7 +199,7 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
                 f"expected ({', '.join(dims)})"
             )
         da = da.transpose(*dims)
-        chunks = da.variable.chunksizes  # its coordinates may have others
+        chunks = da.variable.chunksizes  # coordinates may have other chunks
         tile = tuple(max(chunks.get(dim, (da.sizes[dim],)), default=1) for dim in dims[:2])
 
         def get(where: Where, da: xr.DataArray = da) -> Array:
@@ -236,7 +236,7 @@ def _series(
     native = native_type(attributes.get("native_dtype", dtype.name))
     if "token" in dims:
         strip = int(np.prod(shape[2:], dtype=np.int64)) * tile[0] * tile[1] * dtype.itemsize
-        # Whole chunks, so that none is decoded twice.
+        # Whole chunks, so that no chunk is decoded twice.
         tile = (tile[0], tile[1] * max(1, _TILE // max(strip, 1)))
     else:
         row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
@@ -267,16 +267,16 @@ def _reader(
 
 
 def _spans(picked: Array, length: int) -> Iterator[tuple[slice, slice, Array | None]]:
-    """Where picked positions fall into consecutive stretches of an axis.
+    """Split picked positions by consecutive ranges of an axis.
 
     Yields
     ------
     at : slice
-        Of `picked`.
+        Range of `picked`.
     read : slice
-        Of the axis.
+        Range of the axis.
     pick : ndarray of int, optional
-        What to take of the part that was read; None for all of it.
+        Positions within that range; None for all.
     """
     length = max(length, 1)
     start = 0
@@ -292,7 +292,7 @@ def _spans(picked: Array, length: int) -> Iterator[tuple[slice, slice, Array | N
 
 
 def positions(values: Array, wanted: Array) -> Array:
-    """Positions of `wanted` in `values`; −1 where it is not there."""
+    """Positions of `wanted` in `values`; −1 for missing ones."""
     if not len(values):
         return np.full(len(wanted), -1)
     order = np.argsort(values, kind="stable")

@@ -1,6 +1,6 @@
 """xarray's engine ``trajstore``: a run as a lazy Dataset, `xr.open_dataset(path)`.
 
-xarray finds it by its entry point, and takes it for a folder that holds a run.
+xarray finds the engine by its entry point, and uses it for folders of runs.
 """
 
 from __future__ import annotations
@@ -42,23 +42,22 @@ def run_dataset(
 ) -> xr.Dataset:
     """Dataset of the group of a run, without dask.
 
-    Its steps are read past zarr, which takes longer for each of their blocks than for a matrix. Of
-    a run that is at an address, steps that follow upon each other are not read one block after
-    the other: the first and the last give them all.
+    Steps are read without zarr, whose overhead for their small blocks is large. In an object store,
+    only the first and last step are read, if they show that all steps between them were recorded.
 
     Raises
     ------
     FormatError
-        If steps or coordinates cannot be read, or the arrays do not make a Dataset.
+        If steps or coordinates cannot be read, or the arrays do not form a Dataset.
     """
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
     try:
         return _dataset(group, place, dropped, reader)
     except (TrajstoreError, OSError, MemoryError):
         raise
-    except Exception as error:  # whatever xarray and codecs raise for what nobody wrote
+    except Exception as error:  # xarray and codecs raise many types for damaged data
         raise FormatError(
-            f"{place} cannot be read: {error}; see what is wrong with: trajstore verify "
+            f"{place} cannot be read: {error}; list the damage with: trajstore verify "
             f"{shlex.quote(str(place))}"
         ) from error
 
@@ -71,7 +70,7 @@ def _dataset(
     if STEP.name not in dropped:
         array = cast(Any, group[STEP.name])
         if isinstance(location(place), RemotePath):
-            steps = _steps_by_the_ends(array)
+            steps = _steps_from_ends(array)
         else:
             stored = stored_array(place, STEP.name, array)
             if stored is not None:
@@ -85,10 +84,10 @@ def _dataset(
     return ds.assign_coords({STEP.name: variable})
 
 
-def _steps_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
-    """Steps of a run of three blocks or more, if there is none between them that was left out.
+def _steps_from_ends(array: Any) -> npt.NDArray[np.int64] | None:
+    """Steps of a run of three blocks or more, if they are consecutive; otherwise None.
 
-    As steps increase strictly, as many as lie from the first to the last are all of these.
+    Steps increase strictly. So they are consecutive if their number equals last − first + 1.
     """
     (rows,), (block,) = array.shape, array.chunks
     if rows <= 2 * block:
@@ -98,9 +97,9 @@ def _steps_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
 
 
 class TrajstoreBackend(BackendEntrypoint):
-    """Opens runs."""
+    """The engine ``trajstore``."""
 
-    description = "Histories of training that trajstore has recorded"
+    description = "Runs recorded by trajstore"
     open_dataset_parameters = ("filename_or_obj", "drop_variables")
 
     def open_dataset(  # type: ignore[override]
@@ -109,7 +108,7 @@ class TrajstoreBackend(BackendEntrypoint):
         *,
         drop_variables: str | Iterable[str] | None = None,
     ) -> xr.Dataset:
-        """Dataset of a run, without dask: each selection is read when its values are asked for.
+        """Open a run without dask. Each selection is read when its values are accessed.
 
         Raises
         ------
@@ -117,11 +116,11 @@ class TrajstoreBackend(BackendEntrypoint):
             See `trajstore.store.reading.open_group.open_group`.
         """
         group = open_group(filename_or_obj)
-        reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
+        reader = StoreBackendEntrypoint().open_dataset  # the caller creates the indices
         return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Whether it is the folder of a run."""
+        """True for the folder of a run."""
         if not isinstance(filename_or_obj, str | os.PathLike):
             return False
         try:

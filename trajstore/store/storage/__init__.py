@@ -1,17 +1,17 @@
-"""Places that hold a run: folders, object stores, locks.
+"""Storage of a run: folders, object stores, locks.
 
 ``atomic``
-    Objects of a run: each is replaced whole, or not at all, and never through a link.
+    Atomic replacement of the objects of a run.
 ``hub_address``
-    Addresses on the hub of Hugging Face, as huggingface_hub writes them: ``hf://datasets/…``.
+    Addresses of the Hugging Face hub, as huggingface_hub writes them: ``hf://datasets/…``.
 ``lock``
     One writer at a time in a folder.
 ``object_file``
-    An object of a run, open to be read in parts: a file, or what an object store holds.
+    An open object of a run, read in parts, from a file or an object store.
 ``object_requests``
-    Requests to obstore: errors in one line, one retry, and a store for zarr.
+    Requests to obstore: one-line errors, one retry, and a store for zarr.
 ``remote_lock``
     One writer at a time in an object store.
 ``remote_path``
-    Addresses of object stores, with as much of `pathlib.Path` as runs need.
+    Addresses of object stores, with the part of the interface of `pathlib.Path` that runs need.
 """

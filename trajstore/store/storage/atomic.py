@@ -1,8 +1,8 @@
-"""Objects of a run: each is replaced whole, or not at all, and never through a link.
+"""Atomic replacement of the objects of a run, and never through a link.
 
-What is written survives a loss of power, unless the caller wants it otherwise: the data of a file
-is on the disk before its name changes, and the name before the call returns. Flushes that need no
-order are made at once, in threads, since a file system then writes its journal once for all.
+By default, written objects survive a loss of power: the data of a file is on the disk before the
+rename, and the name is on the disk before the call returns. Flushes without a required order run
+in parallel threads, because the file system then writes its journal once for all of them.
 """
 
 from __future__ import annotations
@@ -45,26 +45,25 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 _FLUSHES = 16
-"""Flushes at once."""
+"""Number of simultaneous flushes."""
 
 _NO_FLUSH = (errno.EBADF, errno.EINVAL)
-"""What a file system says that cannot flush folders; source: `fsync_fname_ext` of PostgreSQL."""
+"""Errors of a file system that cannot flush folders; source: `fsync_fname_ext` of PostgreSQL."""
 
 
 def put(path: Location, parts: Iterable[bytes], *, fsync: bool = True) -> int:
-    """Write an object from its parts and put it in place in one step.
+    """Write an object from its parts, and replace the old one atomically.
 
-    A reader, and whoever comes after a crash, sees the old object or the whole new one. A failed
-    write leaves nothing behind.
+    Readers see the complete old or new object, also after a crash. A failed write leaves no files.
 
     Parameters
     ----------
     path : Path or RemotePath
-        Its folder must be there: one that has gone is an error, not made again.
+        Its folder must exist; it is not created.
     parts : iterable of bytes
         Consumed one at a time, so a file is never in memory as a whole.
     fsync : bool
-        Return only when the object, and its name, would survive a loss of power.
+        Return only when the object and its name survive a loss of power.
 
     Returns
     -------
@@ -79,14 +78,14 @@ def put(path: Location, parts: Iterable[bytes], *, fsync: bool = True) -> int:
 
 
 def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = True) -> int:
-    """Write several objects, each as `put`: first the data of all, and then their names.
+    """Write several objects as `put` does: first the data of all, then their names.
 
     Parameters
     ----------
     objects : iterable of (Path, iterable of bytes)
-        Consumed one at a time.
+        Paths and parts, consumed one at a time.
     fsync : bool
-        As for `put`.
+        See `put`.
 
     Returns
     -------
@@ -97,19 +96,19 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
     size = 0
     try:
         for path, parts in objects:
-            beside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
-            written[beside] = path
-            with beside.open("wb") as file:
+            temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+            written[temporary] = path
+            with temporary.open("wb") as file:
                 for part in parts:
                     file.write(part)
                 size += file.tell()
         if fsync:
             flush(written)
-        for beside, path in written.items():
-            beside.replace(path)
+        for temporary, path in written.items():
+            temporary.replace(path)
     except BaseException:
-        for beside in written:
-            beside.unlink(missing_ok=True)
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
         raise
     if fsync:
         flush({path.parent for path in written.values()})
@@ -117,18 +116,18 @@ def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = Tr
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Have an object of another run, too: a hard link, as no object is ever written into.
+    """Link an object of another run, or copy it. Links are safe, as objects are never modified.
 
-    It is not flushed: what is made of links is made beside its place, and flushed as a whole.
+    The target is not flushed: callers link into a temporary folder and flush that as a whole.
 
     Parameters
     ----------
     source, target : Path
-        There is nothing at `target`.
+        `target` must not exist.
     """
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links, or too many of them
+    except OSError:  # another file system, or one without links, or too many links
         put(target, _pieces(source), fsync=False)
 
 
@@ -139,13 +138,13 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def make_folder(folder: Path, *, fsync: bool = True) -> None:
-    """Make a folder, and those above it that are missing, unless it is there.
+    """Create a folder and its missing parents. Do nothing if it exists.
 
     Parameters
     ----------
     folder : Path
     fsync : bool
-        Return only when the names of all that were made would survive a loss of power.
+        Return only when the names of all new folders survive a loss of power.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +153,7 @@ def make_folder(folder: Path, *, fsync: bool = True) -> None:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Make what files hold, and the names in folders, survive a loss of power; in any order."""
+    """Flush the data of files and the names in folders to disk, in any order."""
     jobs = [partial(_flush, path) for path in paths]
     if len(jobs) == 1:
         jobs[0]()
@@ -164,9 +163,9 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def flush_tree(path: Path) -> None:
-    """Make a file, or a folder with all that is in it, survive a loss of power, but for its name.
+    """Flush a file, or a folder with all its content, except its own name.
 
-    Files that are linked from elsewhere are flushed, too: whoever wrote them may not have.
+    Linked files are flushed, too, as their writer may not have flushed them.
     """
     flush([path, *(each for each in path.rglob("*") if not each.is_symlink())])
 
@@ -183,7 +182,7 @@ def _flush(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Have two folders change places, at once; False where the system cannot.
+    """Exchange two folders atomically. Return False if the system does not support it.
 
     Source: renameat2(2), of Linux.
     """
@@ -199,21 +198,20 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sweep(run: Location) -> list[Path]:
-    """Remove what processes that died have left in a run's folder, or a file's, and beside it.
+    """Remove temporary files that dead processes left in and next to a run, or next to a file.
 
-    Only whoever holds the lock may do that: unfinished objects of a writer that lives look the
-    same. Of what lies beside it, nothing is removed that has the number of a living process other
-    than this one.
+    The caller must hold the lock, as the temporary files of a running writer look the same. Next to
+    the run, files with the number of another running process are kept.
 
     Parameters
     ----------
     run : Path or RemotePath
-        A run, or any file or folder that is made beside its place.
+        A run, or any file or folder that is created under a temporary name next to it.
 
     Returns
     -------
     list of Path
-        What was removed.
+        Removed files and folders.
     """
     left = leftovers(run, own=True)
     for path in left:
@@ -225,27 +223,27 @@ def sweep(run: Location) -> list[Path]:
 
 
 def leftovers(run: Location, *, own: bool = False) -> list[Path]:
-    """What `sweep` would remove; with `own` also what has the number of this process.
+    """Files and folders that `sweep` would remove; with `own`, also those of this process.
 
-    In an object store, nothing is left of an unfinished write.
+    In an object store, unfinished writes leave nothing.
     """
     if isinstance(run, RemotePath):
         return []
-    ours = re.compile(rf"\.{re.escape(run.name)}\.(\d+)({re.escape(PARTIAL_SUFFIX)}|\.old)")
-    beside = [
+    temporary = re.compile(rf"\.{re.escape(run.name)}\.(\d+)({re.escape(PARTIAL_SUFFIX)}|\.old)")
+    adjacent = [
         path
         for path in run.parent.iterdir()
-        if (match := ours.fullmatch(path.name))
+        if (match := temporary.fullmatch(path.name))
         and ((own and int(match[1]) == os.getpid()) or not is_alive(int(match[1])))
     ]
     inside = re.compile(rf"\..+\.\d+{re.escape(PARTIAL_SUFFIX)}")
-    return beside + [
+    return adjacent + [
         path for path in run.rglob(".*") if inside.fullmatch(path.name) and path.is_file()
     ]
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is a process of that number on this machine."""
+    """True if a process with that number runs on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -256,9 +254,9 @@ def is_alive(process: int) -> bool:
 
 
 def inner_links(run: Location) -> list[Path]:
-    """Links among what is in the folder of a run, and in the folders of its arrays.
+    """Symbolic links in the folder of a run and in the folders of its arrays.
 
-    An object store has none.
+    An object store has no links.
     """
     found: list[Path] = []
     if isinstance(run, RemotePath):
@@ -272,17 +270,17 @@ def inner_links(run: Location) -> list[Path]:
 
 
 def refuse_links(run: Location) -> None:
-    """Insist that whatever is written to a run, or removed from it, is in its own folder.
+    """Raise an error if a run contains a link, so that no write leaves its folder.
 
     Raises
     ------
     FormatError
-        If there is a link in it.
+        If there is a link in the run.
     """
     links = inner_links(run)
     if links:
         raise FormatError(
-            f"{links[0]} is a link to {os.readlink(links[0])}, and nothing is written or removed "
-            "through a link inside a run; put what it leads to in its place, or make a copy of the "
-            f"run without links (cp -rL {run.name} COPY)"
+            f"{links[0]} is a link to {os.readlink(links[0])}, and runs with links are not "
+            "changed; replace the link by its target, or copy the run without links "
+            f"(cp -rL {run.name} COPY)"
         )

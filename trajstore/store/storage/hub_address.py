@@ -1,7 +1,7 @@
-"""Addresses on the hub of Hugging Face, as huggingface_hub writes them: ``hf://datasets/…``.
+"""Addresses of the Hugging Face hub, as huggingface_hub writes them: ``hf://datasets/…``.
 
-A file of a repository is at ``https://huggingface.co/REPOSITORY/resolve/REVISION/FILE``, to be
-read like one of any web server.
+A file of a repository is at ``https://huggingface.co/REPOSITORY/resolve/REVISION/FILE``, and is
+read like a file of any web server.
 
 Source: the documentation of huggingface_hub, *HfFileSystem* and *Environment variables*.
 """
@@ -16,12 +16,12 @@ from trajstore.errors import InvalidArgument
 __all__ = ["hub_endpoint", "hub_headers", "hub_url", "split_hub_address"]
 
 _HUB = "https://huggingface.co"
-_KINDS = ("datasets", "spaces")  # all other repositories are of models
+_KINDS = ("datasets", "spaces")  # all other repositories hold models
 _BRANCH = "main"
 
 
 def split_hub_address(address: str) -> tuple[str, str]:
-    """Repository, with its revision if it says one, and path in it.
+    """Repository, with its revision if given, and the path in it.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def split_hub_address(address: str) -> tuple[str, str]:
     Raises
     ------
     InvalidArgument
-        If it names no path in a repository.
+        If it contains no path in a repository.
 
     Examples
     --------
@@ -44,30 +44,30 @@ def split_hub_address(address: str) -> tuple[str, str]:
     if not path or not all(repository) or not all(path):
         raise InvalidArgument(
             f"{address} names no run; expected hf://datasets/USER/NAME/RUN.zarr, or "
-            "hf://USER/NAME/RUN.zarr in the repository of a model"
+            "hf://USER/NAME/RUN.zarr for the repository of a model"
         )
     return f"hf://{'/'.join(repository)}", "/".join(path)
 
 
 def hub_endpoint() -> str:
-    """Address of the hub, or of the server that ``HF_ENDPOINT`` names in its place."""
+    """Address of the hub, or that of ``HF_ENDPOINT`` if it is set."""
     return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
 
 
 def hub_url(repository: str) -> str:
-    """Where a server has the files of a repository.
+    """URL of the files of a repository.
 
     Parameters
     ----------
     repository : str
-        As `split_hub_address` returns it.
+        As returned by `split_hub_address`.
     """
     name, _, revision = repository.removeprefix("hf://").partition("@")
-    written = quote(unquote(revision) or _BRANCH, safe="")  # a branch may have slashes
+    written = quote(unquote(revision) or _BRANCH, safe="")  # the name of a branch may have slashes
     return f"{hub_endpoint()}/{quote(name)}/resolve/{written}"
 
 
 def hub_headers() -> dict[str, str]:
-    """What says who asks: the token in ``HF_TOKEN``, if there is one."""
+    """Headers with the token in ``HF_TOKEN``, if it is set."""
     token = os.environ.get("HF_TOKEN", "").strip()
     return {"authorization": f"Bearer {token}"} if token else {}

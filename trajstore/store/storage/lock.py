@@ -1,9 +1,9 @@
 """One writer at a time.
 
-The lock of a run is a file beside it, `.NAME.zarr.lock`, held with the system's own file lock for
-as long as the writer lives, whatever ends it. What the file says (host, process, start) is for the
-message that the second writer gets, and for file systems that several machines share and whose
-locks do not reach from one to the other.
+The lock of a run is a file next to it, `.NAME.zarr.lock`. The writer holds the system's file lock
+on it until its process ends, for whatever reason. The content of the file (host, process, start)
+appears in the message that a second writer gets. It also protects the run on file systems that
+several machines share without sharing locks.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = ["RunLock", "is_written_to", "lock_left"]
 
 _TRIES = 3
 
-_LOOKS = 1000
-"""Tries while others look at the lock, ten seconds of them."""
+_CHECKS = 1000
+"""Tries while other processes check the lock, over ten seconds."""
 
 _held: set[int] = set()
 """Descriptors of the locks of this process."""
 
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
-"""What a file system says that has none."""
+"""Errors of a file system without locks."""
 
 _warned: set[Path] = set()
-"""Where it was said that there are no locks."""
+"""Folders for which a warning about missing locks was given."""
 
 
 def _leave_to_parent() -> None:
-    """Let go of the locks in a forked child, which would hold them after its parent's death."""
+    """Close the locks in a forked child, which would keep them after its parent's death."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -55,34 +55,34 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class RunLock:
-    """The right to write to a run. Made by `acquire`.
+    """The right to write to a run. Created by `acquire`.
 
     Attributes
     ----------
     path : Path
-        Of the lock file.
+        Path of the lock file.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
         _held.add(descriptor)
-        # Of a writer that was dropped without being closed, nobody else could let go.
+        # Nothing else could release the lock of a writer that was dropped without being closed.
         self._dropped = weakref.finalize(self, _close, descriptor)
 
     @classmethod
     def acquire(cls, run: Location) -> Self | RemoteLock:
-        """Lock a run, which need not be there yet; its parent folder must.
+        """Lock a run. The run need not exist, but its parent folder must.
 
-        A lock that a dead process of this machine has left is taken over.
+        The lock of a dead process on this machine is taken over.
 
         Raises
         ------
         RunLocked
-            If another writer holds it, or a writer of another machine has left it, of which
-            nobody can tell from here whether it lives.
+            If another writer holds the lock, or it belongs to a process on another machine, whose
+            state is unknown.
         OSError
-            If the lock file cannot be made.
+            If the lock file cannot be created.
         """
         if isinstance(run, RemotePath):
             return RemoteLock.acquire(run)
@@ -96,7 +96,7 @@ class RunLock:
                 raise
             if _is_still(path, descriptor):
                 break
-            os.close(descriptor)  # its owner removed it between our two calls
+            os.close(descriptor)  # its owner removed it between the two calls
         try:
             owner = _owner(descriptor)
             if owner.get("host", socket.gethostname()) != socket.gethostname():
@@ -107,29 +107,29 @@ class RunLock:
             facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
             _write_owner(path, descriptor, facts)
         except BaseException:
-            if not os.fstat(descriptor).st_size:  # nobody's but ours, and held
+            if not os.fstat(descriptor).st_size:  # this process created and holds it
                 path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
         return cls(path, descriptor)
 
     def release(self) -> None:
-        """Let others write. Twice does no harm."""
+        """Release the lock. A second call has no effect."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
         self._dropped.detach()
         _held.discard(descriptor)
         try:
-            # Removed while it is held, so that whoever opens the path next makes a file of its
-            # own; unless somebody has removed it by hand, and the file is another's by now.
+            # The file is removed while it is held, so that the next process creates a new one.
+            # If a user removed it by hand, the present file may belong to another process.
             if _is_still(self.path, descriptor):
                 self.path.unlink()
         finally:
             os.close(descriptor)
 
     def is_held(self) -> bool:
-        """Whether it has not been released: nobody else can take it."""
+        """True until the lock is released. No other process can take it meanwhile."""
         return self._descriptor is not None
 
     def __enter__(self) -> Self:
@@ -140,17 +140,17 @@ class RunLock:
 
 
 def is_written_to(run: RunPath) -> bool | None:
-    """Whether a writer holds the lock of a run, as far as can be told from here.
+    """True if a writer holds the lock of a run.
 
     Parameters
     ----------
     run : path-like
-        Which need not be there. It is not locked: a writer that begins meanwhile notices nothing.
+        Need not exist. The check does not prevent a writer from starting at the same time.
 
     Returns
     -------
     bool or None
-        None if the lock is that of another machine, which may not show here.
+        None if the lock belongs to another machine, whose locks may not be visible.
     """
     place = location(run).absolute()
     if isinstance(place, RemotePath):
@@ -167,7 +167,7 @@ def is_written_to(run: RunPath) -> bool | None:
         if error.errno not in _NO_LOCKS:
             raise
         owner = _owner(descriptor)
-        return _lives(owner) if owner.get("host") == socket.gethostname() else None
+        return _is_running(owner) if owner.get("host") == socket.gethostname() else None
     else:
         here = socket.gethostname()
         return False if _owner(descriptor).get("host", here) == here else None
@@ -176,48 +176,48 @@ def is_written_to(run: RunPath) -> bool | None:
 
 
 def lock_left(run: Location) -> Location | None:
-    """The lock of a writer that died, if there is one; the next writer removes it."""
+    """Path of the lock that a dead writer left, or None. The next writer removes it."""
     path = lock_object(run) if isinstance(run, RemotePath) else _lock_file(run)
     return path if path.exists() and is_written_to(run) is False else None
 
 
 def _lock_file(run: Path) -> Path:
-    """Where the lock is, beside the run itself, by whichever link it was reached."""
+    """Path of the lock, next to the run itself, even if `run` is a link."""
     real = Path(os.path.realpath(run))
     return real.parent / f".{real.name}.lock"
 
 
 def _take(descriptor: int, run: Path) -> None:
-    """Lock a file, if need be after an instant: `is_written_to` holds it while it looks."""
+    """Lock a file. Retry while `is_written_to` holds it for its check."""
     refused = 0
-    for left in reversed(range(_LOOKS)):
+    for left in reversed(range(_CHECKS)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            refused += not _is_looked_at(descriptor)
+            refused += not _is_being_checked(descriptor)
             if refused == _TRIES:
                 raise RunLocked(_refusal(run, _owner(descriptor))) from None
             if not left:
                 raise RunLocked(
-                    f"nobody writes to {run}, but a process that only looks whether somebody does "
-                    f"has held {_lock_file(run).name} for ten seconds; wake or end it"
+                    f"no process writes to {run}, but a process that checks for writers has held "
+                    f"{_lock_file(run).name} for ten seconds; resume or end that process"
                 ) from None
             if refused == _TRIES - 1 and _is_here(_owner(descriptor)):
-                gc.collect()  # a writer that was dropped may still lie about
-            time.sleep(0.01)  # flock has no time limit, and waiting without one may be for hours
+                gc.collect()  # a dropped writer may not have been collected yet
+            time.sleep(0.01)  # flock has no timeout
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             _warn_once(run, error)
             owner = _owner(descriptor)
-            if owner.get("host") == socket.gethostname() and _lives(owner):
+            if owner.get("host") == socket.gethostname() and _is_running(owner):
                 raise RunLocked(_refusal(run, owner)) from error
             return
 
 
-def _is_looked_at(descriptor: int) -> bool:
-    """Whether nobody holds a lock but those who look at it, who may have been put to sleep."""
+def _is_being_checked(descriptor: int) -> bool:
+    """True if only processes that check the lock hold it. They may be stopped."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -227,19 +227,19 @@ def _is_looked_at(descriptor: int) -> bool:
 
 
 def _warn_once(run: Path, error: OSError) -> None:
-    """Say what protects a run where the file system has no locks."""
+    """Warn once that the file system has no locks."""
     if not _warned:
         _warned.add(run.parent)
         warnings.warn(
-            f"the file system of {run.parent} has no file locks ({error.strerror}); two writers "
-            f"are kept apart only by what {_lock_file(run).name} says of host and process",
+            f"the file system of {run.parent} has no file locks ({error.strerror}); only the host "
+            f"and process recorded in {_lock_file(run).name} prevent two writers at once",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def _lives(owner: dict[str, Any]) -> bool:
-    """Whether the process that a lock file names lives, of this machine."""
+def _is_running(owner: dict[str, Any]) -> bool:
+    """True if the process recorded in a lock file runs on this machine."""
     process = owner.get("process")
     return isinstance(process, int) and is_alive(process)
 
@@ -252,8 +252,7 @@ def _refusal(run: Path, owner: dict[str, Any]) -> str:
     if _is_here(owner):
         return (
             f"{run} is being written to by this process itself ({os.getpid()}), since "
-            f"{owner.get('started')}; close() the writer, recorder or callback that does, and try "
-            "again"
+            f"{owner.get('started')}; close() its writer, recorder or callback, and try again"
         )
     return f"{run} is being written to by {_owner_line(owner)}; wait for it, or end it"
 
@@ -265,7 +264,7 @@ def _close(descriptor: int) -> None:
 
 
 def _write_owner(path: Path, descriptor: int, facts: dict[str, Any]) -> None:
-    """Write down who holds a lock; where that fails, the file goes, while it is held."""
+    """Record the owner of a lock. If that fails, remove the file while it is held."""
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(facts).encode(), 0)
@@ -282,7 +281,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """What the lock file says; nothing, if its owner died before it wrote that."""
+    """Content of the lock file; empty if its owner died before writing it."""
     try:
         facts = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:

@@ -1,4 +1,4 @@
-"""An object of a run, open to be read in parts: a file, or what an object store holds."""
+"""An open object of a run, read in parts, from a file or an object store."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes
 
 __all__ = ["HeldObject", "ObjectFile", "document_in", "held", "opened", "size_of"]
 
-_WINDOW = 4 << 20  # bytes that come by one request, to whoever reads one part after the other
+_WINDOW = 4 << 20  # bytes of one request, for sequential reads
 
 
 class ObjectFile(Protocol):
-    """An open object. One that is replaced meanwhile may show as what it was, or as what it is."""
+    """An open object. If it is replaced meanwhile, reads may return the old or the new bytes."""
 
     def end(self, length: int) -> bytes:
-        """Last bytes."""
+        """Read the last bytes."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes from an offset on; fewer where it ends."""
+        """Read bytes from an offset; fewer at the end of the object."""
 
 
 class _LocalFile:
-    """Of a file that is never written to once it is there: another one takes its place."""
+    """A local file. Writers never change a file; they replace it."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -44,20 +44,20 @@ class _LocalFile:
 
 @contextmanager
 def _local_file(path: Path) -> Iterator[_LocalFile]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe could block
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         yield _LocalFile(descriptor, found.st_size)
     finally:
-        # Nothing was written: what was read is right, whatever closing it comes to.
+        # Nothing was written, so an error of close does not affect the bytes that were read.
         with suppress(OSError):
             os.close(descriptor)
 
 
 class _RemoteFile:
-    """Who reads anything but the end, reads most of it: it comes by one request."""
+    """A remote object. Readers of more than its end need most of it, so one request reads all."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
@@ -74,14 +74,14 @@ class _RemoteFile:
 
 @contextmanager
 def opened(path: Location) -> Iterator[ObjectFile]:
-    """Open an object for as long as the block lasts.
+    """Open an object within a ``with`` block.
 
     Raises
     ------
     FileNotFoundError
-        If there is none; for one of an object store when it is read first.
+        If the object does not exist. For a remote object, the first read raises it.
     OSError
-        If it is no regular file.
+        If it is not a regular file.
     """
     if isinstance(path, RemotePath):
         yield _RemoteFile(path)
@@ -91,22 +91,22 @@ def opened(path: Location) -> Iterator[ObjectFile]:
 
 
 class HeldObject(Protocol):
-    """An object as it was when it was opened, whatever is put in its place.
+    """An object with the content it had when it was opened, even if it is replaced.
 
     Attributes
     ----------
     size : int
-        Bytes.
+        Size in bytes.
     """
 
     size: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes from an offset on; fewer where it ends."""
+        """Read bytes from an offset; fewer at the end of the object."""
 
 
 class _HeldRemote:
-    """Of one thread: it keeps the piece that was read last."""
+    """A remote object for one thread. It keeps the last part that was read."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
@@ -128,18 +128,18 @@ class _HeldRemote:
 
 @contextmanager
 def held(path: Location) -> Iterator[HeldObject]:
-    """Open an object for as long as the block lasts, to be read in parts that belong together.
+    """Open an object within a ``with`` block, for consistent reads of its parts.
 
-    Memory holds a few MiB of one in an object store.
+    A few MiB of a remote object are kept in memory.
 
     Raises
     ------
     FileNotFoundError
-        If there is none.
+        If the object does not exist.
     OSError
-        If it is no regular file, such as a pipe.
+        If it is not a regular file, such as a pipe.
     ObjectReplaced
-        When it is read, and has been replaced in its object store.
+        During a read, if the remote object was replaced.
     """
     if isinstance(path, RemotePath):
         yield _HeldRemote(path)
@@ -149,12 +149,12 @@ def held(path: Location) -> Iterator[HeldObject]:
 
 
 def document_in(path: Location) -> bytes:
-    """Content of a document, as `trajstore.strict_json.document_bytes` reads that of a file.
+    """Content of a document; for a file, see `trajstore.strict_json.document_bytes`.
 
     Raises
     ------
     ValueError
-        If it is none, or too large to be one.
+        If it is not a document, or too large.
     OSError
         If it cannot be read.
     """
@@ -164,12 +164,12 @@ def document_in(path: Location) -> bytes:
 
 
 def size_of(path: Location) -> int:
-    """Bytes of an object.
+    """Size of an object in bytes.
 
     Raises
     ------
     FileNotFoundError
-        If there is none.
+        If the object does not exist.
     """
     if isinstance(path, Path):
         return path.stat().st_size

@@ -1,4 +1,4 @@
-"""Requests to obstore: errors in one line, one retry, and a store for zarr."""
+"""Requests to obstore: one-line errors, one retry, and a store for zarr."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trajstore.errors import MissingExtra, ObjectStoreError
 __all__ = ["ReadStore", "is_empty_range", "obstore", "readable_errors", "retried_once"]
 
 _EMPTY_RANGE = ("Range Not Satisfiable", "Invalid range", "non-partial")
-"""What is said of the end of an object without bytes."""
+"""Errors of stores for the last bytes of an empty object."""
 
 _ENDED_EARLY = ("response body error", "precondition failure")
-"""What obstore says of an answer that has ended too early, and has no rest that belongs to it."""
+"""Errors of obstore for an incomplete answer that it cannot continue."""
 
 T = TypeVar("T")
 
 
 class ReadStore(ZarrObjectStore[Any]):
-    """zarr's, whose errors name the address, and which knows how short an object may be.
+    """zarr's object store, with the address in its errors, and with short objects.
 
-    Where a store has no ranges from the end, as Azure's, zarr 3.1 asks for one that begins before
-    the object does.
+    If a store supports no ranges from the end, such as Azure, zarr 3.1 requests a range that begins
+    before the object. This class limits it to the object.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReadStore(ZarrObjectStore[Any]):
     async def get(
         self, key: str, prototype: Any, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Part of an object; None if there is none."""
+        """Part of an object, or None if there is no object."""
         known = self._cached.pop(key, None) if byte_range is None else None
         if known is not None:
             return cast(Buffer, prototype.buffer.from_bytes(known))
@@ -68,7 +68,7 @@ class ReadStore(ZarrObjectStore[Any]):
         return cast(Buffer, prototype.buffer.from_bytes(data))
 
     async def _end(self, key: str, length: int) -> Any:
-        """Last bytes of an object; all, if it has no more."""
+        """Last bytes of an object; all bytes if it is shorter."""
         package = obstore()
         try:
             found = await package.get_async(self.store, key, options={"range": {"suffix": length}})
@@ -83,7 +83,7 @@ class ReadStore(ZarrObjectStore[Any]):
 
 @contextmanager
 def readable_errors(address: object) -> Iterator[None]:
-    """Have what the object store refuses be an error of ours, of one line."""
+    """Convert errors of the object store to one-line errors of trajstore."""
     try:
         yield
     except (FileNotFoundError, ObjectStoreError):
@@ -91,12 +91,12 @@ def readable_errors(address: object) -> Iterator[None]:
     except obstore().exceptions.BaseError as error:
         remedy = ""
         if isinstance(error, obstore().exceptions.NotSupportedError):
-            remedy = "; runs are read in parts, so copy it, or serve it by a server that gives them"
+            remedy = "; runs are read in parts: copy it, or use a server that supports ranges"
         raise ObjectStoreError(f"{address}: {_error_line(error)}{remedy}") from error
 
 
 def retried_once(read: Callable[[], T]) -> T:
-    """What is read; from the start once more where the object was replaced under way."""
+    """Call `read`, and once more if the object was replaced meanwhile."""
     try:
         return read()
     except obstore().exceptions.GenericError as error:
@@ -106,7 +106,7 @@ def retried_once(read: Callable[[], T]) -> T:
 
 
 def is_empty_range(error: Exception) -> bool:
-    """Whether an error may be that there is no end of an object without bytes."""
+    """True if the error may result from reading the end of an empty object."""
     return any(words in _error_line(error) for words in _EMPTY_RANGE)
 
 
@@ -115,12 +115,12 @@ def _has_ended_early(error: Exception) -> bool:
 
 
 def _error_line(error: Exception) -> str:
-    """What obstore says, in one line, without what it has for its own developers."""
+    """Message of obstore in one line, without its debugging information."""
     return " ".join(str(error).split("\n\nDebug source")[0].split())
 
 
 def obstore() -> ModuleType:
-    """The package.
+    """Import the package obstore.
 
     Raises
     ------

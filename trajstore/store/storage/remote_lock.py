@@ -1,10 +1,10 @@
-"""One writer at a time where there are no file locks: an object that is made only if there is none.
+"""One writer at a time in an object store, which has no file locks.
 
-The lock of a run is an object beside it, ``.NAME.zarr.lock``. Its writer renews it, so a lock that
-has not been renewed for long is that of a writer that died, and is taken over. Each of these steps
-is a conditional request, of which the store lets one of several through. So is whatever a writer
-puts in place: one that was stopped for so long that another took its lock finds that out, and harms
-nothing.
+The lock of a run is an object next to it, ``.NAME.zarr.lock``, created only if it does not exist.
+Its writer renews it. A lock that was not renewed for two minutes belongs to a dead writer and is
+taken over. Each of these steps is a conditional request, and of several at once the store accepts
+one. The writer's commits are conditional, too. So a writer that was suspended until another took
+over its lock gets an error and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from trajstore.strict_json import utc_now
 __all__ = ["RemoteLock", "is_renewed", "lock_object", "taken_over"]
 
 _RENEW = 20.0  # seconds
-_DEAD = timedelta(seconds=120)  # without renewal; clocks may differ by less than that
+_DEAD = timedelta(seconds=120)  # without renewal; clocks must differ by less
 
 
 _given_up: set[str] = set()
-"""Writers of this process that have let go of their locks."""
+"""Writers of this process that released their locks."""
 
 
 class RemoteLock:
-    """The right to write to a run in an object store. Made by `acquire`.
+    """The right to write to a run in an object store. Created by `acquire`.
 
     Attributes
     ----------
     path : RemotePath
-        Of the lock.
+        Address of the lock.
     """
 
     def __init__(self, path: RemotePath, facts: Mapping[str, Any], tag: str) -> None:
@@ -53,14 +53,14 @@ class RemoteLock:
 
     @classmethod
     def acquire(cls, run: RemotePath) -> Self:
-        """Lock a run, which need not be there yet.
+        """Lock a run, which need not exist.
 
         Raises
         ------
         RunLocked
             If another writer holds it.
         ObjectStoreError
-            If the store does not answer, or knows no conditional requests.
+            If the store does not answer, or does not support conditional requests.
         """
         path = lock_object(run)
         facts = {
@@ -75,27 +75,27 @@ class RemoteLock:
             except FileExistsError:
                 pass
             found = path.stat()
-            if found is None:  # released between our two calls
+            if found is None:  # released between the two calls
                 continue
             owner = _owner(path)
             if not _is_dead(found, owner):
                 raise RunLocked(_refusal(run, found, owner))
-            with suppress(FileExistsError):  # else another takes it over, too, and was faster
+            with suppress(FileExistsError):  # raised if another process took it over first
                 return cls(path, facts, path.write_bytes(_dump(facts), instead_of=found["e_tag"]))
 
     def release(self) -> None:
-        """Let others write. Twice does no harm."""
+        """Release the lock. A second call has no effect."""
         if self._released.is_set():
             return
         self._released.set()
         self._thread.join()
         _given_up.add(self._facts["writer"])
-        with suppress(ObjectStoreError):  # in an outage: the lock is void in any case
+        with suppress(ObjectStoreError):  # in an outage the lock expires
             if self.is_held():
                 self.path.unlink()
 
     def is_held(self) -> bool:
-        """Whether no other writer has taken it over."""
+        """True if no other writer has taken it over."""
         return bool(_owner(self.path).get("writer") == self._facts["writer"])
 
     def __enter__(self) -> Self:
@@ -110,33 +110,33 @@ class RemoteLock:
             try:
                 self._tag = self.path.write_bytes(data, instead_of=self._tag)
             except FileExistsError:
-                self._tag = None  # taken over: the next commit is refused
+                self._tag = None  # taken over: the next commit raises an error
             except ObjectStoreError:
-                continue  # an outage; if it lasts, the commits will say so
+                continue  # an outage; if it lasts, the commits raise an error
 
 
 def lock_object(run: RemotePath) -> RemotePath:
-    """Where the lock of a run is: beside it."""
+    """Address of the lock of a run, next to the run."""
     return run.with_name(f".{run.name}.lock")
 
 
 def taken_over(run: Location) -> RunLocked:
-    """What a writer is told that finds objects of another one where it writes."""
+    """Error for a writer that finds objects of another one in its run."""
     return RunLocked(
-        f"{run} has been written to by another process, which took its lock over as it was not "
-        "renewed for long; this one ends"
+        f"{run} was written to by another process, which took over its lock after two minutes "
+        "without renewal; this writer stops"
     )
 
 
 def is_renewed(run: RemotePath) -> bool:
-    """Whether a writer holds the lock of a run, as far as can be told from here."""
+    """True if a writer holds the lock of a run."""
     path = lock_object(run)
     found = path.stat()
     return found is not None and not _is_dead(found, _owner(path))
 
 
 def _is_dead(found: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Whether a lock is that of a writer that died: here, or somewhere and some time ago."""
+    """True if the lock was released or expired, or its process on this machine died."""
     if owner.get("writer") in _given_up:
         return True
     if owner.get("host") == socket.gethostname() and not is_alive(int(owner.get("process", 0))):
@@ -145,18 +145,18 @@ def _is_dead(found: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 
 def _refusal(run: RemotePath, found: Mapping[str, Any], owner: Mapping[str, Any]) -> str:
-    """Who writes to a run, and how long that keeps others from it should it have ended."""
+    """Message that states the writer of a run, and when its lock expires."""
     left = _DEAD - (datetime.now(UTC) - found["last_modified"])
     return (
         f"{run} is being written to by process {owner.get('process')} on {owner.get('host')}, "
-        f"since {owner.get('started')}; wait for it, or end it; if it has ended, its lock is void "
-        f"in {max(round(left.total_seconds()), 1)} seconds, or at once when you remove "
+        f"since {owner.get('started')}; wait for it, or end it; if it has ended, its lock expires "
+        f"in {max(round(left.total_seconds()), 1)} seconds, or at once if you remove "
         f"{lock_object(run)}"
     )
 
 
 def _owner(path: RemotePath) -> dict[str, Any]:
-    """What a lock says of its writer; nothing of one that has just gone."""
+    """Content of a lock; empty if it was removed meanwhile."""
     try:
         facts = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):

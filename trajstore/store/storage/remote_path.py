@@ -1,7 +1,7 @@
-"""Addresses of object stores, with as much of `pathlib.Path` as runs need.
+"""Addresses of object stores, with the part of the interface of `pathlib.Path` that runs need.
 
-Whatever reads and writes a run takes a `Location`. obstore does the work: it finds the credentials,
-tries again what failed, and puts an object in place whole or not at all.
+All code that reads or writes a run takes a `Location`. obstore finds the credentials, retries
+failed requests, and replaces objects atomically.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 REMOTE_REQUESTS = 16
-"""Requests of a kind that are under way at a time."""
+"""Number of simultaneous requests of a kind."""
 
 _SCHEMES = ("s3", "gs", "az", "memory", "http", "https", "hf")
 
@@ -56,21 +56,21 @@ RETRIES: dict[str, Any] = {
         "base": 2,
     },
 }
-"""How long obstore tries again what failed: after pauses that grow, as often as the time allows."""
+"""obstore retries a failed request after growing pauses, as often as the time allows."""
 
-_NOT_LISTED = ("http", "https", "hf")  # have no way to ask what there is
+_NOT_LISTED = ("http", "https", "hf")  # cannot list objects
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """One key of an object store, and all keys below it. Made by `location`.
+    """One key of an object store, and all keys below it. Created by `location`.
 
     Attributes
     ----------
     root : str
         Address of the whole store: ``s3://bucket``.
     key : str
-        Without slashes at its ends; empty for the whole store.
+        Key without slashes at its ends; empty for the whole store.
     """
 
     root: str
@@ -83,54 +83,54 @@ class RemotePath:
         return type(self)(self.root, f"{self.key}/{name.strip('/')}".strip("/"))
 
     def absolute(self) -> Self:
-        """Itself."""
+        """Return this path, as every address is absolute."""
         return self
 
     @property
     def name(self) -> str:
-        """What comes after the last slash."""
+        """Part of the key after the last slash."""
         return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> Self:
-        """What comes before it."""
+        """Address before the last slash."""
         return type(self)(self.root, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> Self:
-        """Another one beside it."""
+        """Address with another name in the same parent."""
         return self.parent / name
 
     @property
     def store(self) -> Any:
-        """Of the whole `root`."""
+        """Store of the whole `root`."""
         return _store(self.root)
 
     @property
     def listed(self) -> bool:
-        """Whether the store can say what lies below a key; a web server cannot."""
+        """True if the store can list the keys below a key. A web server cannot."""
         return urlsplit(self.root).scheme not in _NOT_LISTED
 
     def zarr_store(self, cached: Mapping[str, bytes] | None = None) -> ZarrObjectStore[Any]:
-        """What zarr reads from; the run is the group `key` of it.
+        """Store for zarr. The run is its group `key`.
 
         Parameters
         ----------
         cached : mapping of str to bytes, optional
-            By their keys in the whole store, what has just been read: it is not asked for again,
-            once.
+            Objects that were just read, by their keys in the whole store. The first request for
+            each is answered from here.
         """
         return ReadStore(self.store, root=self.root, cached=cached)
 
     def exists(self) -> bool:
-        """Whether there is such an object, or one below."""
+        """True if there is an object with this key, or one below it."""
         return self.stat() is not None or (self.listed and self.is_dir())
 
     def is_dir(self) -> bool:
-        """Whether there are objects below."""
+        """True if there are objects below this key."""
         return next(self._below(), None) is not None
 
     def stat(self) -> Mapping[str, Any] | None:
-        """``size``, ``last_modified`` and ``e_tag`` of the object; None if there is none."""
+        """``size``, ``last_modified`` and ``e_tag`` of the object; None if it does not exist."""
         with readable_errors(self):
             try:
                 return dict(obstore().head(self.store, self.key))
@@ -138,19 +138,19 @@ class RemotePath:
                 return None
 
     def read_bytes(self, most: int | None = None) -> bytes:
-        """The whole object.
+        """Read the whole object.
 
         Parameters
         ----------
         most : int, optional
-            Bytes that it may have.
+            Largest allowed size in bytes.
 
         Raises
         ------
         FileNotFoundError
-            If there is none.
+            If the object does not exist.
         ValueError
-            If it has more bytes than it may have; they are not read.
+            If it is larger than allowed. It is not read.
         """
 
         def read() -> bytes:
@@ -164,18 +164,18 @@ class RemotePath:
             return retried_once(read)
 
     def read_end(self, length: int) -> bytes:
-        """Last bytes of the object; otherwise as `end_and_facts`."""
+        """Read the last bytes of the object. Errors: see `end_and_facts`."""
         return self.end_and_facts(length)[0]
 
     def end_and_facts(self, length: int) -> tuple[bytes, Mapping[str, Any]]:
-        """Last bytes of the object, and what `stat` returns of it.
+        """Read the last bytes of the object, and return them with the facts of `stat`.
 
         Raises
         ------
         FileNotFoundError
-            If there is none.
+            If the object does not exist.
         ObjectReplaced
-            If it is replaced again and again.
+            If it was replaced during both attempts.
         """
 
         def read() -> tuple[bytes, Mapping[str, Any]]:
@@ -187,7 +187,7 @@ class RemotePath:
                 return retried_once(read)
             except FileNotFoundError:
                 raise
-            except obstore().exceptions.NotSupportedError:  # Azure knows no suffix
+            except obstore().exceptions.NotSupportedError:  # Azure has no suffix ranges
                 pass
             except obstore().exceptions.GenericError as error:
                 facts = dict(obstore().head(self.store, self.key)) if is_empty_range(error) else {}
@@ -208,17 +208,17 @@ class RemotePath:
         return self.read_range(start, facts["size"], facts["e_tag"]), facts
 
     def read_range(self, start: int, stop: int, tag: str | None) -> bytes:
-        """Bytes of the object, if it is still the one of that ``e_tag``.
+        """Read bytes of the object, if it still has that ``e_tag``.
 
         Raises
         ------
         ObjectReplaced
-            If it is another one by now, or has fewer bytes.
+            If the object was replaced, or is shorter.
         FileNotFoundError
-            If there is none.
+            If the object does not exist.
         """
         options: dict[str, Any] = {"range": (start, stop)}
-        if tag is not None and not tag.startswith("W/"):  # one of those never fits a condition
+        if tag is not None and not tag.startswith("W/"):  # a weak tag never matches a condition
             options["if_match"] = tag
 
         def read() -> bytes:
@@ -228,31 +228,31 @@ class RemotePath:
             try:
                 data = retried_once(read)
             except obstore().exceptions.PreconditionError as error:
-                raise ObjectReplaced(f"{self} has been replaced while it was read") from error
+                raise ObjectReplaced(f"{self} was replaced while it was read; try again") from error
         if len(data) < stop - start:
-            raise ObjectReplaced(f"{self} has become shorter while it was read")
+            raise ObjectReplaced(f"{self} became shorter while it was read; try again")
         return data
 
     def write_bytes(self, data: bytes, *, instead_of: str | None = None, new: bool = False) -> str:
-        """Put the object in place, in one step.
+        """Write the object atomically.
 
         Parameters
         ----------
         data : bytes
         instead_of : str, optional
-            Only if the object that is there has that ``e_tag``.
+            Write only if the existing object has that ``e_tag``.
         new : bool
-            Only if there is none.
+            Write only if the object does not exist.
 
         Returns
         -------
         str
-            Its ``e_tag``.
+            The ``e_tag`` of the written object.
 
         Raises
         ------
         FileExistsError
-            If there is one, or another one, than was said.
+            If the condition is not met.
         """
         mode: Any = "create" if new else "overwrite"
         if instead_of is not None:
@@ -266,32 +266,32 @@ class RemotePath:
         return str(put["e_tag"])
 
     def _tag_of(self, data: bytes, refused: Exception) -> str:
-        """Of our own object, if the answer to a request that was carried out has been lost."""
+        """Tag of the object, if this request wrote it and only the answer was lost."""
         found = self.stat()
         if found is None or found["size"] != len(data) or self.read_bytes() != data:
-            raise FileExistsError(f"{self} is there") from refused
+            raise FileExistsError(f"{self} already exists") from refused
         return str(found["e_tag"])
 
     def unlink(self, *, missing_ok: bool = True) -> None:
-        """Remove the object. Whether there was one, an object store does not say."""
+        """Remove the object. It may be missing, which object stores do not report."""
         with readable_errors(self), suppress(FileNotFoundError):
             obstore().delete(self.store, self.key)
 
     def below(self) -> dict[RemotePath, int]:
-        """All objects below, and their bytes."""
+        """All objects below this key, with their sizes in bytes."""
         return {type(self)(self.root, item["path"]): item["size"] for item in self._below()}
 
     def tags(self) -> dict[RemotePath, str]:
-        """All objects below, and the ``e_tag`` of each."""
+        """All objects below this key, with their ``e_tag``."""
         return {type(self)(self.root, item["path"]): item["e_tag"] for item in self._below()}
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Objects and folders right below."""
+        """Objects and folders directly below this key."""
         for name in sorted({path.key[len(self.key) :].split("/")[1] for path in self.below()}):
             yield self / name
 
     def remove_below(self) -> None:
-        """Remove all objects below."""
+        """Remove all objects below this key."""
         keys = [path.key for path in self.below()]
         if keys:
             with readable_errors(self):
@@ -299,25 +299,25 @@ class RemotePath:
 
     def _below(self) -> Iterator[Any]:
         if not self.listed:
-            raise ObjectStoreError(f"{self}: a web server does not say what there is")
+            raise ObjectStoreError(f"{self}: a web server cannot list objects; copy the run first")
         with readable_errors(self):
             for batch in obstore().list(self.store, f"{self.key}/"):
                 yield from batch
 
 
 class ObjectReplaced(ObjectStoreError):
-    """An object is another one than that of which a part was read; read it from the start."""
+    """An object was replaced between the reads of two of its parts. Read it from the start."""
 
 
 Location = Path | RemotePath
-"""Where a run lies, or one of its objects."""
+"""Place of a run, or of one of its objects."""
 
 RunPath = str | os.PathLike[str] | RemotePath
-"""How somebody says where: as a path, or an address."""
+"""Argument for a place: a path or an address."""
 
 
 def location(path: RunPath) -> Location:
-    """Where something lies.
+    """Parse a path or an address.
 
     Parameters
     ----------
@@ -329,7 +329,7 @@ def location(path: RunPath) -> Location:
     Raises
     ------
     InvalidArgument
-        If it is an address of another kind, or of no key.
+        If the kind of address is unknown, or the address has no key.
     MissingExtra
         If obstore is not installed.
     """
@@ -340,14 +340,15 @@ def location(path: RunPath) -> Location:
         return Path(text)
     try:
         parts = urlsplit(text)
-    except ValueError as error:  # of brackets, as those of a pattern that the shell did not expand
-        raise InvalidArgument(f"{text} is no address: {error}") from error
+    except ValueError as error:  # brackets, as in a pattern that the shell did not expand
+        raise InvalidArgument(f"{text} is not an address: {error}") from error
     if parts.scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise InvalidArgument(f"{text} is an address of an unknown kind; known are {known}")
+        raise InvalidArgument(f"{text} has an unknown kind of address, expected one of {known}")
     if parts.query or parts.fragment or ("@" in parts.netloc and parts.scheme != "hf"):
         raise InvalidArgument(
-            f"{text}: an address is SCHEME://BUCKET/KEY, and credentials come from the environment"
+            f"{text} is not a supported address, expected SCHEME://BUCKET/KEY; credentials come "
+            "from the environment"
         )
     if parts.scheme == "hf":
         root, key = split_hub_address(text)
@@ -361,7 +362,7 @@ def location(path: RunPath) -> Location:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path of something that is no run.
+    """Local path of a file or folder that is not a run.
 
     Raises
     ------
@@ -371,14 +372,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if "://" in text:
         raise InvalidArgument(
-            f"cannot use {text}: runs can be at addresses, other files are read and written in "
-            "local folders; name one, and copy the file"
+            f"cannot use {text}: only runs can be at addresses; pass a local path, and copy the "
+            "file yourself"
         )
     return Path(path)
 
 
 def key_within(path: Location, folder: Location) -> str:
-    """Where something lies, as it is seen from a folder above it: ``W/c.0.0.0``."""
+    """Path relative to a folder above it: ``W/c.0.0.0``."""
     if isinstance(path, RemotePath) and isinstance(folder, RemotePath):
         return path.key.removeprefix(f"{folder.key}/" if folder.key else "")
     return os.path.relpath(str(path), str(folder))
@@ -386,12 +387,12 @@ def key_within(path: Location, folder: Location) -> str:
 
 @contextmanager
 def local_file(path: Location) -> Iterator[Path]:
-    """An object as a local file, if need be a copy, for as long as the block lasts.
+    """An object as a local file within a ``with`` block; a temporary copy if it is remote.
 
     Raises
     ------
     FileNotFoundError
-        If there is none.
+        If the object does not exist.
     """
     if isinstance(path, Path):
         yield path
@@ -406,14 +407,14 @@ def local_file(path: Location) -> Iterator[Path]:
 
 @cache
 def _store(root: str) -> Any:
-    """One for each address: it keeps connections, and in ``memory://`` the objects themselves."""
+    """Store of a root, cached: it keeps connections, and in ``memory://`` the objects."""
     obstore()
     from obstore.store import HTTPStore, MemoryStore, from_url
 
     scheme = urlsplit(root).scheme
     if scheme == "memory":
         return MemoryStore()
-    # An address without TLS is somebody's choice: that of a server of their own.
+    # Users choose addresses without TLS for their own servers.
     options: dict[str, Any] = {"allow_http": True}
     make: Any = HTTPStore.from_url if scheme in _NOT_LISTED else from_url
     if scheme == "hf":

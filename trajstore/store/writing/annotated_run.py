@@ -1,8 +1,8 @@
-"""Annotations: a run gets more coordinates of its tokens; its rows stay.
+"""Annotations add token coordinates to a run and keep its rows.
 
-The run is made anew beside its place, of hard links, and exchanged with the old one: a reader sees
-the one or the other. Coordinates are part of what the content digest is made of, so that of the new
-run is another; what is stored is first held against the old one.
+A new run is built from hard links under a temporary name, and exchanged with the old one
+atomically. Readers see one or the other. The content digest covers the coordinates, so that of the
+new run differs. Before, the stored rows are compared with the old digest.
 """
 
 from __future__ import annotations
@@ -43,32 +43,33 @@ def annotate_run(
     token_text: npt.ArrayLike | None = None,
     overwrite: bool = False,
 ) -> tuple[str, ...]:
-    """Add coordinates along ``token`` to a run that is there.
+    """Add coordinates along ``token`` to an existing run.
 
     Parameters
     ----------
     path : path-like
-        A local run, which nobody writes to meanwhile.
+        A local run that no process is writing to.
     is_dead, token_count, token_text : array_like, (token,), optional
-        In the order of the run's tokens.
+        Values in the order of the run's tokens.
     overwrite : bool
-        Replace coordinates that it has.
+        Replace existing coordinates.
 
     Returns
     -------
     tuple of str
-        Coordinates that were added, or replaced.
+        Coordinates that were added or replaced.
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run, or one that is not whole.
+        If there is no run, or it is damaged.
     RunExists
-        If it has such a coordinate, and `overwrite` is not set.
+        If the run has such a coordinate, and `overwrite` is not set.
     RunLocked
-        If another process writes to it.
+        If another process writes to the run.
     InvalidArgument
-        If nothing is given, or not a value for each token, or a token is dead and occurs.
+        If no coordinate is given, a coordinate does not have one value per token, or a dead token
+        has a count above 0.
 
     Examples
     --------
@@ -79,14 +80,14 @@ def annotate_run(
     given = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
     wanted = {name: values for name, values in given.items() if values is not None}
     if not wanted:
-        raise InvalidArgument("nothing to add: give is_dead, token_count or token_text")
+        raise InvalidArgument("got no coordinate, expected is_dead, token_count or token_text")
     with staged_run(run, overwrite=True) as new:
         _make(run, new, wanted, overwrite=overwrite)
     return tuple(wanted)
 
 
 def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> None:
-    """Refuse to add coordinates that a run has.
+    """Raise an error if a run has one of these coordinates.
 
     Raises
     ------
@@ -99,17 +100,17 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
     """
     taken = sorted(set(open_group(_local_run(run))) & set(coordinates))
     if taken:
-        raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
+        raise RunExists(f"{run} already has {', '.join(taken)}; replace with --overwrite")
 
 
 def _local_run(path: str | os.PathLike[str]) -> Path:
     place = check_run(path)
     if isinstance(place, RemotePath):
-        # Of the documents of all arrays and the root, and of a coordinate that keeps its name, a
-        # store replaces one at a time: a reader in between would have some of the old and some new.
+        # A store replaces one object at a time: documents of arrays, the root, coordinates. Readers
+        # could see some old and some new ones.
         raise InvalidArgument(
-            f"cannot annotate {path}: an object store cannot exchange a run at once; copy the run "
-            "to a local folder first, annotate it there, and copy it to a new address"
+            f"cannot annotate {path}: an object store cannot replace a run atomically; copy the "
+            "run to a local folder, annotate it there, and copy it to a new address"
         )
     return Path(os.path.realpath(place))
 
@@ -121,14 +122,15 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     there: dict[str, Any] = {name: np.asarray(group[name]) for name in ALONG_TOKEN if name in group}
     if "token" not in there:
         raise FormatError(
-            f"{run} has lost its tokens; see: trajstore verify {shlex.quote(str(run))}"
+            f"{run}: token is missing; list the damage with: trajstore verify "
+            f"{shlex.quote(str(run))}"
         )
     if not overwrite:
         check_unlabeled(run, wanted)
     coordinates = _in_order({**there, **wanted})
     made, chunks = coordinate_objects({name: coordinates[name] for name in wanted})
     before = root["consolidated_metadata"]["metadata"]
-    # Also the populations, which stay as they are.
+    # Including the populations, which do not change.
     auxiliary = " ".join(name for name in along_token({*before, *wanted}) if name != "token")
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
     arrays |= made
@@ -149,7 +151,7 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
 
 
 def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
-    """Coordinates in the order of the schema, checked against each other."""
+    """Coordinates in the order of the schema, checked for consistency."""
     ordered = {name: coordinates[name] for name in ALONG_TOKEN if name in coordinates}
     checked = token_coordinates(ordered.pop("token"), populations=None, **ordered)
     if "is_dead" in checked and "token_count" in checked:
@@ -157,14 +159,14 @@ def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLi
         wrong = np.flatnonzero(dead != (counts == 0))
         if wrong.size:
             raise InvalidArgument(
-                f"{wrong.size} tokens are dead and occur, or live and never occur by token_count; "
-                f"the first is at position {wrong[0]}; replace both coordinates, or none"
+                f"is_dead and token_count contradict each other for {wrong.size} tokens, the first "
+                f"at position {wrong[0]}: a token is dead if its count is 0; pass both coordinates"
             )
     return checked
 
 
 def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any]:
-    """Document of an array that says its coordinates; others stay as they are."""
+    """Document of an array, with the coordinates in its attributes if it lists them."""
     if "token" not in (document.get("dimension_names") or ()) or "native_dtype" not in document.get(
         "attributes", ()
     ):
@@ -173,7 +175,7 @@ def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any
 
 
 def _link(run: Path, new: Path, replaced: set[str]) -> None:
-    """Have all files of a run in another folder, too, but those that are made anew."""
+    """Link all files of a run into another folder, except those that are replaced."""
     for parent, folders, files in os.walk(run):
         below = Path(parent).relative_to(run)
         (new / below).mkdir(parents=True, exist_ok=True)
@@ -190,7 +192,7 @@ def _link(run: Path, new: Path, replaced: set[str]) -> None:
 def _check_kept(
     new: Path, metadata: RunMetadata, run: Path, wanted: Mapping[str, npt.ArrayLike]
 ) -> None:
-    """Insist that every other coordinate is stored as it was."""
+    """Raise an error if another coordinate has changed."""
     names = [name for name in metadata.names() if name not in wanted]
     if coordinate_digests(new, names) != coordinate_digests(run, names):
-        raise FormatError(f"{run} has changed while it was annotated; try again")
+        raise FormatError(f"{run} changed while it was annotated; try again")

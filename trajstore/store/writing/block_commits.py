@@ -1,10 +1,9 @@
-"""The rows of an open run on their way to readers: blocks that are full, and the unfinished one.
+"""Buffers and commits of the blocks of an open run, both full and unfinished.
 
-A full block goes to the `BlockWriter`, which encodes and writes every array's shard behind the
-caller's back, while the next block is filled, if there is a buffer for it; then the `Committer`
-has each array's metadata grow, and replaces the root, which is the commit. When a block takes long
-to fill, the rows that it has are written and committed from time to time in the same way
-(`CommitTimer`), and what was written of it is replaced when it has grown.
+The `BlockWriter` encodes and writes the shards of a full block in the background, while the caller
+fills the next block, if there is a buffer for it. Then the `Committer` updates the metadata of each
+array and replaces the root, which is the commit. If a block takes long to fill, `CommitTimer`
+commits its rows at intervals in the same way. Later commits replace the shards of this block.
 """
 
 from __future__ import annotations
@@ -39,29 +38,29 @@ __all__ = ["BlockCommits"]
 
 
 class BlockCommits:
-    """Blocks of one run, filled, written and committed one after the other.
+    """Fills, writes and commits the blocks of one run in order.
 
     Parameters
     ----------
     path : Path or RemotePath
     layout : Layout
-        Of what this process holds of the run.
+        Layout of the part of the run that this process holds.
     committer : Committer or None
-        None where another process commits.
+        None if another process commits.
     commit_every : float or None
-        Seconds after a commit at which the rows of the unfinished block are committed, once
-        `start` was called; None for whole blocks only.
+        After `start`, seconds from a commit to that of the unfinished block; None to commit full
+        blocks only.
     fsync : bool
-        Have every commit survive a loss of power.
+        Flush every commit to disk.
     share : TokenShare, optional
-        Of this process, where several write the run; then only whole blocks are committed.
+        Share of this process, if several write the run. Then only full blocks are committed.
     lock : RunLock or RemoteLock, optional
-        Of the run. It is kept as long as anything is written, also for a writer that was dropped.
+        Lock of the run. It is kept until all writes are done, even if the writer was dropped.
 
     Attributes
     ----------
     rows : int
-        Rows that were taken so far.
+        Number of rows added so far.
     """
 
     def __init__(
@@ -78,11 +77,11 @@ class BlockCommits:
         self.rows = 0
         self._lock = lock
         self._layout = layout
-        self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
+        self._rows_lock = threading.Lock()  # the timer's thread reads the number of rows
         self._committer = committer
         self._shared = None if share is None else SharedCommits(share, committer)
-        # Not by time where others write, too: they would have to stop at the same row.
-        self._timer = self._made_timer(commit_every if share is None else None)
+        # No timer with several processes, as all would have to stop at the same row.
+        self._timer = self._new_timer(commit_every if share is None else None)
         self._block_writer = BlockWriter(
             path,
             layout,
@@ -101,7 +100,7 @@ class BlockCommits:
 
     @property
     def commits(self) -> bool:
-        """Whether this process is the one that commits."""
+        """True if this process commits."""
         return self._committer is not None
 
     @property
@@ -111,16 +110,16 @@ class BlockCommits:
 
     @property
     def seconds_waited(self) -> float:
-        """How long `places` has waited for the disk, because all buffers were full."""
+        """Time that `places` waited for the disk because all buffers were full."""
         return self._buffers.seconds_waited
 
     def load_rows(self, kept: ResumedRun) -> None:
-        """Have the rows that are kept behind those to come; the run is as it was."""
+        """Load the kept rows of the unfinished block. The stored run does not change."""
         self.rows = kept.rows
         self._block_writer.bytes_written += kept.load(self._block())
 
     def cut(self, kept: ResumedRun) -> None:
-        """Cut the run to the rows that are kept."""
+        """Cut the run to the kept rows."""
         if self._shared is not None:
             self._shared.rows = kept.rows
         if self._committer is None:
@@ -132,82 +131,82 @@ class BlockCommits:
         self._committer.cut(kept.rows, last)
 
     def start(self) -> None:
-        """Begin to commit unfinished blocks from time to time."""
+        """Start the commits of unfinished blocks at intervals."""
         if self._timer is not None:
             self._timer.start()
 
     def check(self) -> None:
-        """Raise what went wrong so far, without waiting."""
+        """Raise the error of an earlier write, if any, without waiting."""
         self._buffers.check()
 
     def places(self, most: int) -> dict[str, npt.NDArray[Any]]:
-        """Places of the next rows in the block that is being filled: native bits, (row, …).
+        """Places of the next rows in the current block: native bits, (row, …).
 
         Parameters
         ----------
         most : int
-            At least 1; there are fewer at the end of a block.
+            Largest number of rows, at least 1. At the end of a block there are fewer.
         """
         if self.rows % self._layout.block_rows == 0:
             self._buffers.make_room()
         return {name: self._next(array)[:most] for name, array in self._block().items()}
 
     def add(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Add the rows of these steps, whose places are filled, and hand over a full block."""
-        if STEP.name in self._block():  # or another process writes it
+        """Add rows of these steps, whose places are filled. Submit the block if it is full."""
+        if STEP.name in self._block():  # otherwise another process writes it
             self._next(self._block()[STEP.name])[: len(steps)] = steps
         with self._rows_lock:
             self.rows += len(steps)
             if len(steps) and self.rows % self._layout.block_rows == 0:
-                self._buffers.hand_over(self.rows)
+                self._buffers.submit(self.rows)
 
     def stop(self) -> None:
-        """Commit no more by time."""
+        """Stop the commits at intervals."""
         if self._timer is not None:
             self._timer.stop()
 
     def finish(self, status: Status) -> None:
-        """Have every row written and committed with a status, and wait for that."""
+        """Write and commit all rows with a status, and wait."""
         self._buffers.finish(self.rows, status)
 
     def give_up(self) -> None:
         """Commit the status ``interrupted``, if a block could not be written."""
         if self._block_writer.failure is not None and self._committer is not None:
-            # The status is worth a try; the failure that is being raised matters more.
+            # If this fails, too, the first failure is more important.
             with contextlib.suppress(OSError):
                 self._committer.commit((self.committed_rows, "interrupted"))
 
     def close(self) -> None:
-        """Wait for everything handed over, and let go of memory and threads."""
+        """Wait for all submitted blocks, and release memory and threads."""
         self._buffers.close()
 
     def _block(self) -> dict[str, npt.NDArray[Any]]:
-        """The block that is being filled."""
+        """The current block, which is being filled."""
         return self._buffers.block(self.rows)
 
     def _next(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """What is left of an array of that block."""
+        """Unfilled rows of an array of that block."""
         return array[self.rows % self._layout.block_rows :]
 
-    def _made_timer(self, every: float | None) -> CommitTimer | None:
+    def _new_timer(self, every: float | None) -> CommitTimer | None:
         if every is None:
             return None
         method = weakref.WeakMethod(self._commit_unfinished)
 
         def commit() -> bool | None:
-            bound = method()  # weak: a writer that was dropped without being closed may go
+            bound = method()  # weak, so that a dropped writer can be collected
             return None if bound is None else bound()
 
         return CommitTimer(every, commit)
 
     def _commit_unfinished(self) -> bool:
-        """Begin to commit the rows of the unfinished block; False if something is being written.
+        """Start a commit of the unfinished block; return False if another write is running.
 
-        Called by the timer, in its thread. What goes wrong is raised by the next `check`.
+        The timer calls it in its thread. The next `check` raises its errors.
         """
         try:
             with self._rows_lock:
-                # First of all: of what is being written, nobody knows yet whether it is committed.
+                # First, as rows that are being written may or may not be committed.
                 if not self._block_writer.idle:
                     return False
                 if self._block_writer.failure is None and self.rows > self.committed_rows:
@@ -217,7 +216,7 @@ class BlockCommits:
         return True
 
     def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        """Have readers see so many rows, which are written; in the writing thread."""
+        """Make written rows visible to readers. Runs in the writing thread."""
         if self._shared is not None:
             self._shared.commit(change, written)
             return
@@ -230,18 +229,16 @@ class BlockCommits:
 
 
 class _Buffers:
-    """The blocks that are in memory: one is filled, those before it are on their way to disk.
+    """The blocks in memory: one is filled, and the ones before it are written.
 
-    There are as many buffers as the layout says, and each is filled again only when the block that
-    it held has been written and committed. So nothing is copied and nothing is lost; if the disk is
-    slow, the caller waits.
+    The layout defines the number of buffers. A buffer is reused only after its block was written
+    and committed. So no row is copied or lost, and the caller waits if the disk is slow.
 
     Parameters
     ----------
     layout : Layout
     block_writer : BlockWriter
-        Whose commits take a number of rows and a status.
-
+        Its commits take a number of rows and a status.
     """
 
     def __init__(self, layout: Layout, block_writer: BlockWriter) -> None:
@@ -258,11 +255,11 @@ class _Buffers:
         ]
 
     def block(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """Buffer of the block that a row lies in: native bits of every array, (row, …)."""
+        """Buffer of the block of a row: native bits of every array, (row, …)."""
         return self._blocks[row // self._layout.block_rows % self._layout.buffers]
 
     def make_room(self) -> None:
-        """Wait until the buffer of the next block has been written; raise what went wrong."""
+        """Wait until the buffer of the next block is free. Raise the error of an earlier write."""
         if len(self._pending) < self._layout.buffers:
             return
         started = time.perf_counter()
@@ -270,34 +267,34 @@ class _Buffers:
         self.seconds_waited += time.perf_counter() - started
 
     def check(self) -> None:
-        """Raise what went wrong so far, without waiting."""
+        """Raise the error of an earlier write, if any, without waiting."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
         if self._block_writer.failure is not None:
             raise self._block_writer.failure
 
-    def hand_over(self, rows: int, status: Status = "recording") -> None:
-        """Have the block that ends with the last of so many rows written and committed."""
+    def submit(self, rows: int, status: Status = "recording") -> None:
+        """Start to write and commit the block that ends with row number `rows`."""
         self._pending.append(self._submit(rows, status))
 
     def commit_unfinished(self, rows: int) -> None:
-        """Have so many rows written and committed, though more of their block will follow.
+        """Start to write and commit all rows, including those of an unfinished block.
 
-        `make_room` need not know of it: blocks are written in order, so this is done before the
-        whole block is, and its buffer is another block's only after that.
+        `make_room` does not wait for it: blocks are written in order, so this write ends before
+        that of the full block, and the buffer is reused only after that.
         """
         self._submit(rows, "recording")
 
     def finish(self, rows: int, status: Status) -> None:
-        """Have the last of so many rows written and all committed, and wait for that."""
+        """Write and commit all rows with a status, and wait."""
         if rows % self._layout.block_rows:
-            self.hand_over(rows, status)
+            self.submit(rows, status)
         else:
             self._pending.append(self._block_writer.submit(0, None, (rows, status)))
         self._settle(0)
 
     def close(self) -> None:
-        """Wait for everything handed over, and let go of the memory."""
+        """Wait for all submitted blocks, and release the memory."""
         self._block_writer.close()
         self._blocks.clear()
 
@@ -307,6 +304,6 @@ class _Buffers:
         return self._block_writer.submit(number, block, (rows, status))
 
     def _settle(self, most: int) -> None:
-        """Wait until at most so many blocks are on their way; raise what went wrong."""
+        """Wait until at most `most` blocks are being written. Raise their errors."""
         while len(self._pending) > most:
             self._pending.popleft().result()

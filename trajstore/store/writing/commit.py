@@ -1,7 +1,7 @@
-"""The commit: the documents by which the rows of written shards become part of a run.
+"""The commit: it writes the documents that make the rows of written shards part of a run.
 
-Readers take the shapes of all arrays from the root. So the root is replaced last where a run grows,
-and before them where it is cut: never does a reader see a row that not every array holds.
+Readers use the shapes of the arrays in the root. So a commit replaces the root after the documents
+of the arrays, and a cut replaces it before them. Readers see a row only if every array holds it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Committer:
     path : Path or RemotePath
     metadata : RunMetadata
     fingerprint : Fingerprint
-        Of the rows that are there.
+        Fingerprint of the present rows.
     fsync : bool
-        Have every document survive a loss of power.
+        Flush every document to disk.
 
     Attributes
     ----------
@@ -54,14 +54,14 @@ class Committer:
         self._root_tag = _tag_of(path / DOCUMENT)
 
     def commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None = None) -> None:
-        """Make so many rows visible, of which every shard is written, with that status.
+        """Make rows visible to readers, and set the status. All their shards must be written.
 
         Parameters
         ----------
         change : (int, str)
-            Rows and status.
+            Total number of rows, and status.
         block : (int, bytes), optional
-            Rows and digest of the block that they end with, if it is new.
+            Rows and digest of the last block, if it is new.
         """
         rows, status = change
         if rows > self.rows:
@@ -69,13 +69,13 @@ class Committer:
         self._put_root(rows, status, block)
 
     def cut(self, rows: int, block: tuple[int, bytes] | None = None) -> None:
-        """Take back all rows but the first so many, of a run that is recorded again.
+        """Cut the run to its first `rows` rows, before it is resumed from there.
 
         Parameters
         ----------
         rows : int
         block : (int, bytes), optional
-            Rows and digest of the block that they end with, if that is not whole.
+            Rows and digest of the last block, if it is not full.
         """
         coming = self._metadata.announcement()
         if coming is not None:
@@ -99,7 +99,7 @@ class Committer:
             fingerprint = fingerprint.added(*block)
         document = self._metadata.root(rows, status, fingerprint.attributes())
         self._replace_root(document)
-        # Only now: a commit that failed may be followed by one of the rows before.
+        # Only after success: another commit of fewer rows may follow a failed one.
         self.rows, self._fingerprint = rows, fingerprint
 
     def _replace_root(self, document: bytes) -> None:
@@ -114,6 +114,6 @@ class Committer:
 
 
 def _tag_of(root: Location) -> str | None:
-    """Which version of the root a writer has begun with, where another may take its lock over."""
+    """Tag of the present root of a remote run, whose lock another writer may take over."""
     found = root.stat() if isinstance(root, RemotePath) else None
     return None if found is None else str(found["e_tag"])

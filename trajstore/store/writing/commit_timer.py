@@ -1,6 +1,6 @@
-"""When rows are committed that are no whole block yet: so many seconds after the last commit.
+"""Commits of unfinished blocks, a given number of seconds after the last commit.
 
-A thread of its own looks after it, so that a row is committed also while the next one takes long.
+They run in a separate thread, so that rows are committed even while the next step takes long.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from trajstore.errors import InvalidArgument
 __all__ = ["COMMIT_EVERY", "CommitTimer", "check_commit_every"]
 
 COMMIT_EVERY = 10.0
-"""Seconds from one commit to the next, where nothing else is asked for."""
+"""Default of the seconds between commits."""
 
-_PAUSE = 5  # times what the last such commit took: so they take a sixth of the time at most
-_ATTEMPTS = 10  # in the time of one pause, while something is being written
+_PAUSE = 5  # pause per duration of the last such commit: they use at most a sixth of the time
+_ATTEMPTS = 10  # attempts in the time of one pause, while another write is running
 
 
 def check_commit_every(seconds: float | None) -> None:
-    """Insist on a time from one commit to the next.
+    """Raise an error unless the seconds between commits are valid.
 
     Raises
     ------
     InvalidArgument
-        If it is not positive, or not finite.
+        If they are not positive, or not finite.
     """
     if seconds is not None and not (0 < seconds < math.inf):
         raise InvalidArgument(
@@ -36,19 +36,18 @@ def check_commit_every(seconds: float | None) -> None:
 
 
 class CommitTimer:
-    """Has the rows of a writer committed every so many seconds.
+    """Commits the rows of a writer at intervals.
 
     Parameters
     ----------
     every : float
-        Seconds after the last commit. Where such commits take long, it is more: five times what
-        the last one took.
+        Seconds after the last commit, but at least five times the duration of the last timed
+        commit.
     commit : callable
-        Begins to commit what is not committed, if there is anything, and returns at once; returns
-        False if it could not begin because something is being written, and None when the writer
-        is no more.
+        Starts a commit of uncommitted rows, if there are any, and returns at once. Returns False if
+        another write is running, and None if the writer no longer exists.
     clock : callable
-        Seconds.
+        Returns seconds.
 
     Examples
     --------
@@ -72,32 +71,32 @@ class CommitTimer:
         self._last = self._begun = clock()
         self._took = 0.0
         self._stopped = threading.Event()
-        # A daemon: a recording that nobody closes does not keep the process alive.
+        # A daemon, so that a recording that is never closed does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="trajstore-timer", daemon=True)
 
     def start(self) -> None:
-        """Begin to look after it, in a thread."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Commit no more; what was begun goes on."""
+        """Stop the thread. A commit that has started continues."""
         self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def committed(self, *, by_time: bool) -> None:
-        """Note that a commit is done; `by_time` if it is one that this timer has begun."""
+        """Record the end of a commit. `by_time` is True if this timer started it."""
         self._last = self._clock()
         if by_time:
             self._took = self._last - self._begun
 
     def commit_if_due(self) -> float | None:
-        """Begin a commit if it is time.
+        """Start a commit if it is due.
 
         Returns
         -------
         float or None
-            Seconds until it makes sense to call again; None when the writer is no more.
+            Seconds until the next call; None if the writer no longer exists.
         """
         now = self._clock()
         due = self._last + max(self._every, _PAUSE * self._took)
@@ -105,7 +104,7 @@ class CommitTimer:
             return due - now
         before, self._begun = self._begun, now
         begun = self._commit()
-        if begun is False:  # what was begun before may still be on its way
+        if begun is False:  # the previous commit may still be running
             self._begun = before
         if begun is None:
             return None

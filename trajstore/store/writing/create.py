@@ -1,4 +1,4 @@
-"""Where a run may be created, and its folder: whole and empty, or not there at all."""
+"""Creation of a run: checks of its path, and atomic creation of its folder."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ __all__ = [
 
 
 def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
-    """Where a run may be created.
+    """Check that a run may be created at a path, and return its place.
 
     Raises
     ------
     RunExists
-        If something is there and `overwrite` is not set, or it is not a run, or it is a link.
+        If the path exists, and `overwrite` is not set, or it is not a run, or it is a link.
     InvalidArgument, MissingExtra
-        If it has no name, as ``/``, or is an address that cannot be written to.
+        If the path has no name, such as ``/``, or is an address that cannot be written to.
     """
     target = location(path).absolute()
     if isinstance(target, RemotePath):
         if not target.listed:
-            raise InvalidArgument(f"cannot record to {path}: a web server is only read from")
+            raise InvalidArgument(
+                f"cannot record to {path}: web servers are read-only; choose a local path or an "
+                "object store"
+            )
         if not target.exists() or _is_begun(target):
             return target
     else:
@@ -60,64 +63,63 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
             return target
     if not overwrite:
         raise RunExists(
-            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+            f"{path} already exists; choose another path, or overwrite it (--overwrite)"
         )
     if not _is_run(target):
-        raise RunExists(f"{path} is not a run, so it is not overwritten; choose another path")
+        raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
     return target
 
 
 def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
-    """Where a run may be made that is no recording: not in an object store.
+    """Check that a run may be created at a local path. Only recordings can be remote.
 
     Raises
     ------
     RunExists
-        As `check_target`.
+        See `check_target`.
     InvalidArgument
-        If it has no name, as ``/``, or is an address.
+        If the path has no name, such as ``/``, or is an address.
     """
     target = check_target(path, overwrite=overwrite)
     if isinstance(target, RemotePath):
         raise InvalidArgument(
-            f"cannot make {path}: recordings can go to an object store, other runs are made in a "
-            "local folder"
+            f"cannot create {path}: only recordings can be in an object store; choose a local path"
         )
     return target
 
 
 def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Where a file may be made.
+    """Check that a file may be created at a path, and return the path.
 
     Raises
     ------
     RunExists
         If there is a folder, or a file and `overwrite` is not set.
     InvalidArgument
-        If it is an address.
+        If the path is an address.
     """
     path = local_path(target)
     if path.is_dir():
         raise RunExists(f"{path} is a folder; choose the path of a file")
     if path.exists() and not overwrite:
         raise RunExists(
-            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+            f"{path} already exists; choose another path, or overwrite it (--overwrite)"
         )
     return path
 
 
 def _check_local(path: RunPath, target: Path) -> None:
     if not str(path) or not target.name:
-        raise InvalidArgument(f"a run needs a name of its own, got {str(path)!r}; such as run.zarr")
+        raise InvalidArgument(f"got {str(path)!r} as a run, expected a path such as run.zarr")
     if target.is_symlink():
         raise RunExists(
-            f"{path} is a link to {os.readlink(target)}, and links are not replaced; name what it "
-            "points to, or choose another path"
+            f"{path} is a link to {os.readlink(target)}, and links are not replaced; pass its "
+            "target, or choose another path"
         )
 
 
 def _is_begun(path: RemotePath) -> bool:
-    """Whether nothing is there but what the creation of a run leaves that was killed."""
+    """True if there are only remains of a killed creation of a run."""
     if (path / DOCUMENT).exists():
         return False
     known = {STEP.name, *VARIABLES, *COORDINATES}
@@ -141,36 +143,36 @@ def create_folder(
     overwrite: bool,
     fsync: bool,
 ) -> None:
-    """Make the folder of a run without rows beside its place, and move it there.
+    """Create a run without rows under a temporary name, and rename it.
 
-    In an object store, which cannot move a folder, the root comes last, and is what makes a run of
-    it; to replace one, its root goes first.
+    An object store cannot rename a folder. There the root is written last, and makes the objects a
+    run. If a run is replaced, its root is removed first.
 
     Parameters
     ----------
     path : Path or RemotePath
     metadata : RunMetadata
-        Of the root and every array.
+        Metadata of the root and every array.
     chunks : mapping of str to bytes
-        Encoded coordinates, by their keys.
+        Encoded coordinates, by key.
     digests : mapping of str to str
         Attributes of the root (`trajstore.store.metadata.fingerprint.Fingerprint.attributes`).
     overwrite : bool
-        Replace a run that is there.
+        Replace an existing run.
     fsync : bool
-        Have it survive a loss of power.
+        Flush the run to disk.
 
     Raises
     ------
     RunExists
-        If another process has made something at `path` meanwhile.
+        If another process created `path` meanwhile.
     """
     if isinstance(path, RemotePath):
         if overwrite:
             remove_folder(path)
         _put_all(path, metadata, chunks, digests)
         return
-    new = _beside(path)
+    new = _temporary(path)
     old = new.with_suffix(".old")
     new.mkdir()
     try:
@@ -181,22 +183,24 @@ def create_folder(
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, OSError) and path.exists() and not overwrite:
-            raise RunExists(f"{path} has just been made by another process") from error
+            raise RunExists(
+                f"{path} was created by another process meanwhile; choose another path"
+            ) from error
         raise
     if old.exists():
-        shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next writer sweeps
+        shutil.rmtree(old, ignore_errors=True)  # the next writer sweeps any rest
 
 
 def remove_folder(path: Location) -> None:
-    """Remove a run; only whoever holds its lock may.
+    """Remove a run. The caller must hold its lock.
 
-    It is gone at once, or there as a whole: what is left of it then, the next writer sweeps.
+    The run disappears atomically. If its files cannot all be removed, the next writer sweeps them.
     """
     if isinstance(path, RemotePath):
         (path / DOCUMENT).unlink()
         path.remove_below()
         return
-    old = _beside(path).with_suffix(".old")
+    old = _temporary(path).with_suffix(".old")
     path.rename(old)
     flush([path.parent])
     shutil.rmtree(old)
@@ -205,19 +209,20 @@ def remove_folder(path: Location) -> None:
 def move_into_place(
     new: Path, path: Path, *, old: Path, overwrite: bool, fsync: bool = True
 ) -> None:
-    """Put a file, or a folder, in its place, at once if possible: there always is one then.
+    """Rename a file or folder to its final path; replace an old one atomically, if supported.
 
-    All of it is flushed before it has its name, and its name before anything is removed.
+    The content is flushed before the rename, and the new name before the old content is removed.
 
     Parameters
     ----------
     new, path : Path
+        Present and final path.
     old : Path
-        Where what is replaced goes.
+        New path of a replaced file or folder.
     overwrite : bool
-        Replace what is there.
+        Replace an existing `path`.
     fsync : bool
-        Have it survive a loss of power.
+        Flush to disk.
     """
     if fsync:
         flush_tree(new)
@@ -228,7 +233,7 @@ def move_into_place(
         new.rename(path)
     if fsync:
         flush({path.parent, new.parent})
-    if new.exists():  # it is the old one now
+    if new.exists():  # after the exchange it is the old one
         new.rename(old)
 
 
@@ -247,7 +252,7 @@ def _put_all(
 
 @contextmanager
 def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """Path of an empty file that becomes `target` when the block ends well, and is removed if not.
+    """Temporary file that becomes `target` if the ``with`` block succeeds, else is removed.
 
     Raises
     ------
@@ -256,8 +261,8 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     """
     path = check_file_target(target, overwrite=overwrite)
     make_folder(path.parent)
-    partial = _beside(path)
-    with _alone(path):
+    partial = _temporary(path)
+    with _locked(path):
         try:
             partial.write_bytes(b"")
             yield partial
@@ -272,19 +277,19 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
 
 @contextmanager
 def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Empty folder beside `target` for what is going to be put there; removed at the end.
+    """Empty temporary folder next to `target`, removed at the end of the ``with`` block.
 
-    Nobody else makes anything of that name meanwhile, and what died while it did is removed.
+    The target is locked meanwhile, and temporary files of dead processes are removed.
 
     Raises
     ------
     RunLocked
-        If another process is making it.
+        If another process is creating the target.
     """
     path = local_path(target).absolute()
     make_folder(path.parent)
-    folder = _beside(path)
-    with _alone(path):
+    folder = _temporary(path)
+    with _locked(path):
         folder.mkdir()
         try:
             yield folder
@@ -300,23 +305,23 @@ def staged_run(
     on_place: Callable[[], object] | None = None,
     check: Callable[..., Path] = check_local_target,
 ) -> Iterator[Path]:
-    """Free path for a new run that becomes `target` when the block ends well.
+    """Temporary path for a new run that becomes `target` if the ``with`` block succeeds.
 
     Parameters
     ----------
     target : path-like
     overwrite : bool
-        Replace a run that is there.
+        Replace an existing run.
     on_place : callable, optional
-        Called when the new run is in its place, before the old one is removed; where it fails, the
-        old one is put back.
+        Called after the rename, before the old run is removed. If it fails, the old run is
+        restored.
     check : callable, optional
-        Called with the target and `overwrite`, before and after; returns the path to make.
+        Called with the target and `overwrite`, before and after; returns the path to create.
 
     Raises
     ------
     RunExists
-        If something is there and `overwrite` is not set, or it is not a run.
+        If `target` exists, and `overwrite` is not set or it is not a run.
     """
     path = check(target, overwrite=overwrite)
     with staged_folder(path) as folder:
@@ -338,12 +343,12 @@ def staged_run(
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While nobody else makes anything there, and after what died while it did is removed."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a path, and remove temporary files of dead processes."""
     with RunLock.acquire(path):
         sweep(path)
         yield
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")

@@ -1,7 +1,7 @@
-"""A run that is there, as a writer goes on with it: what is kept of it, and how it is stored.
+"""A stored run that a writer resumes: its kept rows and its layout.
 
-Blocks that are full stay as they are. The rows of the last, unfinished one come back into memory,
-to be written again with those that follow.
+Full blocks do not change. The rows of the last, unfinished block are loaded into memory, and
+written again with the rows that follow.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ __all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRun:
-    """The first rows of a run, to which more are to be added. Made by `resumed_run`.
+    """The first rows of a run, to which a writer adds more. Created by `resumed_run`.
 
     Attributes
     ----------
     path : Path or RemotePath
     rows : int
-        That are kept.
+        Number of kept rows.
     layout : Layout
-        Of their blocks, and of those to come.
+        Layout of all blocks, stored and new.
     metadata : RunMetadata
     arrays : dict of str to StoredArray
-        Of the layout, with all rows that are committed.
+        Arrays of the layout, with all committed rows.
     fingerprint : Fingerprint
-        Digests of the full blocks that are kept.
+        Digests of the kept full blocks.
     share : TokenShare or None
-        Of the tokens that are read, where several processes go on with the run.
+        Tokens to read, if several processes resume the run.
     """
 
     path: Location
@@ -72,7 +72,7 @@ class ResumedRun:
     share: TokenShare | None = None
 
     def last_step(self) -> int:
-        """Step of the last row that is kept; −1 without any.
+        """Step of the last kept row; −1 without rows.
 
         Raises
         ------
@@ -84,7 +84,7 @@ class ResumedRun:
         return int(self.arrays[STEP.name].values((slice(self.rows - 1, self.rows),))[0])
 
     def digest_of_unfinished(self) -> bytes:
-        """Digest that the last block has with the rows that are kept of it.
+        """Digest of the last block, reduced to its kept rows.
 
         Raises
         ------
@@ -94,12 +94,12 @@ class ResumedRun:
         return _stored_digest(self.arrays.values(), *divmod(self.rows, self.layout.block_rows))
 
     def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
-        """Read the rows of the unfinished block into their places, and look for the full blocks.
+        """Load the rows of the unfinished block, and check that the full blocks exist.
 
         Parameters
         ----------
         block : mapping of str to ndarray, (row, …)
-            Native bits of every array; receives the rows that are kept of the block.
+            Native bits of every array. Receives the kept rows of the block.
 
         Returns
         -------
@@ -109,7 +109,7 @@ class ResumedRun:
         Raises
         ------
         FormatError
-            If a shard is missing, or one that is read is broken.
+            If a shard is missing, or a shard that is read is broken.
         """
         size = 0
         sizes = object_sizes(self.path)
@@ -124,7 +124,7 @@ class ResumedRun:
         return size
 
     def _tokens(self, array: ArrayLayout) -> tuple[slice, ...]:
-        """Of an array, those that this process holds."""
+        """Selection of the tokens that this process holds."""
         if self.share is None or not has_tokens(array):
             return ()
         return (self.share.tokens(array.row[0]),)
@@ -137,27 +137,28 @@ class ResumedRun:
                 key = stored.key(number, part)
                 if key not in sizes:
                     raise FormatError(
-                        f"{name}, block {number}: the shard {self.path / key} is missing; bring "
-                        "the run back to what is whole with: trajstore repair "
-                        f"{shlex.quote(str(self.path))}"
+                        f"{name}, block {number}: the shard {self.path / key} is missing; restore "
+                        f"a sound run with: trajstore repair {shlex.quote(str(self.path))}"
                     )
                 size += sizes[key]
         return size
 
 
 def check_run(path: RunPath) -> Location:
-    """Where a run is that rows can be added to.
+    """Check that rows can be added to a run, and return its place.
 
     Raises
     ------
     RunNotFound, FormatError
-        If it is not.
+        If there is no run, or it is damaged.
     InvalidArgument, MissingExtra
-        If it is an address that cannot be written to.
+        If it is at an address that cannot be written to.
     """
     place = location(path).absolute()
     if isinstance(place, RemotePath) and not place.listed:
-        raise InvalidArgument(f"cannot add to {path}: a web server is only read from")
+        raise InvalidArgument(
+            f"cannot add to {path}: web servers are read-only; copy the run to a local folder"
+        )
     open_group(place)
     refuse_links(place)
     check_own_documents(place)
@@ -173,42 +174,42 @@ def resumed_run(
     threads: int | None,
     share: TokenShare | None = None,
 ) -> ResumedRun:
-    """What a run is for a writer that goes on after so many rows. Nothing is changed yet.
+    """Prepare to resume a run after its first `rows` rows. Nothing is written yet.
 
     Parameters
     ----------
     path : Path or RemotePath
-        Of a run that is locked.
+        Path of a locked run.
     rows : int or None
-        Keep so many; all that are committed for None.
+        Number of rows to keep; None for all committed rows.
     attributes : mapping or None
-        Attributes of the root that take the place of those it has.
+        Attributes of the root that replace present ones.
     memory : int or str
-        Bytes that the writer may take.
+        Memory budget of the writer in bytes.
     threads : int or None
-        That encode; for None as `trajstore.store.metadata.block_plan.plan` chooses.
+        Number of encoding threads; None to choose as `trajstore.store.metadata.block_plan.plan`.
     share : TokenShare, optional
-        Of the tokens, where several processes go on with it.
+        Tokens of this process, if several resume the run.
 
     Raises
     ------
     FormatError
-        If it is none that this version can add to.
+        If this version cannot add to the run.
     InvalidArgument
-        If `rows` are not there, or `memory` does not hold its blocks.
+        If the run has fewer rows, or `memory` is too small for its blocks.
     """
     layout, arrays = _stored_layout(path, open_group(path), threads)
     root = json.loads((path / DOCUMENT).read_bytes())
     committed = root["attributes"]["committed_rows"]
     if not root.get("consolidated_metadata"):
         raise FormatError(
-            f"the root of {path} has been changed by another program and says no longer "
-            f"which rows are whole; bring that back with: trajstore repair {shlex.quote(str(path))}"
+            f"the root of {path} was changed by another program and lacks the number of complete "
+            f"rows; restore it with: trajstore repair {shlex.quote(str(path))}"
         )
     keep = committed if rows is None else rows
     if not 0 <= keep <= committed:
         raise InvalidArgument(
-            f"{path} has {committed} committed rows, so it cannot go on after {keep}"
+            f"cannot resume {path} after {keep} rows, expected 0 to {committed}, its committed rows"
         )
     lasting = {**root["attributes"], **(attributes or {})}
     metadata = RunMetadata.stored({**root, "attributes": without_later_repairs(lasting, keep)})
@@ -228,25 +229,25 @@ def resumed_run(
 
 
 def _check_content(path: Location, root: Mapping[str, Any], found: Fingerprint) -> None:
-    """Refuse to go on with what was not committed: the new digests would make it look sound.
+    """Raise an error if stored data differs from the commit: new digests would hide the damage.
 
     Raises
     ------
     FormatError
-        If the digests of the root are not those of what is stored.
+        If the digests of the root do not match the stored data.
     """
     digests = found.attributes()
     if any(root["attributes"].get(name) != digest for name, digest in digests.items()):
         raise FormatError(
-            f"what is stored of {path} is not what was committed, so no rows are added to it; see "
-            f"what is wrong with: trajstore verify {shlex.quote(str(path))}"
+            f"the stored data of {path} differs from what was committed, so no rows are added; "
+            f"list the damage with: trajstore verify {shlex.quote(str(path))}"
         )
 
 
 def _stored_layout(
     path: Location, group: zarr.Group, threads: int | None
 ) -> tuple[Layout, dict[str, StoredArray]]:
-    """Layout of the blocks that are there, so that more rows are written as the first ones were."""
+    """Layout of the stored blocks, which new blocks follow."""
     stored: dict[str, StoredArray] = {}
     arrays: dict[str, ArrayLayout] = {}
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
@@ -255,10 +256,10 @@ def _stored_layout(
         found = stored_array(path, name, array)
         if found is None:
             raise FormatError(
-                f"{name} of {path} is not stored as this version stores it, so no rows can be "
-                "added; make another run"
+                f"{name} of {path} has a layout of another version or program, so no rows can be "
+                "added; record a new run"
             )
-        # What is stored of a number a step is the widened type, and its rows are of the native one.
+        # Per-step scalars are stored in the widened type; their rows have the native one.
         native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
         stored[name] = found
         arrays[name] = ArrayLayout(
@@ -284,15 +285,15 @@ def stored_fingerprints(
     layout: Layout,
     rows: int,
 ) -> list[Fingerprint]:
-    """Digests of a run before its first block, and after each until so many rows.
+    """Digests of a run before its first block, and after each block of its first `rows` rows.
 
-    By the labels of its shards, which is quick; the rows of a last block that holds more of them,
-    as a writer leaves it that dies or is cut, are encoded again.
+    They are computed from the labels of the shards, which is fast. If the last block holds more
+    rows, after a cut or the death of a writer, its rows are encoded again.
 
     Raises
     ------
     FormatError
-        If a shard is missing, or what is read of it broken.
+        If a shard is missing, or its end or a row that is read is broken.
     """
     length = layout.block_rows
     digests = coordinate_digests(path, metadata.names())
@@ -302,7 +303,7 @@ def stored_fingerprints(
         for number, start in enumerate(range(0, rows, length))
     )
     threads = REMOTE_REQUESTS if isinstance(path, RemotePath) else 1
-    # The first block that nobody stored ends it, however many are claimed.
+    # The first missing block ends the loop, whatever length the metadata declares.
     for number, digest in enumerate(in_parallel(jobs, threads)):
         found.append(found[-1].added(min(rows - number * length, length), digest))
     return found
@@ -321,7 +322,7 @@ def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> byt
 
 
 def remove_past_end(path: Location, layout: Layout, rows: int) -> None:
-    """Remove the shards of blocks that a run was cut before and has not grown to again."""
+    """Remove the shards of blocks after the last row, which a cut left."""
     blocks = -(-rows // layout.block_rows)
     for name, array in layout.arrays.items():
         for shard in (path / name).iterdir():

@@ -1,10 +1,9 @@
-"""A run that several processes write: planned, begun and committed by the first of them.
+"""A run that several processes write. The first one plans, creates and commits it.
 
-No shard has tokens of two processes. Each process writes the shards of its own tokens, in a thread
-of its own, block after block. Behind each block they meet: all report which rows they have written,
-and the digests of their shards. If all have, the first one commits, and reports that. So a reader
-never sees a row of which a shard is missing, and where one process fails, all do, in the same
-block.
+No shard contains tokens of two processes. Each process writes the shards of its own tokens in a
+background thread, block after block. After each block all processes report the rows they wrote and
+the digests of their shards. If all succeeded, the first process commits, and reports that. So
+readers never see a row with a missing shard. If one process fails, all fail, in the same block.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ShardDigest = tuple[str, int, int, bytes]
 """Array, part, rows and digest of a shard."""
 
 Written = tuple[int, Sequence[ShardDigest]]
-"""Rows of a block, and its shards that were written."""
+"""Rows of a block, and its written shards."""
 
 
 def plan_shared(
@@ -55,22 +54,22 @@ def plan_shared(
     Parameters
     ----------
     share : TokenShare
-        Of one of them; the layout is that of the whole run, and the same in all.
+        Share of one process. The returned layout is that of the whole run, equal in all processes.
     variables : mapping of str to str
         Native type of each variable.
     memory : int, default 1 GiB
-        Bytes that the writer of one process may take.
+        Memory budget of the writer of one process, in bytes.
     block_rows, threads, **others
-        As `trajstore.store.metadata.block_plan.plan` takes them.
+        See `trajstore.store.metadata.block_plan.plan`.
 
     Raises
     ------
     InvalidArgument
-        As `trajstore.store.metadata.block_plan.plan`.
+        See `trajstore.store.metadata.block_plan.plan`.
     """
 
     def planned(rows: int | None) -> Layout:
-        # What is held of a block is divided by their number, and here still whole.
+        # This plans a whole block. Each process holds its share of it.
         layout = plan(
             variables,
             memory=memory * share.count,
@@ -80,7 +79,7 @@ def plan_shared(
         )
         return _in_shares(layout, share.count)
 
-    # That of the first process, as it has most, so that all processes plan alike.
+    # The first process has the most tokens, so its layout makes all plans equal.
     first = replace(share, number=0)
     layout = planned(block_rows)
     while (
@@ -94,18 +93,18 @@ def plan_shared(
 
 
 def _in_shares(layout: Layout, count: int) -> Layout:
-    """A layout with shards none of which holds tokens of two processes.
+    """A layout in which no shard contains tokens of two processes.
 
-    Its shards and chunks are as long as those of the given layout, as nearly as is possible: a
-    process has a whole number of shards, and a shard a whole number of chunks. So they are best
-    where the number of tokens of a process has many divisors.
+    A process has a whole number of shards, and a shard a whole number of chunks. Their lengths are
+    as near as possible to those of the given layout. The fit is best if the number of tokens of a
+    process has many divisors.
 
     Parameters
     ----------
     layout : Layout
-        Of one process.
+        Layout for one process.
     count : int
-        Processes.
+        Number of processes.
     """
     with_tokens = {name: array for name, array in layout.arrays.items() if has_tokens(array)}
     if count == 1 or not with_tokens:
@@ -119,7 +118,7 @@ def _in_shares(layout: Layout, count: int) -> Layout:
     whole = [part for part in divisors if part % common == 0]
     arrays = dict(layout.arrays)
     for name, array in with_tokens.items():
-        shard = length  # of numbers, one a token: all of a process in one
+        shard = length  # for one number per token: all tokens of a process
         if name in matrices:
             shard = _nearest(whole, array.shard[1])
         arrays[name] = replace(
@@ -135,12 +134,12 @@ def _nearest(lengths: Sequence[int], wanted: int) -> int:
 
 
 def announce_run(share: TokenShare, layout: Layout) -> None:
-    """In the first process, which has made the run: let the others join, and wait until they have.
+    """In the first process, after it created the run: wait until the others have joined.
 
     Raises
     ------
     RecordingError
-        If one of them cannot.
+        If one of them cannot join.
     """
     share.exchange(layout)
     with in_all_processes(share):
@@ -149,16 +148,16 @@ def announce_run(share: TokenShare, layout: Layout) -> None:
 
 @contextlib.contextmanager
 def joined_run(path: RunPath, share: TokenShare) -> Iterator[tuple[Location, Layout]]:
-    """In another process: the run that the first one makes, and the layout of this one's part.
+    """In another process: join the run of the first one, and yield this one's part of the layout.
 
-    What fails in the block fails in all processes.
+    If the ``with`` block fails, it fails in all processes.
 
     Raises
     ------
     RecordingError
-        If the first process cannot make it.
+        If the first process cannot create the run.
     InvalidArgument
-        If this process does not see it.
+        If this process does not see the run.
     """
     with in_all_processes(share):
         pass
@@ -170,7 +169,7 @@ def joined_run(path: RunPath, share: TokenShare) -> Iterator[tuple[Location, Lay
 
 
 def _check_seen(path: Location, layout: Layout) -> None:
-    """Insist that this process sees the run that the first one has made.
+    """Raise an error unless this process sees the run that the first one created.
 
     Raises
     ------
@@ -182,14 +181,14 @@ def _check_seen(path: Location, layout: Layout) -> None:
         found = json.loads((path / DOCUMENT).read_bytes())["attributes"]["runs"]
     if found != [list(entry) for entry in layout.runs]:
         raise InvalidArgument(
-            f"{path} is not what the first process has made there; processes that record one run "
-            "together need a folder that all of them see, or an object store"
+            f"{path} is not the run that the first process created there; processes that record "
+            "one run together need a shared folder or an object store"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """What a process has done of a block: what is to be visible with it, or why it could not."""
+    """Report of a process on a block: the commit it is ready for, or its failure."""
 
     change: tuple[int, Status] | None = None
     written: Written | None = None
@@ -197,13 +196,13 @@ class _Report:
 
 
 class SharedCommits:
-    """Commits of all processes, seen from one of them.
+    """Joint commits of all processes, in one of them.
 
     Parameters
     ----------
     share : TokenShare
     committer : Committer or None
-        Of the first process; the others have none.
+        Committer of the first process; None in the others.
 
     Attributes
     ----------
@@ -217,19 +216,19 @@ class SharedCommits:
         self._committer = committer
 
     def commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        """Make rows visible, when all processes have written their tokens of them.
+        """Make rows visible after all processes have written their tokens.
 
         Parameters
         ----------
         change : (int, str)
-            Rows and status.
+            Total number of rows, and status.
         written : (int, sequence of ShardDigest) or None
-            Rows of the block that they end with, and the shards of this process, if it is new.
+            Rows of the last block and its shards from this process, if the block is new.
 
         Raises
         ------
         RecordingError
-            If another process has failed, or is at another row; nothing is committed then.
+            If another process failed or has another number of rows. Then nothing is committed.
         """
         reports = self._share.exchange(_Report(change=change, written=written))
         raise_failure([one.failure for one in reports])
@@ -252,8 +251,8 @@ class SharedCommits:
         self.rows = change[0]
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, who wait for this block, that it cannot be written."""
-        with contextlib.suppress(RecordingError):  # they have ended, and the error is on its way
+        """Report to the other processes that this block cannot be written."""
+        with contextlib.suppress(RecordingError):  # they have ended; the caller raises `error`
             self._share.exchange(_Report(failure=sentence(error)))
 
 
@@ -265,13 +264,13 @@ def _check_alike(reports: Sequence[_Report]) -> None:
             if one.change is not None
         )
         raise RecordingError(
-            f"the processes that record a run have not come to the same row: {places}; what was "
-            "committed before is whole"
+            f"the processes that record a run have different numbers of rows: {places}; the rows "
+            "committed before are complete; resume the run from them"
         )
 
 
 def _whole_block(reports: Sequence[_Report]) -> tuple[int, bytes] | None:
-    """Rows and digest of the block that all have written; None if there is none."""
+    """Rows and digest of the block that all processes wrote; None if there is none."""
     written = [one.written for one in reports if one.written is not None]
     if not written:
         return None

@@ -1,9 +1,9 @@
 """The tokens of a run that one of several processes writes.
 
-Where a matrix is sharded over processes, no one of them holds all of it. Each writes the tokens
-that it holds, whole shards of them, into the one run; what has no tokens is the first one's, which
-alone writes documents (`shared_run`). How the processes talk is for whoever makes a `TokenShare`
-to say: nothing here knows of torch.
+If a matrix is sharded over processes, no single process holds all of it. Each process writes its
+own tokens, in whole shards, into one run. The first process also writes all arrays without tokens
+and all documents (`shared_run`). The caller that creates a `TokenShare` provides the communication
+of the processes. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["TokenShare", "has_tokens", "in_all_processes", "raise_failure", "sen
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShare:
-    """Which of the tokens of a run a process writes, and how it speaks with the others.
+    """The tokens of a run that one process writes, and its communication with the others.
 
-    Process r of n has the tokens from r·L on, L of them or what is left, where L is the number of
-    tokens over n, rounded up: as ``Shard(0)`` of torch distributes rows.
+    Let L be the number of tokens divided by n, rounded up. Process r of n has at most L tokens,
+    beginning with token r·L. The sharding ``Shard(0)`` of torch distributes rows in this way.
 
     Attributes
     ----------
     number, count : int
-        Which of how many processes. The first, 0, commits.
+        Number of this process, and count of all. Process 0 commits.
     exchange : callable
-        Gives every process what each of them says, in their order. All call it equally often, each
-        from one thread at a time; it raises where one of them is no more, and does not wait for
-        ever.
+        Sends a value to all processes, and returns the values of all, in order. All processes call
+        it equally often, each from one thread at a time. It raises an error if a process has ended,
+        or after a time limit.
     close : callable
-        Ends that, when nothing is exchanged any more. Called twice, it does no harm.
+        Ends the communication. A second call has no effect.
     """
 
     number: int
@@ -46,11 +46,11 @@ class TokenShare:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process commits."""
+        """True if this process commits."""
         return self.number == 0
 
     def tokens(self, whole: int) -> slice:
-        """Those of this process, of so many.
+        """Tokens of this process, out of `whole` tokens.
 
         >>> TokenShare(number=1, count=2, exchange=list).tokens(11)
         slice(6, 11, None)
@@ -60,12 +60,12 @@ class TokenShare:
         return slice(first, min(first + length, whole))
 
     def of_layout(self, layout: Layout) -> Layout:
-        """What of a run this process holds and writes.
+        """Part of a run's layout that this process holds and writes.
 
         Raises
         ------
         InvalidArgument
-            If a shard of the run has tokens of two processes.
+            If a shard of the run contains tokens of two processes.
         """
         return replace(
             layout,
@@ -83,9 +83,9 @@ class TokenShare:
         if own.start % shard and own.start < own.stop:
             length = math.ceil(array.row[0] / self.count)
             raise InvalidArgument(
-                f"{array.variable.name}: its shards hold {shard} tokens, and each of "
-                f"{self.count} processes {length}, so a shard would be of two of them; go on with "
-                "as many processes as have recorded the run, or with one, or record anew"
+                f"{array.variable.name}: its shards hold {shard} tokens, but each of {self.count} "
+                f"processes has {length}, so a shard would contain tokens of two processes; resume "
+                "with the number of processes that recorded the run, or with one, or record anew"
             )
         return replace(
             array,
@@ -96,17 +96,17 @@ class TokenShare:
 
 @contextlib.contextmanager
 def in_all_processes(share: TokenShare | None) -> Iterator[None]:
-    """Do something in all processes that share in a run: where it fails in one, it fails in all.
+    """Run a ``with`` block in all processes of a run. If it fails in one, it fails in all.
 
     Parameters
     ----------
     share : TokenShare or None
-        None where there is only one process.
+        None if there is only one process.
 
     Raises
     ------
     RecordingError
-        If it has failed in another one; the message says how.
+        If the block failed in another process. The message contains its error.
     """
     error: BaseException | None = None
     try:
@@ -118,7 +118,7 @@ def in_all_processes(share: TokenShare | None) -> Iterator[None]:
             failures = share.exchange(None if error is None else sentence(error))
         except RecordingError:
             if error is not None:
-                raise error from None  # the others may have ended because of it
+                raise error from None  # it may be the reason why the others ended
             raise
         if error is None:
             raise_failure(failures)
@@ -127,28 +127,28 @@ def in_all_processes(share: TokenShare | None) -> Iterator[None]:
 
 
 def raise_failure(failures: Sequence[str | None]) -> None:
-    """Raise what has failed in one of the processes.
+    """Raise an error if a process has failed.
 
     Parameters
     ----------
     failures : sequence of str or None
-        What each of them says, in their order.
+        Error message of each process, or None, in order.
 
     Raises
     ------
     RecordingError
-        If one of them says something.
+        If there is a message.
     """
     for number, failure in enumerate(failures):
         if failure is not None:
-            raise RecordingError(f"the recording has failed in process {number}: {failure}")
+            raise RecordingError(f"the recording failed in process {number}: {failure}")
 
 
 def sentence(error: BaseException) -> str:
-    """What an error is called, and says."""
+    """Type and message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 def has_tokens(array: ArrayLayout) -> bool:
-    """Whether an array is divided over the processes."""
+    """True if an array is divided over the processes."""
     return "token" in array.variable.dims

@@ -37,11 +37,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("record --preset gatsby -o {run}", "is already there"),
-        ("record --fork {run} --at 1 -o {run}", "is already there"),
-        ("what-if {run} -o {run}", "is already there"),
-        ("annotate {run} --masks no-such-file", "has is_dead already"),
-        ("annotate {run} --tokenizer no-such-folder", "has token_text already"),
+        ("record --preset gatsby -o {run}", "already exists"),
+        ("record --fork {run} --at 1 -o {run}", "already exists"),
+        ("what-if {run} -o {run}", "already exists"),
+        ("annotate {run} --masks no-such-file", "already has is_dead"),
+        ("annotate {run} --tokenizer no-such-folder", "already has token_text"),
     ],
 )
 def test_what_exists_is_refused_first(run: Path, command: str, message: str) -> None:

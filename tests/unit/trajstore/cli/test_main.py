@@ -146,7 +146,7 @@ def test_an_address_is_refused_and_no_folder_is_made_of_it(
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, ["record", "--preset", "gatsby", "-o", "ftp://b/run.zarr"])
     assert result.exit_code == 2
-    assert "an address of an unknown kind" in result.stderr.replace("\n", " ")
+    assert "an unknown kind of address" in result.stderr.replace("\n", " ")
     assert not list(tmp_path.iterdir())
 
 

@@ -187,7 +187,7 @@ def test_a_repair_whose_lock_was_taken_writes_nothing(
     from trajstore.integrity.repair_plan import plan_repair as real
 
     monkeypatch.setattr("trajstore.integrity.repair.plan_repair", taken)
-    with pytest.raises(RunLocked, match="took its lock over"):
+    with pytest.raises(RunLocked, match="took over its lock"):
         repair(address, yes=True)
     assert held_by(far) == before
 

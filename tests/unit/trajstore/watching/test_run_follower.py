@@ -179,7 +179,7 @@ def test_a_run_at_an_address() -> None:
 
 
 def test_a_path_that_is_no_run_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="an address of an unknown kind"):
+    with pytest.raises(InvalidArgument, match="an unknown kind of address"):
         RunFollower("file:///b/r")
     (tmp_path / "zarr.json").write_text("{}")
     with pytest.raises(FormatError):

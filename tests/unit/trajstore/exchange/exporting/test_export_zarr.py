@@ -63,9 +63,9 @@ def test_it_is_no_run(small_run: SmallRun, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     trajstore.export(small_run[0], out, format="zarr")
     for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information):
-        with pytest.raises(trajstore.FormatError, match="a Zarr group, but no run: it has no"):
+        with pytest.raises(trajstore.FormatError, match="a Zarr group, but not a run: it has no"):
             read(out)
-    with pytest.raises(trajstore.FormatError, match="a Zarr group, but no run: it has no"):
+    with pytest.raises(trajstore.FormatError, match="a Zarr group, but not a run: it has no"):
         annotate_run(out, token_text=["?"] * 10)
 
 

@@ -207,7 +207,7 @@ def test_targets_and_sources_that_are_not_there(tmp_path: Path) -> None:
         trajstore.import_file(tmp_path / "none", tmp_path / "run.zarr")
     file = notebook_file(tmp_path / "f")
     trajstore.import_file(file, tmp_path / "run.zarr")
-    with pytest.raises(RunExists, match="already there"):
+    with pytest.raises(RunExists, match="already exists"):
         trajstore.import_file(file, tmp_path / "run.zarr")
     notebook_file(file, losses=None)
     trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)

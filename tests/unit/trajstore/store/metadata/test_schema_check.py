@@ -27,13 +27,13 @@ def change(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) -> No
 @pytest.mark.parametrize(
     ("name", "members", "message"),
     [
-        ("W", {"attributes": {"scale_factor": 2.0}}, "the attribute scale_factor"),
-        ("is_dead", {"attributes": {"add_offset": 1}}, "the attribute add_offset"),
-        ("loss", {"attributes": {"_FillValue": "AAAAAAAA8D8="}}, "the attribute _FillValue"),
+        ("W", {"attributes": {"scale_factor": 2.0}}, "its attribute scale_factor makes"),
+        ("is_dead", {"attributes": {"add_offset": 1}}, "its attribute add_offset makes"),
+        ("loss", {"attributes": {"_FillValue": "AAAAAAAA8D8="}}, "its attribute _FillValue makes"),
         ("step", {"attributes": {"units": "days since 2000-01-01"}}, "reads it as times"),
         ("W", {"attributes": {"native_dtype": "int7"}}, "native_dtype is 'int7'"),
         ("W", {"dimension_names": ["step", "token", "head"]}, "its dimensions are"),
-        ("token", {"data_type": "int64"}, "of type int64, expected int32"),
+        ("token", {"data_type": "int64"}, "its type is int64, expected int32"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -47,7 +47,7 @@ def test_what_changes_values_is_refused(
             document[key] = document[key] | value if isinstance(value, dict) else value
 
     change(path, name, changed)
-    with pytest.raises(FormatError, match=f"^{name} is not as it was recorded: .*{message}"):
+    with pytest.raises(FormatError, match=f"^{name} differs from what was recorded: .*{message}"):
         open_run(path)
 
 
@@ -55,7 +55,7 @@ def test_an_array_of_another_run_is_refused(small_run: Small) -> None:
     path, _ = small_run
     other = [[0, "0" * 32]]
     change(path, "W", lambda d: d["codecs"][0]["configuration"].update(runs=other))
-    with pytest.raises(FormatError, match="of another array, or of another run"):
+    with pytest.raises(FormatError, match="belongs to another array or another run"):
         open_run(path)
 
 
@@ -73,7 +73,7 @@ def test_an_array_that_zarr_has_sharded_is_refused(small_run: Small) -> None:
         attributes={"native_dtype": "float32"},
     )  # fmt: skip
     zarr.consolidate_metadata(path)
-    with pytest.raises(FormatError, match=r"^logits is not .*: zarr has sharded it"):
+    with pytest.raises(FormatError, match=r"^logits differs .*: zarr sharded it"):
         open_run(path)
 
 
@@ -81,7 +81,7 @@ def test_an_array_that_zarr_has_sharded_is_refused(small_run: Small) -> None:
 def test_a_coordinate_without_values_is_refused(small_run: Small, name: str) -> None:
     path, _ = small_run
     (path / name / "c.0").unlink()
-    with pytest.raises(FormatError, match=f"^{name} is not as it was recorded: .* missing"):
+    with pytest.raises(FormatError, match=f"^{name} differs from what was recorded: .* missing"):
         open_run(path)
 
 
@@ -109,8 +109,8 @@ def test_a_mask_in_a_copy_of_an_older_xarray_is_a_mask(small_run: Small, tmp_pat
     assert found.dtype == bool
     np.testing.assert_array_equal(found, mask)
     array.attrs["scale_factor"] = 2
-    with pytest.raises(FormatError, match=r"is_dead .* has the attribute (dtype|scale_factor)"):
+    with pytest.raises(FormatError, match=r"is_dead .* its attribute (dtype|scale_factor) makes"):
         open_run(copy)
     del array.attrs["scale_factor"], array.attrs["dtype"]
-    with pytest.raises(FormatError, match=r"is_dead .* is of type int8, expected bool"):
+    with pytest.raises(FormatError, match=r"is_dead .* its type is int8, expected bool"):
         open_run(copy)

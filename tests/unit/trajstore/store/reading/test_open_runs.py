@@ -92,9 +92,9 @@ def test_runs_are_read_only_when_asked(runs: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 3}, "other and one are 3 and 4 long along token"),
+        ({"tokens": 3}, "other and one have lengths 3 and 4 along token"),
         ({"steps": range(4)}, r"other has 4 steps from 0 to 3, one 5 steps from 0 to 4.*join="),
-        ({"variables": ("W",)}, "loss is in one only"),
+        ({"variables": ("W",)}, "loss is in only one"),
     ],
 )
 def test_runs_that_differ_are_refused(

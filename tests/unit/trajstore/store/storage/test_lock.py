@@ -163,7 +163,7 @@ def test_a_look_that_does_not_end_is_told(run: Path, monkeypatch: pytest.MonkeyP
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", lambda _: None)
-    with pytest.raises(RunLocked, match=r"nobody writes to .* only looks"):
+    with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
     os.close(looking)
 

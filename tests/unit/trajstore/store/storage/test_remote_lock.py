@@ -89,7 +89,7 @@ def test_who_was_stopped_for_too_long_writes_no_more(
         patch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
         with RunWriter.resume(place) as other:
             other.append(1, W=2 * value)
-    with pytest.raises(RunLocked, match="took its lock over"):
+    with pytest.raises(RunLocked, match="took over its lock"):
         late(run, 3 * value)
     found = open_run(place).load()
     assert found.sizes["step"] == 2

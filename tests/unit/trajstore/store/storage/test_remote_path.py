@@ -144,7 +144,7 @@ def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
         place = location(f"{address}/object")
         assert isinstance(place, RemotePath)
         if replaced == 9:
-            with pytest.raises(ObjectReplaced, match=f"{address}/object has been replaced"):
+            with pytest.raises(ObjectReplaced, match=f"{address}/object was replaced"):
                 place.end_and_facts(3)
         else:
             assert place.end_and_facts(3)[0] == b"789"

@@ -87,7 +87,7 @@ def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
     run = write(tmp_path / "run.zarr", is_dead=[True, False, False])
-    with pytest.raises(RunExists, match="has is_dead already"):
+    with pytest.raises(RunExists, match="already has is_dead"):
         annotate_run(run, is_dead=[False] * 3)
     annotate_run(run, is_dead=[False] * 3, overwrite=True)
     assert not open_run(run).is_dead.values.any()
@@ -97,7 +97,7 @@ def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "nothing to add"),
+        ({}, "got no coordinate"),
         ({"is_dead": [True]}, r"got shape \(1,\)"),
         ({"is_dead": [True] * 3, "token_count": [0, 1, 0]}, "position 1"),
     ],

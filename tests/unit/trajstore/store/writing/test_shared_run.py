@@ -122,7 +122,7 @@ def test_where_one_cannot_write_all_stop(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(second, OSError)
     assert second.errno == 28
     assert isinstance(first, RecordingError)
-    assert str(first).startswith("the recording has failed in process 1: OSError: [Errno 28]")
+    assert str(first).startswith("the recording failed in process 1: OSError: [Errno 28]")
     ds = open_run(path)
     assert (ds.sizes["step"], ds.attrs["status"]) == (BLOCK, "interrupted")
     assert verify(path).clean
@@ -168,7 +168,7 @@ def test_a_folder_that_not_all_see_is_refused_in_all(tmp_path: Path) -> None:
         2, lambda share: create(tmp_path / str(share.number) / "run.zarr", share)
     )
     assert isinstance(second, InvalidArgument)
-    assert "a folder that all of them see" in str(second)
+    assert "need a shared folder" in str(second)
     assert isinstance(first, RecordingError)
     assert not (tmp_path / "0" / "run.zarr").exists()
 
@@ -204,7 +204,7 @@ def test_another_number_goes_on_if_the_shards_fit(tmp_path: Path) -> None:
     first, *_ = ended = all_together(3, go_on)
     assert isinstance(first, RecordingError)  # its own tokens begin with a shard
     assert all(isinstance(error, InvalidArgument) for error in ended[1:])
-    assert "its shards hold 3 tokens, and each of 3 processes 4" in str(ended[1])
+    assert "its shards hold 3 tokens, but each of 3 processes has 4" in str(ended[1])
     assert content(path) == before
 
 

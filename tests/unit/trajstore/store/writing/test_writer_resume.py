@@ -144,9 +144,9 @@ def test_what_was_not_committed_is_not_gone_on_with(tmp_path: Path, block: int) 
     assert not verify(path).clean
     before = contents(path)
     for rows in (14, 13, 2):
-        with pytest.raises(FormatError, match=r"is not what was committed.*trajstore verify"):
+        with pytest.raises(FormatError, match=r"differs from what was committed.*trajstore verify"):
             RunWriter.resume(path, rows=rows)
-        with pytest.raises(FormatError, match=r"is not what was committed.*trajstore verify"):
+        with pytest.raises(FormatError, match=r"differs from what was committed.*trajstore verify"):
             branch_run(
                 path, tmp_path / "branch.zarr", rows, types={"W": "bfloat16"}, attributes={},
                 memory="64MiB",
@@ -224,7 +224,7 @@ def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize("rows", [-1, 3])
 def test_rows_that_are_not_there(tmp_path: Path, rows: int) -> None:
     path = recorded(tmp_path / "run.zarr", 2)
-    with pytest.raises(InvalidArgument, match=f"has 2 committed rows.*after {rows}"):
+    with pytest.raises(InvalidArgument, match=f"after {rows} rows, expected 0 to 2"):
         RunWriter.resume(path, rows=rows)
 
 
@@ -309,7 +309,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (path / "grad" / "c.0.0.0").unlink()
     with pytest.raises(FormatError, match=f"grad, block 0: .* trajstore repair {path}"):
         RunWriter.resume(path)
-    with pytest.raises(InvalidArgument, match="only read from"):
+    with pytest.raises(InvalidArgument, match="read-only"):
         RunWriter.resume("https://host/run.zarr")
 
 
