@@ -21,6 +21,7 @@ from trajstore.codec.codec_chain import Chain, chain
 from trajstore.codec.computed_rows import GRADIENT, RATES, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
+from trajstore.store.metadata.document_form import MOST_CHUNKS
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import OptimizerRule
@@ -272,6 +273,12 @@ def plan(
         while rows > FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)
+    for name, form in layout.forms.items():
+        if math.prod(form.grid) > MOST_CHUNKS:
+            raise InvalidArgument(
+                f"got blocks of {rows} rows, in which {name} has {math.prod(form.grid):,} chunks, "
+                f"expected at most {MOST_CHUNKS:,}; pass a smaller block_rows"
+            )
     return within(layout, memory, threads=chosen)
 
 

@@ -112,3 +112,11 @@ def test_states_are_divided_along_their_examples(
     most = max(30 << 20, rows * example)
     assert rows * (states.shard[1] - states.shard[1] // states.chunk[1]) * example <= most
     assert (states.parts - 1) * states.shard[1] < examples <= states.parts * states.shard[1]
+
+
+def test_blocks_of_more_chunks_than_readers_take_are_refused() -> None:
+    sizes = {"tokens": 1, "hidden": 1, "examples": 1, "positions": 1, "memory": 1 << 40}
+    variables = {"W": "float32", "hidden_states": "float32"}
+    assert plan(variables, block_rows=1 << 16, **sizes).block_rows == 1 << 16
+    with pytest.raises(InvalidArgument, match="hidden_states has 65,537 chunks, expected at most"):
+        plan(variables, block_rows=(1 << 16) + 1, **sizes)
