@@ -1,15 +1,14 @@
 """Bits to bytes: how one block is encoded, checked and decoded.
 
-Where one chunk goes: its ``codec_chain``, which the run's metadata names, takes differences along
-step (``delta``) or to a prediction over tokens (``predicted_rows``), has Blosc compress them, and
-puts their ``crc32c_check`` behind. The chunks of a
-block are one object, and ``block_form`` says how it ends: with the ``block_label``, by which it
-knows its place, and an index. Back, ``chunk_decoder`` checks a chunk, has Blosc decompress only
-what is wanted, and adds the differences up again. What lies between is in ``scratch_memory``,
-which each thread uses again.
+The path of one chunk: ``codec_chain``, as described in the run's metadata, computes differences
+along step (``delta``) or to a prediction over tokens (``predicted_rows``). Blosc compresses them,
+and ``crc32c_check`` appends a checksum. The chunks of a block are one object. ``block_form``
+defines its end: the ``block_label``, which records the block's place, and an index. To read,
+``chunk_decoder`` checks a chunk, decompresses the selected part with Blosc, and sums the
+differences. ``scratch_memory`` provides reusable buffers for each thread.
 
-Where W and the moments follow from the gradient, ``computed_rows`` holds their corrections.
+If W and the moments are computed from the gradient, ``computed_rows`` stores their corrections.
 
-zarr and xarray come by ``block_codec``, which zarr finds by its entry point: it takes a selection,
-looks up in ``selected_parts`` what that needs of each chunk, and reads no more.
+zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It reads only the
+parts of chunks that a selection needs (``selected_parts``).
 """

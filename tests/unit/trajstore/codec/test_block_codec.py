@@ -492,9 +492,7 @@ def test_another_block_in_its_place_is_refused(small: Stored, kind: str) -> None
     first, second = path / "W" / "c.0.0.0", path / "W" / "c.1.0.0"
     second.write_bytes(first.read_bytes())
     run = zarr.open_group(path).attrs["runs"][0][1][:8]
-    expected = (
-        rf"it is W, block 0, part 0 of run {run}, where W, block 1, part 0 of run {run} belongs"
-    )
+    expected = rf"it is W, block 0, part 0 of run {run}, expected W, block 1, part 0 of run {run}"
     with pytest.raises(FormatError, match=expected):
         opened(path, kind)[4]
 
