@@ -43,6 +43,8 @@ nitpick_ignore_regex = [("py:.*", r"(?!trajstore\.).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "trajstore"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_show_sourcelink = False
 html_copy_source = False

@@ -108,7 +108,10 @@ class CompiledLoop:
         return True
 
     def _load(self) -> Callable[..., None] | None:
-        """The function, which numba compiles at its first call; None without numba."""
+        """The function, which numba compiles at its first call; None without numba.
+
+        A division by 0 gives the same result as in NumPy, and raises nothing.
+        """
         if find_spec("numba") is None:
             return None
         numba = import_module("numba")
@@ -116,9 +119,11 @@ class CompiledLoop:
             return None
         function = getattr(import_module(self._module), self._name)
         try:
-            compiled: Callable[..., None] = numba.njit(cache=True, nogil=True)(function)
+            compiled: Callable[..., None] = numba.njit(cache=True, nogil=True, error_model="numpy")(
+                function
+            )
         except RuntimeError:  # no folder for the cache: each process compiles the loop
-            compiled = numba.njit(nogil=True)(function)
+            compiled = numba.njit(nogil=True, error_model="numpy")(function)
         return compiled
 
 

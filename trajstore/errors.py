@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "CorpusError",
+    "FlushedSubnormals",
     "FormatError",
     "InvalidArgument",
     "MissingExtra",
@@ -75,6 +76,10 @@ class FormatError(TrajstoreError, ValueError):
 
 class ObjectStoreError(TrajstoreError, OSError):
     """An object store or web server refused a request or did not answer; see its message."""
+
+
+class FlushedSubnormals(TrajstoreError, FloatingPointError):
+    """A thread replaces subnormal numbers by 0; switch that off."""
 
 
 class CorpusError(TrajstoreError, ValueError):

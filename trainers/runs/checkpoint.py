@@ -173,6 +173,16 @@ class CheckpointFolder:
         """Return True if a checkpoint cannot be used yet, because rows of it are not committed."""
         return any(rows > committed_rows for rows in self._rows.values())
 
+    def keep(self, taken: Checkpoint) -> None:
+        """Have the checkpoint that a run resumes from survive a loss of power.
+
+        It may have been written without flushes, and the first commit promises its rows again. If
+        another process has just removed it, that process holds the lock, and the resume fails.
+        """
+        file = self._file(taken.step)
+        if self._fsync and isinstance(file, Path):
+            flush(path for path in (file, file.parent, file.parent.parent) if path.exists())
+
     def clean(self, taken: Checkpoint | None) -> None:
         """Remove files that a run does not need when it starts, or resumes from a checkpoint.
 

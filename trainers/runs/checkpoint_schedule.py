@@ -72,6 +72,8 @@ class Checkpointing:
         self._training = training
         self._run = run
         self._folder = CheckpointFolder(run, fsync=fsync)
+        if taken_from is not None:
+            self._folder.keep(taken_from)
         self._every = every
         self._sources = dict(sources)
         self._taken_from = taken_from

@@ -1,8 +1,8 @@
 """Adam's rule over rows of bits, in one loop that numba compiles.
 
 The results equal those of `trajstore.values.optimizer_rule.OptimizerRule.next_row`, bit for bit:
-the same operations in the same order. A NaN of the rule has the bits of the quiet NaN without sign
-and payload.
+the same operations in the same order. A division by 0 raises no error. A NaN of the rule has the
+bits of the quiet NaN without sign and payload.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def run_adam_loop(
     )
 
 
+@np.errstate(all="ignore")  # infinity is a result
 def _factors(
     rule: OptimizerRule, natives: Mapping[str, NativeType], rates: Rates | None
 ) -> list[Any]:
@@ -87,8 +88,8 @@ def _factors(
     if rates is None:
         return [0] * 11
     one = np.float32
-    correction, root = 1 - rule.beta1**rates.step, (1 - rule.beta2**rates.step) ** 0.5
-    known = bool(correction and root)
+    correction, root = rule.corrections(rates.step)
+    known = bool(correction and root > 0)
     coupled, eps = one(rule.weight_decay), one(rule.eps)
     if not rule.rounds_once:
         coupled = cast(np.array([coupled], one), natives["W"].name)[0]

@@ -164,6 +164,11 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         whole = getattr(chunk_grid, "chunk_shape", self.chunk_shape)
         if any(length % part for length, part in zip(whole, self.chunk_shape, strict=True)):
             raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}")
+        if self.chain.has_forms and (len(shape) != 3 or whole[0] != self.chunk_shape[0]):
+            raise ValueError(
+                f"got inner chunks of {self.chunk_shape} in {whole}, expected all rows and three "
+                f"dimensions for the kind {self.chain.kind}"
+            )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
         """Raise NotImplementedError, as the size is not fixed. zarr never calls this method."""
@@ -279,7 +284,10 @@ class _Reading:
         opened.callback(os.close, file)
         size = os.fstat(file).st_size
         data = os.pread(file, form.tail_length, max(size - form.tail_length, 0))
-        tail = form.read_tail(data, self._sibling_place(form))
+        try:
+            tail = form.read_tail(data, self._sibling_place(form))
+        except ValueError as error:
+            raise self._broken_sibling(form, sibling, error) from error
         return tail, lambda offset, length: os.pread(file, length, offset)
 
     def _sibling_key(self, key: str, form: BlockForm) -> str:
@@ -300,6 +308,12 @@ class _Reading:
             "whole run, or export it with: trajstore export RUN --encoding delta -o COPY.zarr"
         )
 
+    def _broken_sibling(self, form: BlockForm, key: str, error: ValueError) -> FormatError:
+        return FormatError(
+            f"{self._named()} is computed from {form.array} ({key}), which is not usable: "
+            f"{with_consequence(error)}"
+        )
+
     def from_bytes(self, data: bytes) -> Array:
         """Decode the values of a whole object."""
         tail = self._tail(data[-self._form.tail_length :])
@@ -316,12 +330,8 @@ class _Reading:
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
         tail, fetch = await self._fetched(byte_getter, prototype, self._form)
-        siblings: dict[str, tuple[Tail, Fetch]] = {}
-        if (
-            self._form.chain.kind == "computed"
-            and self._axes
-            and isinstance(byte_getter, StorePath)
-        ):
+        siblings: dict[str, tuple[Tail, Fetch]] | None = None
+        if isinstance(byte_getter, StorePath) and self._needs_siblings(tail, fetch):
             unit = unit_of(self._form.chain.rule)
             forms = [
                 self._form.sibling(name, unit.chains[name])
@@ -339,10 +349,16 @@ class _Reading:
                 )
             )
             siblings = {form.array: each for form, each in zip(forms, found, strict=True)}
-        values: Array = await _in_thread(
-            partial(self._decoded, tail, fetch, siblings=lambda form: siblings[form.array])
-        )
+        given = None if siblings is None else lambda form: siblings[form.array]
+        values: Array = await _in_thread(partial(self._decoded, tail, fetch, siblings=given))
         return values
+
+    def _needs_siblings(self, tail: Tail, fetch: Fetch) -> bool:
+        """True if a wanted chunk has to be computed from other arrays."""
+        decoder = self._form.decoder
+        return self._form.chain.kind == "computed" and any(
+            decoder.is_computed(fetch(start, 1)) for start, _ in self._ranges(tail, self._form)
+        )
 
     async def _fetched(
         self, byte_getter: Any, prototype: Any, form: BlockForm
@@ -355,7 +371,12 @@ class _Reading:
             raise self._missing() if own else self._missing_sibling(form, byte_getter.path)
         end = found.to_bytes()
         place = self._place if own else self._sibling_place(form)
-        tail = self._tail(end[-length:]) if own else form.read_tail(end[-length:], place)
+        try:
+            tail = self._tail(end[-length:]) if own else form.read_tail(end[-length:], place)
+        except FormatError:
+            raise
+        except ValueError as error:
+            raise self._broken_sibling(form, byte_getter.path, error) from error
         if len(end) < length + _SMALL:  # this is the whole object
             return tail, partial(_part_of, end)
         stretches = _stretches(self._ranges(tail, form))
@@ -366,7 +387,7 @@ class _Reading:
             )
         )
         if any(part is None for part in parts):
-            raise self._missing()
+            raise self._missing() if own else self._missing_sibling(form, byte_getter.path)
         held: list[tuple[int, int, bytes]] = [
             (start, stop, part.to_bytes())
             for (start, stop), part in zip(stretches, parts, strict=True)
@@ -390,7 +411,7 @@ class _Reading:
             except ValueError as error:
                 raise self._broken(error) from error
         wanted = form.wanted(tail, axes)
-        return [(offset, offset + length) for _, offset, length in wanted]
+        return [(offset, offset + length) for _, _, offset, length in wanted]
 
     def _decoded(
         self,

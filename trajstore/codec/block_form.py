@@ -43,8 +43,8 @@ Array = npt.NDArray[Any]
 Runs = tuple[tuple[int, str], ...]
 """Identities of the runs of the blocks, each with its first block. The last is the run itself."""
 
-Part = tuple[list[Pick], int, int]
-"""Part of a selection: the picks of one chunk, and its offset and length in the object."""
+Part = tuple[list[Pick], int, int, int]
+"""Part of a selection: picks of a chunk, its number, and its offset and length in the object."""
 
 Fetch = Callable[[int, int], bytes]
 """Returns bytes of an object, for an offset and a length."""
@@ -263,6 +263,7 @@ class BlockForm:
     def _decode(
         self,
         picks: Sequence[Pick],
+        _: int,
         offset: int,
         length: int,
         *,
@@ -280,14 +281,21 @@ class BlockForm:
             ) from error
 
     def _decode_computed(
-        self, picks: Sequence[Pick], offset: int, length: int, *, unit: _OpenUnit, out: Array
+        self,
+        picks: Sequence[Pick],
+        entry: int,
+        offset: int,
+        length: int,
+        *,
+        unit: _OpenUnit,
+        out: Array,
     ) -> None:
         try:
             data = unit.fetched(self.array, offset, length)
             if not self.decoder.is_computed(data):
                 _decode_picks(data, picks, self.decoder, out)
                 return
-            rows = unit.computed(picks, offset)[self.array][picks[0].window.start :]
+            rows = unit.computed(picks, entry)[self.array][picks[0].window.start :]
             values = rows[: picks[0].window.stop - picks[0].window.start]
             for axis, pick in enumerate(picks):
                 if pick.taken is not None:
@@ -329,13 +337,13 @@ class BlockForm:
             raise FewerRows(f"it holds {tail.label.rows} rows, expected at least {last}")
 
     def wanted(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> Iterator[Part]:
-        """Inner chunks of a selection: the picks of each, its offset and length."""
+        """Inner chunks of a selection, with the picks of each."""
         for position in itertools.product(*axes):
             entry = 0
             for at, count in zip(position, self.grid, strict=True):
                 entry = entry * count + at
             offset, length = tail.index[entry].tolist()
-            yield [axis[at] for axis, at in zip(axes, position, strict=True)], offset, length
+            yield [axis[at] for axis, at in zip(axes, position, strict=True)], entry, offset, length
 
 
 class _OpenUnit:
@@ -364,22 +372,22 @@ class _OpenUnit:
             raise ValueError("the object ends before it")
         return data
 
-    def computed(self, picks: Sequence[Pick], offset: int) -> dict[str, Array]:
+    def computed(self, picks: Sequence[Pick], entry: int) -> dict[str, Array]:
         """Rows of all arrays of the unit, from the first row of a chunk.
 
         Parameters
         ----------
         picks : sequence of Pick
             Picks of the chunk.
-        offset : int
-            Offset of the chunk in the object of the array that is read.
+        entry : int
+            Number of the chunk in the object.
         """
-        index = self._open(self._form.array)[1].index
-        (entry,) = np.flatnonzero(index[:, 0] == offset)[:1].tolist()
         windows = windows_of(picks)
         labels = tuple(self._open(name)[1].label.digest for name in self._names)
         bounds = tuple((part.start, part.stop) for part in windows[1:])
-        key = (labels, entry, bounds)
+        # Other rules may have stored the same bytes.
+        stored = self._form.chain.rule, self._form.shape, self._form.chunk
+        key = (stored, labels, entry, bounds)
         return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
 
     @property
@@ -429,7 +437,7 @@ class _OpenUnit:
             return self._opened[name]
 
 
-def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:
+def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int, int], None]) -> None:
     """Decode chunks until none is left. Several threads may share the queue."""
     try:
         while left:

@@ -19,7 +19,7 @@ from numcodecs import blosc
 from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
-from trajstore.codec.predicted_rows import decode_rows
+from trajstore.codec.predicted_rows import MOST_TERMS, decode_rows
 from trajstore.codec.scratch_memory import scratch
 from trajstore.values.native_types import widen
 
@@ -153,6 +153,8 @@ class Decoder:
             or int.from_bytes(head[12:16], "little") != length
         ):
             raise ValueError("it is not a whole Blosc frame")
+        if size > MOST_TERMS * term:
+            raise ValueError(f"it has {size // term} terms, of at most {MOST_TERMS}")
         packed = np.empty(size, "u1")
         blosc.decompress(head, packed)
         terms = packed.view(self._bits).reshape(rows, -1, hidden + tokens)
@@ -224,6 +226,8 @@ class Decoder:
 
     def _unpack(self, frame: memoryview, start: int, stop: int) -> Array:
         """Decompress a range of the axis that comes first in the bytes."""
+        if len(frame) < _HEADER:
+            raise ValueError("it is not a whole Blosc frame")
         if int.from_bytes(frame[4:8], "little") != self._size:  # the uncompressed size
             raise ValueError("its size differs from that in the metadata")
         if int.from_bytes(frame[12:16], "little") != len(frame):  # Blosc does not check it

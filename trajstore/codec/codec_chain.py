@@ -103,6 +103,7 @@ class Chain:
             or not all(type(options[name]) is int for name in ("level", "blocksize"))
             or type(options["token_first"]) is not bool
             or isinstance(rule, dict) != (options["kind"] == "computed")
+            or (options["token_first"] and options["kind"] in ("predicted", "computed"))
         ):
             raise ValueError(f"got {dict(facts)!r}, expected the settings of a chain")
         return cls(native=native, rule=canonical(rule) if rule else "", **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.codec_chain import Chain, canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
-from trajstore.values.rounding import result_bits
+from trajstore.values.rounding import check_subnormals, result_bits
 
 __all__ = [
     "GRADIENT",
@@ -168,6 +169,7 @@ class ComputedUnit:
         computed : sequence of str
         rates : mapping of str to ndarray, (row,)
         """
+        check_subnormals()
         natives = {name: self.chains[name].native for name in self.matrices}
         numbers = [self._rates(rates, row) for row in range(len(rows[GRADIENT]))]
         if run_adam_loop(self.rule, rows, out, computed, natives, numbers):
@@ -230,6 +232,10 @@ class _Cache:
 
     def __init__(self, size: int) -> None:
         self._most = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, also that another thread holds the lock."""
         self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -258,6 +264,8 @@ def _size(arrays: Mapping[str, Array]) -> int:
 
 cache = _Cache(_CACHED)
 """Cache of this process, for all runs."""
+
+os.register_at_fork(after_in_child=cache.clear)  # a thread may have held the lock
 
 
 def windows_of(picks: Sequence[Any]) -> tuple[slice, ...]:

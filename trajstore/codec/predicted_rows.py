@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.values.native_types import NativeType, narrow, widen
-from trajstore.values.rounding import cast, result_bits
+from trajstore.values.rounding import cast, check_subnormals, result_bits
 
-__all__ = ["coefficients_and_differences", "decode_rows"]
+__all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
 
 Array = npt.NDArray[Any]
 
-_MOST = 8  # terms of a row
+MOST_TERMS = 8  # of a row
 _ITERATIONS = 3  # of the power method
 _SAMPLE = 96  # approximate number of tokens that determine the directions of a row
 
@@ -45,6 +45,7 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     or None
         If no prediction reduces the size of any row.
     """
+    check_subnormals()
     rows, tokens, hidden = bits.shape
     with np.errstate(all="ignore"):
         made = [_terms(widen(bits[row], native), native) for row in range(rows)]
@@ -74,6 +75,7 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
         Differences of the same selection.
     native : NativeType
     """
+    check_subnormals()
     bits = np.empty(differences.shape, native.bits)
     for row, folded in enumerate(differences):  # one row stays in the cache
         predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
@@ -129,7 +131,7 @@ def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
     weights = _lengths(left)
     weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
     size = _estimated_size(bits, total, native)
-    for count in range(1, _MOST + 1):
+    for count in range(1, MOST_TERMS + 1):
         found = _main_direction(left, weights)
         if found is None:
             return

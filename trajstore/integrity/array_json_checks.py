@@ -10,7 +10,7 @@ from zarr.buffer import default_buffer_prototype
 
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, VARIABLES, Coordinate, entry_of
-from trajstore.store.metadata.document_form import array_faults, open_document
+from trajstore.store.metadata.document_form import ARRAY_MEMBERS, array_faults, open_document
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import block_form
 from trajstore.strict_json import Document, same
@@ -29,18 +29,6 @@ _FOREIGN = (
     "its storage differs from that of a recorder, so its values cannot be checked; another "
     "program wrote it or changed its metadata"
 )
-_ARRAY_KEYS = {
-    "zarr_format",
-    "node_type",
-    "shape",
-    "data_type",
-    "chunk_grid",
-    "chunk_key_encoding",
-    "fill_value",
-    "codecs",
-    "attributes",
-    "dimension_names",
-}
 
 
 def is_canonical(document: Document) -> bool:
@@ -80,8 +68,9 @@ def faults(name: str, document: Any) -> list[str]:
     entry = entry_of(name)
     if entry is None:
         return ["it is no variable or coordinate that this version knows"]
-    wrong = [f"its document has no {key}" for key in sorted(_ARRAY_KEYS - document.keys())]
-    unknown = document.keys() - _ARRAY_KEYS - {"storage_transformers"}
+    missing = ARRAY_MEMBERS - document.keys() - {"storage_transformers"}
+    wrong = [f"its document has no {key}" for key in sorted(missing)]
+    unknown = document.keys() - ARRAY_MEMBERS
     wrong += [f"its document has an unknown entry {key!r}" for key in sorted(unknown)]
     wrong = wrong or [str(fault) for fault in array_faults(document)]
     if wrong:

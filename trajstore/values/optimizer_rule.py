@@ -9,8 +9,12 @@ Each element depends on itself alone, so a part of a matrix gives that part of t
 
 from __future__ import annotations
 
+import decimal
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -22,6 +26,10 @@ from trajstore.values.rounding import cast
 __all__ = ["OptimizerRule", "Rates"]
 
 Array = npt.NDArray[Any]
+
+_DIGITS = decimal.Context(
+    prec=60, rounding=decimal.ROUND_HALF_EVEN, Emin=-(10**6), Emax=10**6, clamp=0, traps=[]
+)
 
 _ADAM = ("Adam", "AdamW")
 _SGD = "SGD"
@@ -143,6 +151,14 @@ class OptimizerRule:
         }
         return cls(**given)
 
+    def corrections(self, step: int) -> tuple[float, float]:
+        """Bias corrections of Adam: 1 - beta1^step, and the square root of 1 - beta2^step.
+
+        The second is NaN where it would be imaginary.
+        """
+        second = 1 - _power(self.beta2, step)
+        return 1 - _power(self.beta1, step), math.sqrt(second) if second >= 0 else math.nan
+
     @property
     def state(self) -> tuple[str, ...]:
         """Names of the recorded variables that a step makes, W first."""
@@ -228,9 +244,8 @@ class OptimizerRule:
         exp_avg_sq = rounded(exp_avg_sq * _scalar(self.beta2, exp_avg_sq), second)
         scaled = grad * _scalar(1 - self.beta2, grad)
         exp_avg_sq = rounded(_sum(scaled, grad, exp_avg_sq), second)
-        correction = 1 - self.beta1**step
-        root = (1 - self.beta2**step) ** 0.5
-        if not correction or not root:  # of β = 1: torch raises
+        correction, root = self.corrections(step)
+        if not correction or not root > 0:  # of β = 1: torch raises
             nan = np.full_like(W, np.nan)
             return {"W": nan, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         below = rounded(np.sqrt(exp_avg_sq), second)
@@ -251,6 +266,12 @@ class OptimizerRule:
         if factor != 1 and not np.isnan(factor):
             grad = cast(grad * factor, native)
         return -grad if self.maximize else grad
+
+
+@lru_cache(maxsize=1 << 12)
+def _power(base: float, exponent: int) -> float:
+    """The nearest float64; that of the C library differs between machines."""
+    return float(_DIGITS.power(Decimal(base), exponent))
 
 
 def _scalar(value: float, like: Array) -> Any:

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.errors import FlushedSubnormals
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, is_nan, narrow, widen
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = [
     "as_bfloat16",
     "cast",
+    "check_subnormals",
     "convert",
     "is_bfloat16",
     "is_of_type",
@@ -27,6 +29,9 @@ Array = npt.NDArray[Any]
 _BFLOAT16 = NATIVE_TYPES["bfloat16"]
 _SPARE = np.uint32(_BFLOAT16.spare_bits)
 _SPARE_MASK = (1 << _BFLOAT16.spare_bits) - 1
+
+_LEAST_NORMAL, _HALF = np.uint32(1 << 23).view(np.float32), np.float32(0.5)
+_HALF_OF_LEAST = 1 << 22  # the bits of a subnormal number
 
 # Position of the upper half of a uint32, which bfloat16 keeps.
 _UPPER, _LOWER = (1, 0) if sys.byteorder == "little" else (0, 1)
@@ -159,6 +164,25 @@ def result_bits(values: Array, native: NativeType) -> Array:
     bits = narrow(cast(values, native.name), native)
     nan = is_nan(bits, native)
     return np.where(nan, bits.dtype.type(native.nan_bits), bits) if nan.any() else bits
+
+
+def check_subnormals() -> None:
+    """Refuse to compute bits in a thread that replaces subnormal numbers by 0.
+
+    Threads inherit that from the thread that starts them.
+
+    Raises
+    ------
+    FlushedSubnormals
+        If so.
+    """
+    with np.errstate(under="ignore"):
+        kept = _LEAST_NORMAL * _HALF
+    if kept.view(np.uint32) != _HALF_OF_LEAST:
+        raise FlushedSubnormals(
+            "rows of the encoding replay need exact arithmetic, but this thread replaces subnormal "
+            "numbers by 0; call torch.set_flush_denormal(False) before"
+        )
 
 
 def is_of_type(stored: Array, native: str) -> bool:

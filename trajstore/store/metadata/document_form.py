@@ -26,6 +26,7 @@ from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.strict_json import Document
 
 __all__ = [
+    "ARRAY_MEMBERS",
     "REQUIRED",
     "STATUSES",
     "Fault",
@@ -199,15 +200,21 @@ def array_faults(document: Any, required: Collection[str] = ()) -> Iterator[Faul
     if not _are_lengths(shape):
         yield Fault("shape", "a list of lengths", shape)
         return
-    yield from _named_faults(document, "data_type")
+    data_type = document.get("data_type", _MISSING)
+    if not isinstance(data_type, str) and not _is_named(data_type):
+        yield Fault("data_type", f"a name, or {_CONFIGURED}", data_type)
     yield from _grid_faults(document, len(shape))
-    yield from _named_faults(document, "chunk_key_encoding")
+    yield from _key_faults(document.get("chunk_key_encoding", _MISSING))
     yield from _codec_faults(document.get("codecs", _MISSING), len(shape))
     if not _is_fill_value(document):
         yield Fault("fill_value", "a value of data_type", document.get("fill_value", _MISSING))
     yield from _dimension_faults(document, len(shape))
     if document.get("storage_transformers", []) != []:
         yield Fault("storage_transformers", "an empty list", document["storage_transformers"])
+    for fault in _unknown(document, ARRAY_MEMBERS):
+        received = fault.received
+        if not isinstance(received, dict) or received.get("must_understand") is not False:
+            yield fault
 
 
 def open_document(
@@ -254,12 +261,27 @@ def _node_faults(document: Document, kind: str) -> Iterator[Fault]:
                 yield Fault(f"attributes.{name}", "a string", attributes[name])
 
 
+ARRAY_MEMBERS = {
+    "zarr_format",
+    "node_type",
+    "shape",
+    "data_type",
+    "chunk_grid",
+    "chunk_key_encoding",
+    "fill_value",
+    "codecs",
+    "attributes",
+    "dimension_names",
+    "storage_transformers",
+}
+"""Of the document of an array; a recorder writes all but the last."""
+
 _TEXTS = {"long_name", "units", "native_dtype", "coordinates", COPY, COMING}
 
 
 def _unknown(document: Document, known: set[str]) -> Iterator[Fault]:
-    for name in document.keys() - known:
-        yield Fault(name, "no member of that name", document[name])
+    for name in sorted(document.keys() - known):
+        yield Fault(name or "''", "no member of that name", document[name])
 
 
 def _are_lengths(value: Any) -> bool:
@@ -270,16 +292,21 @@ def _are_sizes(value: Any, ndim: int) -> bool:
     return _are_lengths(value) and len(value) == ndim and 0 not in value
 
 
-def _named_faults(document: Document, member: str) -> Iterator[Fault]:
-    """Fault of a member that must be a name, or an object with a name."""
-    value = document.get(member, _MISSING)
-    if isinstance(value, str) or (
+def _is_named(value: Any) -> bool:
+    return (
         isinstance(value, dict)
         and isinstance(value.get("name"), str)
         and isinstance(value.get("configuration", {}), dict)
-    ):
+    )
+
+
+def _key_faults(keys: Any) -> Iterator[Fault]:
+    if not _is_named(keys):
+        yield Fault("chunk_key_encoding", _CONFIGURED, keys)
         return
-    yield Fault(member, f"a name, or {_CONFIGURED}", value)
+    separator = keys.get("configuration", {}).get("separator", ".")
+    if separator not in (".", "/"):
+        yield Fault("chunk_key_encoding.configuration.separator", "'.' or '/'", separator)
 
 
 def _grid_faults(document: Document, ndim: int) -> Iterator[Fault]:

@@ -225,8 +225,12 @@ def test_a_checkpoint_survives_a_loss_of_power_before_an_older_one_goes(
     folder.add(checkpoint(7, 8), 8)
     assert survived == [True]
     flushes = disk.flushes
-    CheckpointFolder(tmp_path / "other.zarr", fsync=False).add(checkpoint(3, 4), 4)
+    other = CheckpointFolder(tmp_path / "other.zarr", fsync=False)
+    other.add(checkpoint(3, 4), 4)
+    other.keep(checkpoint(3, 4))
     assert disk.flushes == flushes
+    CheckpointFolder(tmp_path / "other.zarr").keep(checkpoint(3, 4))  # a run is resumed from it
+    assert disk.survives(other.path, below=tmp_path)
 
 
 def _dead_process() -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from bits_and_calls import random_bits
 
 from trajstore.codec.chunk_decoder import Decoder
-from trajstore.codec.codec_chain import chain
+from trajstore.codec.codec_chain import LENGTH, OWN_FORM, chain
 from trajstore.codec.crc32c_check import checksum
 from trajstore.values.native_types import native_type
 
@@ -32,3 +33,14 @@ def test_a_chunk_of_another_shape_is_an_error() -> None:
     assert Decoder(coding, (4, 6, 5)).unpack(data).shape == (4, 6, 5)
     with pytest.raises(ValueError, match="another size"):
         Decoder(coding, (4, 6, 6)).unpack(data)
+
+
+def test_a_chunk_of_too_many_terms_takes_no_memory() -> None:
+    """A frame of zeros is short, however many they are."""
+    coding = replace(chain(native_type("bfloat16"), 3, small=True), kind="predicted")
+    shape, terms = (2, 3, 4), 9
+    head = coding.compress(np.zeros((2, terms, 7), np.uint16))
+    body = coding.compress(np.zeros(shape, np.uint16))
+    data = OWN_FORM + LENGTH.pack(len(head)) + head + body
+    with pytest.raises(ValueError, match="9 terms"):
+        Decoder(coding, shape).unpack(data + checksum(data))

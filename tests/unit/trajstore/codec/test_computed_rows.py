@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import xarray as xr
 from zarr.storage import MemoryStore
@@ -12,6 +14,7 @@ from zarr.storage import MemoryStore
 from trajstore import RunWriter, open_run, repair, sample_run, verify
 from trajstore.codec.computed_rows import cache
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.values.optimizer_rule import OptimizerRule, Rates
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ROWS, BLOCK = 40, 16
@@ -59,13 +62,17 @@ def damage(run: Path, name: str, block: int) -> None:
     shard.write_bytes(data)
 
 
-def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Dataset) -> None:
+def in_memory(run: Path) -> xr.Dataset:
     from zarr.core.buffer import default_buffer_prototype
 
     buffer = default_buffer_prototype().buffer
-    files = (path for path in written.rglob("*") if path.is_file())
-    held = {str(path.relative_to(written)): buffer.from_bytes(path.read_bytes()) for path in files}
-    ds = xr.open_zarr(MemoryStore(held))
+    files = (path for path in run.rglob("*") if path.is_file())
+    held = {str(path.relative_to(run)): buffer.from_bytes(path.read_bytes()) for path in files}
+    return xr.open_zarr(MemoryStore(held))
+
+
+def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Dataset) -> None:
+    ds = in_memory(written)
     for name in MATRICES:
         assert ds[name].values.tobytes() == history[name].values.tobytes()
     picked = ds.W[5:35:3, [70, 3]].values
@@ -87,12 +94,84 @@ def test_a_missing_array_is_named(run: Path) -> None:
     assert ds.loss.shape == (ROWS,)
 
 
+def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    grad = np.random.default_rng(1).standard_normal((9, 4, 2)).astype(np.float32)
+    W = np.ones_like(grad)  # which no rule gives
+    with RunWriter.create(
+        path,
+        token=range(4),
+        hidden=2,
+        variables={"W": "float32", "grad": "float32", "lr": "float64"},
+        block_rows=9,
+        attributes={
+            "optimizer": {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
+        },
+        encoding="replay",
+    ) as run:
+        for step, row in enumerate(W):
+            run.append(step=step, W=row, grad=grad[step], lr=0.1)
+    shutil.rmtree(path / "grad")
+    for ds in (in_memory(path), xr.open_zarr(path)):
+        np.testing.assert_array_equal(ds.W.values, W)
+
+
+@pytest.mark.parametrize("opened", [in_memory, xr.open_zarr])
+def test_an_array_with_a_broken_index_is_named(run: Path, opened: Any) -> None:
+    shard = run / "grad" / "c.1.0.0"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=r"W, block 1 .* computed from grad .* not usable: the i"):
+        _ = opened(run).W.values
+
+
 def test_a_damaged_array_is_named(run: Path, history: xr.Dataset) -> None:
     damage(run, "grad", 1)
     ds = open_run(run)
     with pytest.raises(FormatError, match=r"W, block 1.*grad, bytes 0 to .*: the checksum"):
         _ = ds.W[20].values
     assert ds.W[:BLOCK].values.tobytes() == history.W[:BLOCK].values.tobytes()
+
+
+def test_runs_that_differ_in_their_rule_alone_share_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files hold the same bytes: the first rows, gradients, and corrections of 0."""
+    monkeypatch.setattr(cache, "_most", 1 << 20)
+    natives = {"W": "float32", "grad": "float32", "lr": "float64"}
+    for decay in (0.0, 0.5):
+        optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": decay}}
+        rule = OptimizerRule.of(optimizer)
+        W, grad = np.ones((4, 2), np.float32), np.ones((4, 2), np.float32)
+        path, expected = tmp_path / f"{decay}.zarr", [W]
+        with RunWriter.create(
+            path,
+            token=range(4),
+            hidden=2,
+            variables=natives,
+            attributes={"optimizer": optimizer},
+            encoding="replay",
+        ) as run:
+            run.append(step=0, W=W, grad=grad, lr=0.25)
+            for step in range(1, 4):
+                rates = Rates(step=step, lr=0.25, clip=1)
+                expected.append(rule.next_row({"W": expected[-1]}, grad, natives, rates)["W"])
+                run.append(step=step, W=expected[-1], grad=grad, lr=0.25)
+        np.testing.assert_array_equal(open_run(path).W.values, expected)
+
+
+@pytest.mark.torch
+def test_a_thread_that_flushes_small_numbers_is_refused(history: xr.Dataset, written: Path) -> None:
+    """Its sums are not those of other threads."""
+    torch = pytest.importorskip("torch")
+    ds = open_run(written, chunks=None)  # which reads in this thread
+    torch.set_flush_denormal(True)
+    try:
+        for name in ("W", "grad"):
+            with pytest.raises(FloatingPointError, match="set_flush_denormal"):
+                _ = ds[name][:BLOCK].values
+    finally:
+        torch.set_flush_denormal(False)
+    assert ds.W.values.tobytes() == history.W.values.tobytes()
 
 
 def test_a_repair_drops_the_rows_of_all_that_is_computed(run: Path, history: xr.Dataset) -> None:

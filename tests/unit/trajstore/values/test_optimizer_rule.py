@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -95,3 +98,17 @@ def test_float32_differs_by_the_square_root_of_torch_alone() -> None:
 def test_an_optimizer_without_a_rule(optimizer: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         OptimizerRule.of(optimizer)
+
+
+def test_bias_corrections_are_those_of_the_exact_powers() -> None:
+    """The power of a C library is not always the nearest number, and differs between machines."""
+    rule = OptimizerRule.of(
+        {"class": "Adam", "hyperparameters": {"betas": [0.95, 0.999], "eps": 0, "weight_decay": 0}}
+    )
+    for step in (*range(1, 60), 482, 554):
+        powers = [float(Fraction(beta) ** step) for beta in (0.95, 0.999)]
+        assert rule.corrections(step) == (1 - powers[0], math.sqrt(1 - powers[1]))
+    assert rule.corrections(2**62) == (1, 1)
+    wrong = replace(rule, beta1=2.0, beta2=3.0).corrections(10**7)
+    assert wrong[0] == -math.inf
+    assert math.isnan(wrong[1])

@@ -99,5 +99,5 @@ def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) ->
     )
     (note,) = done.notes
     assert note.endswith("the run does not hold exp_avg, exp_avg_sq, grad, lr")
-    with pytest.raises(InvalidArgument, match="hdf5 has no encoding"):
+    with pytest.raises(InvalidArgument, match="hdf5, which has no encoding"):
         trajstore.export(sample, tmp_path / "out.h5", format="hdf5", encoding="delta")

@@ -73,6 +73,8 @@ def test_a_root_that_cannot_be(place: str, value: Any, told: str) -> None:
         ("chunk_grid.configuration", ..., "chunk_grid.configuration is missing"),
         ("chunk_grid.configuration.chunk_shape.0", 0, "is [0, 4, 3], expected 3 positive"),
         ("chunk_key_encoding", {"name": None}, "chunk_key_encoding is {'name': None}"),
+        ("chunk_key_encoding.configuration.separator", 3, "separator is 3, expected '.' or '/'"),
+        ("more", {"must_understand": True}, "more is {'must_understand': True}, expected no"),
         ("fill_value", [], "fill_value is [], expected a value of data_type"),
         ("codecs", {}, "codecs is {}, expected a list of codecs"),
         ("codecs.0", [], "codecs.0 is [], expected an object with name and configuration"),
