@@ -354,7 +354,7 @@ class _Reading:
         return values
 
     def _needs_siblings(self, tail: Tail, fetch: Fetch) -> bool:
-        """True if a wanted chunk has to be computed from other arrays."""
+        """True if a selected chunk must be computed from other arrays."""
         decoder = self._form.decoder
         return self._form.chain.kind == "computed" and any(
             decoder.is_computed(fetch(start, 1)) for start, _ in self._ranges(tail, self._form)
@@ -363,7 +363,7 @@ class _Reading:
     async def _fetched(
         self, byte_getter: Any, prototype: Any, form: BlockForm
     ) -> tuple[Tail, Fetch]:
-        """Label, index and the bytes of the inner chunks that are wanted of an object."""
+        """Read label, index and the selected inner chunks of an object."""
         own = form is self._form
         length = form.tail_length
         found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length + _SMALL))
@@ -403,7 +403,7 @@ class _Reading:
         if not self._axes:
             return []
         axes = self._axes
-        if len(form.shape) < len(axes):  # numbers of each step, of which there is one chunk
+        if len(form.shape) < len(axes):  # per-step numbers, which have one chunk
             axes = [picks(range(form.shape[0]), form.shape[0])]
         else:
             try:

@@ -429,7 +429,7 @@ class _OpenUnit:
             if name not in self._opened:
                 form = self._form.sibling(name, self._unit.chains[name])
                 if self._siblings is None:
-                    raise ValueError(f"it is computed from {name}, which was not given")
+                    raise ValueError(f"it is computed from {name}, which was not passed")
                 tail, fetch = self._siblings(form)
                 if name in self._unit.matrices:
                     form.check_rows(tail, self._axes)

@@ -154,7 +154,7 @@ class Decoder:
         ):
             raise ValueError("it is not a whole Blosc frame")
         if size > MOST_TERMS * term:
-            raise ValueError(f"it has {size // term} terms, of at most {MOST_TERMS}")
+            raise ValueError(f"it has {size // term} terms, expected at most {MOST_TERMS}")
         packed = np.empty(size, "u1")
         blosc.decompress(head, packed)
         terms = packed.view(self._bits).reshape(rows, -1, hidden + tokens)

@@ -235,7 +235,7 @@ class _Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, also that another thread holds the lock."""
+        """Remove all entries, and replace the lock, which a lost thread may hold."""
         self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()

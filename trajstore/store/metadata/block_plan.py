@@ -280,7 +280,7 @@ def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> di
     Parameters
     ----------
     chains : mapping of str to Chain
-        Of the encoding ``delta``.
+        Chains of the encoding ``delta``.
     rule : OptimizerRule, optional
     """
     made = dict(chains)

@@ -192,7 +192,7 @@ class StoredArray:
         return shard_digest(self.form, self.bits(tuple(key)))
 
     def _computed_digest(self, key: tuple[slice, ...]) -> bytes:
-        """As `digest_of_rows`, of rows that are computed of other arrays."""
+        """`digest_of_rows` for rows that are computed from other arrays."""
         unit = unit_of(self.chain.rule)
         others = {
             name: self if name == self.name else self._other(self.form.sibling(name, chain))

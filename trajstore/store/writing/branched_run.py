@@ -191,10 +191,10 @@ class _Branch:
             encoding=fixed["encoding"],
             rule=rule,
         )
-        anew = _encoded_anew(stored.layout, layout)
+        anew = _changed_arrays(stored.layout, layout)
         runs = _runs_of_branch(stored)
-        arrays_anew = {name: array for name, array in layout.arrays.items() if name in anew}
-        changed = replace(layout, arrays=arrays_anew, runs=runs)
+        changed_arrays = {name: array for name, array in layout.arrays.items() if name in anew}
+        changed = replace(layout, arrays=changed_arrays, runs=runs)
         kept = tuple(name for name in layout.arrays if name not in anew)
         arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
         arrays |= series_metadata(changed, coordinates)
@@ -295,7 +295,7 @@ def _unit(layout: Layout) -> ComputedUnit | None:
     return next((unit_of(rule) for rule in rules if rule), None)
 
 
-def _encoded_anew(stored: Layout, wanted: Layout) -> set[str]:
+def _changed_arrays(stored: Layout, wanted: Layout) -> set[str]:
     """Names of the arrays that are encoded again."""
     anew = {
         name for name, array in wanted.arrays.items() if array.native != stored.arrays[name].native
