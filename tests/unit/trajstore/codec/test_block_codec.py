@@ -457,7 +457,7 @@ def test_a_missing_object_is_an_error_and_not_nan(small: Stored, kind: str) -> N
     (path / "W" / "c.0.0.0").unlink()
     array = opened(path, kind)
     with pytest.raises(
-        FormatError, match=r"^W, block 0 \(.*c\.0\.0\.0\) is missing; if the run has"
+        FormatError, match=r"^W, block 0 \(.*c\.0\.0\.0\) is missing; if the run was"
     ):
         array[...]
     same(array[4:], values[4:])
@@ -569,7 +569,7 @@ def test_metadata_that_are_none_are_refused(change: dict[str, Any]) -> None:
     ("options", "message"),
     [
         ({"dtype": "float64"}, "bfloat16 encodes float32, got .*loat64"),
-        ({"shape": (8, 10), "chunks": (4, 10)}, "inner chunks of .*, the array"),
+        ({"shape": (8, 10), "chunks": (4, 10)}, "inner chunks of .*, but the array"),
         ({"chunks": (4, 8, 3)}, r"inner chunks of \(4, 5, 3\) do not divide \(4, 8, 3\)"),
     ],
 )

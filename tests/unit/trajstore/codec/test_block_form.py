@@ -143,7 +143,7 @@ def test_a_fork_has_the_blocks_of_the_run_it_was_made_of_up_to_its_own() -> None
 def test_without_a_place_array_and_run_still_have_to_fit() -> None:
     assert tail_of(written(block=3), place=None).label
     refused(written(replace(FORM, array="grad")), "it is grad", place=None)
-    refused(written(replace(FORM, runs=((0, OTHER),))), "of run 3c3c3c3c, where", place=None)
+    refused(written(replace(FORM, runs=((0, OTHER),))), "of run 3c3c3c3c, expected", place=None)
 
 
 def test_a_copy_of_another_program_fits_everywhere_in_its_array() -> None:
@@ -158,7 +158,9 @@ def test_rows_that_it_does_not_hold_are_refused() -> None:
     data = written(rows=5)
     assert (read(data, (range(5), range(6), range(2))) == BITS[:5]).all()
     for rows in (range(6), range(5, 6), range(7, 0, -3)):
-        with pytest.raises(ValueError, match=f"^it holds 5 rows, of which {max(rows) + 1} are wan"):
+        with pytest.raises(
+            ValueError, match=f"^it holds 5 rows, expected at least {max(rows) + 1}$"
+        ):
             read(data, (rows, range(6), range(2)))
 
 
