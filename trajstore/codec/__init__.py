@@ -1,13 +1,14 @@
-"""Bits to bytes: how one block is encoded, checked and decoded.
+"""Bits to bytes: how a block is encoded, checked and decoded.
 
-The path of one chunk: ``codec_chain``, as described in the run's metadata, computes differences
-along step (``delta``) or to a prediction over tokens (``predicted_rows``). Blosc compresses them,
-and ``crc32c_check`` appends a checksum. The chunks of a block are one object. ``block_form``
-defines its end: the ``block_label``, which records the block's place, and an index. To read,
-``chunk_decoder`` checks a chunk, decompresses the selected part with Blosc, and sums the
-differences. ``scratch_memory`` provides reusable buffers for each thread.
+The path of one chunk: ``codec_chain``, named by the metadata of the run, encodes it. It computes
+differences along step (``delta``) or to a prediction over tokens (``predicted_rows``), compresses
+them with Blosc, and appends a ``crc32c_check``. ``block_form`` joins the chunks of a block to one
+object, with an index and the ``block_label``, which names its place. ``chunk_decoder`` checks a
+chunk, decompresses the selected part, and adds the differences. ``scratch_memory`` holds the
+intermediate results; each thread reuses its own.
 
-If W and the moments are computed from the gradient, ``computed_rows`` stores their corrections.
+``computed_rows`` computes W and the moments from the gradient and stored corrections;
+``adam_loop`` is its compiled loop.
 
 zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It reads only the
 parts of chunks that a selection needs (``selected_parts``).
