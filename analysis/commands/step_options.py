@@ -22,6 +22,6 @@ WITHIN = click.option(
 UNCHANGED = click.option(
     "--min-unchanged",
     type=click.IntRange(1),
-    help="Minimum steps without motion at the end of the run for a frozen token; "
+    help="A token is frozen if it does not move in at least this many last steps; "
     f"default: {MIN_UNCHANGED}.",
 )

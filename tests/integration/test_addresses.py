@@ -69,7 +69,7 @@ def test_it_works_there(
     assert [path.name for path in tmp_path.iterdir()] == list(made)
 
 
-LOCAL = "read and written in local folders; name one"
+LOCAL = "only runs can be at addresses; pass a local path"
 
 
 @pytest.mark.parametrize(

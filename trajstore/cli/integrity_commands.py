@@ -84,14 +84,15 @@ def _replay(run: str) -> Any:
 @click.option(
     "--fill-damaged",
     is_flag=True,
-    help="Keep all rows: write NaN in place of the damaged values. Not for step, an integer.",
+    help="Keep all rows: write NaN in place of the damaged values. Not possible for step, which "
+    "holds integers.",
 )
 @click.option(
     "--drop-array",
     "drop_arrays",
     metavar="NAME",
     multiple=True,
-    help="Keep all rows: remove this damaged array. Can be repeated.",
+    help="Keep all rows: remove this damaged array. Repeatable.",
 )
 @JSON
 @sentences

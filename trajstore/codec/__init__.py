@@ -1,15 +1,15 @@
-"""Bits to bytes: how one block is encoded, checked and decoded.
+"""Bits to bytes: how a block is encoded, checked and decoded.
 
-Where one chunk goes: its ``codec_chain``, which the run's metadata names, takes differences along
-step (``delta``) or to a prediction over tokens (``predicted_rows``), has Blosc compress them, and
-puts their ``crc32c_check`` behind. The chunks of a
-block are one object, and ``block_form`` says how it ends: with the ``block_label``, by which it
-knows its place, and an index. Back, ``chunk_decoder`` checks a chunk, has Blosc decompress only
-what is wanted, and adds the differences up again. What lies between is in ``scratch_memory``,
-which each thread uses again.
+The path of one chunk: ``codec_chain``, named by the metadata of the run, encodes it. It computes
+differences along step (``delta``) or to a prediction over tokens (``predicted_rows``), compresses
+them with Blosc, and appends a ``crc32c_check``. ``block_form`` joins the chunks of a block to one
+object, with an index and the ``block_label``, which names its place. ``chunk_decoder`` checks a
+chunk, decompresses the selected part, and adds the differences. ``scratch_memory`` holds the
+intermediate results; each thread reuses its own.
 
-Where W and the moments follow from the gradient, ``computed_rows`` holds their corrections.
+``computed_rows`` computes W and the moments from the gradient and stored corrections;
+``adam_loop`` is its compiled loop.
 
-zarr and xarray come by ``block_codec``, which zarr finds by its entry point: it takes a selection,
-looks up in ``selected_parts`` what that needs of each chunk, and reads no more.
+zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It reads only the
+parts of chunks that a selection needs (``selected_parts``).
 """

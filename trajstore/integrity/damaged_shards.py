@@ -5,6 +5,7 @@ Inner chunks that match their checksums keep their values, bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection
 
@@ -44,20 +45,21 @@ def _damage(metadata: CheckedMetadata, array: str, block: int, part: int) -> Fil
     whole = whole_chunks(stored, block, part)
     first = block * stored.shard[0]
     rows = min(metadata.rows - first, stored.shard[0])
-    windows = {
-        number: window
-        for number, window in enumerate(chunk_windows(stored.form))
-        if number not in whole and window[0].start < rows
-    }
+    grid, length = stored.form.grid, stored.chunk[0]
+    each = math.prod(grid[1:])  # chunks that hold the same rows
+    held = -(-rows // length) * each
+    chunks = [number for number in range(min(held, grid[0] * each)) if number not in whole]
+    start, stop = (
+        (chunks[0] // each * length, min(rows, (chunks[-1] // each + 1) * length))
+        if chunks
+        else (0, 0)
+    )
     return FilledShard(
         array=array,
         block=block,
         part=part,
-        chunks=tuple(windows),
-        rows=(
-            first + min((window[0].start for window in windows.values()), default=0),
-            first + min(rows, max((window[0].stop for window in windows.values()), default=0)),
-        ),
+        chunks=tuple(chunks),
+        rows=(first + start, first + stop),
     )
 
 

@@ -100,7 +100,7 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
 
 
 def _no_run(found: CheckedMetadata, text: str) -> str:
-    what = "is a Zarr group, but no run" if (found.path / DOCUMENT).exists() else "is not a run"
+    what = "is a Zarr group, but not a run" if (found.path / DOCUMENT).exists() else "is not a run"
     inside = sorted(_runs_in(found))
     if inside:
         return f"{text} {what}, but contains runs: name one of {', '.join(inside[:9])}"

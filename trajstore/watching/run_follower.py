@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError, RunNotFound, TrajstoreError
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import stored_bytes
@@ -140,11 +140,16 @@ class RunFollower:
                 return self._look()
             except RunNotFound:
                 break
-            except FormatError:
+            except (
+                ValueError,
+                RuntimeError,
+            ) as error:  # zarr's, of a coordinate, are no FormatError
                 # The run may have been cut or replaced during the read. The writer needs a moment.
                 self._forget()
-                if attempt == _TRIES - 1:
+                if attempt == _TRIES - 1 and isinstance(error, TrajstoreError):
                     raise
+                if attempt == _TRIES - 1:
+                    raise FormatError(f"{self._path} cannot be read: {error}") from error
                 time.sleep(0.1)  # no event marks the end of a replacement
         self._forget()
         return Look(status="absent", curves={}, attributes={})

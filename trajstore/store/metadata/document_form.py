@@ -7,6 +7,8 @@ document of each array. Data covered by the checksums of the blocks is not check
 from __future__ import annotations
 
 import json
+import math
+import operator
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,6 +29,7 @@ from trajstore.strict_json import Document
 
 __all__ = [
     "ARRAY_MEMBERS",
+    "MOST_CHUNKS",
     "REQUIRED",
     "STATUSES",
     "Fault",
@@ -44,7 +47,11 @@ __all__ = [
 Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
+MOST_CHUNKS = 1 << 16
+"""Inner chunks of a block."""
+
 _LONGEST = 1 << 48
+_LARGEST_BLOCK = 1 << 38  # values; 1 TiB of float32
 _CACHED = 64 << 10  # characters; shorter documents are kept in memory after they are opened
 _MISSING = object()
 _CONFIGURED = "an object with name and configuration"
@@ -189,6 +196,11 @@ def array_faults(document: Any, required: Collection[str] = ()) -> Iterator[Faul
     required : collection of str
         Members that it must have, although Zarr allows it to omit them.
     """
+    faults = list(_member_faults(document, required))
+    yield from faults or _size_faults(document)
+
+
+def _member_faults(document: Any, required: Collection[str]) -> Iterator[Fault]:
     if not isinstance(document, dict):
         yield Fault("", "an object", document)
         return
@@ -274,7 +286,7 @@ ARRAY_MEMBERS = {
     "dimension_names",
     "storage_transformers",
 }
-"""Of the document of an array; a recorder writes all but the last."""
+"""Members of the document of an array. A recorder writes all except the last one."""
 
 _TEXTS = {"long_name", "units", "native_dtype", "coordinates", COPY, COMING}
 
@@ -343,6 +355,19 @@ def _codec_faults(codecs: Any, ndim: int) -> Iterator[Fault]:
         if not _are_sizes(configuration.get("chunk_shape", [1] * ndim), ndim):
             member = f"{member}.configuration.chunk_shape"
             yield Fault(member, f"{ndim} positive lengths", configuration["chunk_shape"])
+
+
+def _size_faults(document: Document) -> Iterator[Fault]:
+    """Blocks that exceed any memory, or that have more inner chunks than those of any run."""
+    block, codec = document["chunk_grid"]["configuration"]["chunk_shape"], document["codecs"][0]
+    if math.prod(block) > _LARGEST_BLOCK:
+        member = "chunk_grid.configuration.chunk_shape"
+        yield Fault(member, f"at most {_LARGEST_BLOCK:,} values", block)
+    configuration = codec.get("configuration", {}) if isinstance(codec, dict) else {}
+    inner = configuration.get("chunk_shape", block)
+    if math.prod(map(operator.floordiv, block, inner)) > MOST_CHUNKS:
+        member = "codecs.0.configuration.chunk_shape"
+        yield Fault(member, f"at most {MOST_CHUNKS:,} chunks in a block of {block}", inner)
 
 
 def _is_text(value: Any) -> bool:

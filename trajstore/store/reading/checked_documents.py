@@ -32,13 +32,10 @@ from trajstore.store.storage.remote_path import (
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 
-__all__ = ["check_own_documents", "checked_root", "not_opened", "root_document"]
-
-_LARGEST_BLOCK = 1 << 38
-"""Values; 1 TiB of float32."""
+__all__ = ["check_own_documents", "checked_root", "not_opened", "remedy", "root_document"]
 
 _MOST = 1 << 26
-"""Values of a coordinate, rows of a block, chunks of a block."""
+"""Values of a coordinate, and rows of a block."""
 
 _MANY = 1 << 16
 """Objects of an array. For larger arrays, the existence of the last object is checked."""
@@ -95,7 +92,7 @@ def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> 
             open_document(array)
         except FormatError as fault:
             return FormatError(
-                f"{place} cannot be read: {DOCUMENT}: {_COPIES}.{name}: {fault}{_remedy(place)}"
+                f"{place} cannot be read: {DOCUMENT}: {_COPIES}.{name}: {fault}{remedy(place)}"
             )
     return FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {error}")
 
@@ -140,7 +137,7 @@ def _read(place: Location, key: str) -> Any:
     try:
         return _parsed(place, key, document_in(place / key))
     except FileNotFoundError as error:
-        raise FormatError(f"{place}: {key} is missing{_remedy(place)}") from error
+        raise FormatError(f"{place}: {key} is missing{remedy(place)}") from error
     except FormatError:
         raise
     except ValueError as error:
@@ -218,10 +215,11 @@ def _is_foreign_group(name: str, document: Any) -> bool:
 
 
 def _refused(place: Location, key: str, fault: Fault) -> FormatError:
-    return FormatError(f"{place} cannot be read: {key}: {fault}{_remedy(place)}")
+    return FormatError(f"{place} cannot be read: {key}: {fault}{remedy(place)}")
 
 
-def _remedy(place: Location) -> str:
+def remedy(place: Location) -> str:
+    """End of a message: the command that lists the damage."""
     return f"; list the damage with: trajstore verify {shlex.quote(str(place))}"
 
 
@@ -244,7 +242,7 @@ def _check_lengths(path: Location, arrays: Mapping[str, Any]) -> None:
             if length != known and dim is not None:
                 raise FormatError(
                     f"{path} is not a run: {name} has length {length} along {dim}, and {other} "
-                    f"has {known}{_remedy(path)}"
+                    f"has {known}{remedy(path)}"
                 )
 
 
@@ -254,22 +252,14 @@ def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> No
     `open_run` reads all steps and coordinates.
     """
     shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
-    size = math.prod(chunk)
-    if size > _LARGEST_BLOCK:
-        raise FormatError(
-            f"{place} cannot be read: {name} has blocks of {size:,} values, expected at most "
-            f"{_LARGEST_BLOCK:,}"
-        )
     if coordinate(name) is not None:
         _check_most(place, name, "values", math.prod(shape))
     if entry_of(name) is None or not _is_block(document):
         return
-    inner = document["codecs"][0]["configuration"]["chunk_shape"]
-    _check_most(place, name, "chunks in a block", math.prod(map(operator.floordiv, chunk, inner)))
     if any(map(operator.gt, shape[2:], chunk[2:])):
         raise FormatError(
             f"{place} cannot be read: {name} has shape {shape}, which its blocks of shape {chunk} "
-            f"do not cover{_remedy(place)}"
+            f"do not cover{remedy(place)}"
         )
     if name == STEP.name:
         _check_most(place, name, "rows in a block", chunk[0])
@@ -282,7 +272,7 @@ def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> No
     ):
         raise FormatError(
             f"{place} cannot be read: {name} has shape {shape}, but its last block is not stored"
-            f"{_remedy(place)}"
+            f"{remedy(place)}"
         )
 
 
@@ -290,7 +280,7 @@ def _check_most(place: Location, name: str, what: str, count: int) -> None:
     if count > _MOST:
         raise FormatError(
             f"{place} cannot be read: {name} has {count:,} {what}, expected at most {_MOST:,}"
-            f"{_remedy(place)}"
+            f"{remedy(place)}"
         )
 
 
@@ -306,5 +296,4 @@ def _is_block(document: Mapping[str, Any]) -> bool:
         and len(codecs) == 1
         and isinstance(codecs[0], dict)
         and codecs[0]["name"] == BLOCK
-        and "chunk_shape" in codecs[0].get("configuration", ())
     )

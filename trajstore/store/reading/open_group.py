@@ -8,14 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import zarr
 
 from trajstore.codec.block_form import Runs
-from trajstore.errors import ObjectStoreError, RunNotFound
+from trajstore.errors import FormatError, ObjectStoreError, RunNotFound, TrajstoreError
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.schema_check import check_array
-from trajstore.store.reading.checked_documents import checked_root, not_opened, root_document
+from trajstore.store.reading.checked_documents import (
+    checked_root,
+    not_opened,
+    remedy,
+    root_document,
+)
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.threads import in_parallel
 
@@ -50,6 +57,25 @@ def open_group(path: RunPath) -> zarr.Group:
     for name, array in opened:
         check_array(name, array, runs)
     return group
+
+
+def whole(path: RunPath, group: zarr.Group, name: str) -> npt.NDArray[Any]:
+    """All values of an array of a run, such as a coordinate.
+
+    Raises
+    ------
+    FormatError
+        If they cannot be decoded.
+    """
+    array: Any = group[name]
+    try:
+        return np.asarray(array[...])
+    except (TrajstoreError, OSError, MemoryError):
+        raise
+    except Exception as error:  # codecs of zarr raise several kinds
+        raise FormatError(
+            f"{path} cannot be read: the values of {name}: {error}{remedy(location(path))}"
+        ) from error
 
 
 def ends(array: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import numpy as np
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.reading.array_reader import block_form
-from trajstore.store.reading.open_group import ends, open_group
+from trajstore.store.reading.open_group import ends, open_group, whole
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
@@ -89,7 +89,7 @@ def information(path: RunPath) -> dict[str, Any]:
         "written_to": written_to,
         "advice": [one.facts() for one in advice],
         "populations": {
-            name.removeprefix(POPULATION): int(np.count_nonzero(np.asarray(group[name])))
+            name.removeprefix(POPULATION): int(np.count_nonzero(whole(path, group, name)))
             for name in along_token(arrays)
             if name not in COORDINATES
         },

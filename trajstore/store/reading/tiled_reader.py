@@ -18,7 +18,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, room_for_examples
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
@@ -176,10 +176,10 @@ def _of_path(path: RunPath) -> TiledRun:
         )
     return TiledRun(
         attributes=dict(group.attrs),
-        steps=np.asarray(arrays[STEP.name][...]),
-        coordinates={name: np.asarray(arrays[name][...]) for name in along_token(arrays)},
+        steps=whole(path, group, STEP.name),
+        coordinates={name: whole(path, group, name) for name in along_token(arrays)},
         series=series,
-        parameters=np.asarray(arrays["parameter"][...]) if "parameter" in arrays else None,
+        parameters=whole(path, group, "parameter") if "parameter" in arrays else None,
     )
 
 

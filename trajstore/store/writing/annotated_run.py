@@ -23,7 +23,7 @@ from trajstore.schema import ALONG_TOKEN, along_token
 from trajstore.store.metadata.fingerprint import coordinate_digests
 from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.storage.remote_path import RemotePath
 from trajstore.store.writing.create import staged_run
@@ -119,7 +119,7 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
     root = json.loads((run / DOCUMENT).read_bytes())
     group = open_group(run)
-    there: dict[str, Any] = {name: np.asarray(group[name]) for name in ALONG_TOKEN if name in group}
+    there: dict[str, Any] = {name: whole(run, group, name) for name in ALONG_TOKEN if name in group}
     if "token" not in there:
         raise FormatError(
             f"{run}: token is missing; list the damage with: trajstore verify "

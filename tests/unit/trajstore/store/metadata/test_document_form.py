@@ -110,7 +110,7 @@ def resumed(run: Path) -> None:
     ("name", "place", "value", "opens", "told"),
     [
         ("", "attributes.committed_rows", None, (open_run, resumed),
-         r"zarr\.json: attributes\.committed_rows is None, expected a number of rows; see what"),
+         r"zarr\.json: attributes\.committed_rows is None, expected a number of rows; list"),
         ("", "consolidated_metadata.metadata.W.codecs.0.configuration.kind", 1,
          (open_run, resumed), r"zarr\.json: .*metadata\.W\.codecs\.0\.configuration\.kind is 1"),
         ("", "consolidated_metadata.metadata.W.codecs.0.configuration.runs", 1, (xr.open_zarr,),
