@@ -22,6 +22,6 @@ WITHIN = click.option(
 UNCHANGED = click.option(
     "--min-unchanged",
     type=click.IntRange(1),
-    help="A token is frozen if it does not move in at least this many last steps; "
+    help="A token is frozen if at least this many final steps leave it unchanged; "
     f"default: {MIN_UNCHANGED}.",
 )

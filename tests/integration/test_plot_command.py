@@ -58,7 +58,7 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
         (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),
         (("loss", "--within"), 2, "within without steps"),
         (("loss", "--tokens", "999"), 2, "token 999 was not recorded"),
-        (("freeze", "--population", "mostly_dead"), 2, "expected dead, live, all"),
+        (("freeze", "--population", "mostly_dead"), 2, "choose from dead, live, all"),
         (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
         (("loss", "--dpi", "2"), 2, "got 2 dpi"),

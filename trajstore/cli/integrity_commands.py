@@ -72,7 +72,8 @@ def _replay(run: str) -> Any:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
         raise MissingExtra(
-            f"replay requires torch, and {error.name or error} is missing; install trajstore[train]"
+            f"replay needs {error.name or error}, which is not installed; "
+            "run: pip install 'trajstore[train]'"
         ) from error
     with StepsProgress("replaying") as progress:
         return replay(run, on_progress=progress.show)
