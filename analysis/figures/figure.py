@@ -299,7 +299,7 @@ class Figure:
                 f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
             )
         if log is not None and log not in LOGS:
-            raise InvalidArgument(f"got log={log!r}, expected {', '.join(LOGS)}")
+            raise InvalidArgument(f"got log={log!r}, expected one of {', '.join(LOGS)}")
         if log is not None and not self.scales:
             raise InvalidArgument(f"{self.name} has fixed scales, got log={log!r}; leave out log")
 
