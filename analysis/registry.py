@@ -120,7 +120,7 @@ def compute(
     if unknown or not names:
         raise InvalidArgument(
             f"got {', '.join(unknown_names) or 'no names'}, "
-            f"expected some of {', '.join(QUANTITIES)}"
+            f"expected one or more of {', '.join(QUANTITIES)}"
         )
     chosen = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
@@ -252,8 +252,7 @@ def answer(
     known = QUANTITIES | ALONE
     if name not in known:
         raise InvalidArgument(
-            f"got the unknown quantity {name!r}{did_you_mean(name, known)}; "
-            f"expected one of {', '.join(known)}"
+            f"unknown quantity {name!r}{did_you_mean(name, known)}; choose from {', '.join(known)}"
         )
     quantity = known[name]
     options = _options(quantity, name, assignments)
@@ -310,8 +309,8 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
         if not equals or key not in known:
             meant = "" if key in known else did_you_mean(key, known)
             raise InvalidArgument(
-                f"got {assignment!r}{meant}, expected name=value with a name "
-                f"among {', '.join(known) or 'none (it has no options)'} of {name}"
+                f"got {assignment!r}{meant}, expected an option of {name} as name=value; its "
+                f"options: {', '.join(known) or 'none'}"
             )
         options[key] = value = _value(text)
         kinds = {"whole numbers": (int,), "numbers": (int, float)}.get(quantity.kind_of(key))

@@ -2,7 +2,7 @@
 
 python benchmarks/seen.py [--model gatsby gpt2-4x128] [--steps N] [--rounds N] [--corpus PATH]
 
-One training in one process on one core is divided into stretches. Each stretch records another
+One training run in one process on one core is divided into stretches. Each stretch records another
 choice of variables into its own run. Every round has each choice once, in alternating order, so
 that a slower machine affects all of them. The first steps of a stretch, in which the run is
 created, are not timed. The others are timed by the clock and by the processor time of the training
@@ -47,7 +47,7 @@ Timed = dict[str, float]
 
 
 class Stretches:
-    """A training that is continued stretch by stretch.
+    """A training run that is continued stretch by stretch.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Stretches:
 
 
 def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Timed]]:
-    """Return all rounds of one training."""
+    """Return all rounds of one training run."""
     training = Stretches(MODELS[model], arguments.corpus)
     training.train(("all",), 2 * WARM)
     names, rounds = list(KINDS), []
@@ -182,7 +182,7 @@ def main() -> None:
             rows.append(row)
     columns = ["model", "recorded", "step", "its thread", "all threads"]
     columns += ["ratio to nothing", "", "", "ratio to all", "", ""]
-    text = table("Steps of one training", columns, rows)
+    text = table("Steps of one training run", columns, rows)
     own = [row for model in arguments.model for row in alone(model)]
     text += table("Each variable alone", ["model", "variable", "minimum", "median"], own)
     save("seen", text, results | {"alone": own})

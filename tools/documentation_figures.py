@@ -5,7 +5,7 @@ trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.za
 trajstore record --preset gatsby --steps 300 --record all,model -o model.zarr
 trajstore record --preset gatsby --steps 150 --seed 1 -o short.zarr
 trajstore record --fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
-trajstore sweep --preset gatsby --seeds 1:4 --set initialisation.sigma=1e-5,1e-2 --steps 60 -o runs
+trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2 --steps 60 -o runs
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER holds the runs. The command before a figure on its page draws it. A palette of colors makes

@@ -12,7 +12,7 @@ Promises that each state must keep:
   returned, or the command had ended. The run opens, its bits are those of the whole run, and
   `verify` finds no problem. A run that is cut or overwritten is the old or the new one.
 - `repair` keeps these rows. `RunWriter.resume` appends the missing rows of the whole run, and
-  `record --resume` trains those of a training. Both end with the bits of the whole run.
+  `record --resume` trains those of a training run. Both end with the bits of the whole run.
 - An output that is made or replaced as a whole is the old or the new one, byte for byte; after the
   end of the command it is the new one. The command runs again without error or leftovers. `repair`
   works in place: once the old is gone, the run opens with the rows and bits of the new one.
@@ -209,8 +209,8 @@ def _judged(
             if trial.in_place and one and one[0][0] == "wrong":
                 one = _grown(recorded, path, looks[path, _digest(_of_run(tree, path))].result(), {})
             found += one
-        if digest in agains and (said := agains[digest].result()):
-            found.append(("unsound", 1, f"once more: {said}"))
+        if digest in agains and (message := agains[digest].result()):
+            found.append(("unsound", 1, f"once more: {message}"))
         if not trial.unflushed:
             changed = [
                 path
@@ -223,7 +223,7 @@ def _judged(
         for column in {column for column, _, _ in found}:
             numbers = [number for each, number, _ in found if each == column]
             counts[column] += sum(numbers) if column == "rows lost" else 1
-        examples += [f"{column}: {said}; promised {promise}" for column, _, said in found]
+        examples += [f"{column}: {text}; promised {promise}" for column, _, text in found]
     return counts, list(dict.fromkeys(examples))
 
 
@@ -314,8 +314,8 @@ def _replaced(
 
 def _belongs(path: str, output: str) -> bool:
     """Return True for a path of an output, or of its checkpoints."""
-    beside = output.removesuffix(".zarr") + ".ckpt"
-    return any(path == each or path.startswith(each + "/") for each in (output, beside))
+    checkpoints = output.removesuffix(".zarr") + ".ckpt"
+    return any(path == each or path.startswith(each + "/") for each in (output, checkpoints))
 
 
 def _part(tree: Tree, path: str) -> Tree:
@@ -334,8 +334,8 @@ def _of_run(tree: Tree, path: str) -> Tree:
     start = f"{above}/" if above else ""
     found = {start.rstrip("/"): None} if above else {}
     for each, data in tree.items():
-        beside = each.startswith(f"{start}.{name}.")
-        if beside or _belongs(each, path):
+        leftover = each.startswith(f"{start}.{name}.")
+        if leftover or _belongs(each, path):
             found[each] = data
     return found
 

@@ -44,7 +44,7 @@ class Trial:
     grows, replaces : tuple of str
         Patterns of the runs that get rows, and of the outputs that are replaced as a whole.
     may_cut_to : int
-        Rows that may be left of a run that is there.
+        Rows to which an existing run may be cut.
     in_place : bool
         The output is replaced document by document, the root first.
     unflushed : bool
@@ -52,7 +52,7 @@ class Trial:
     has_option : bool
         Whether flushing can be turned off.
     trains : tuple of str
-        The command that resumes a training.
+        The command that resumes a training run.
     """
 
     work: Callable[[bool], None]

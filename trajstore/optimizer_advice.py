@@ -1,4 +1,4 @@
-"""Advice before a training: updates that the number types of an optimizer prevent.
+"""Advice before a training run: updates that the number types of an optimizer prevent.
 
 `trajstore.values.moving_average` tries every value of the type. The attributes of a run, or the
 configuration of a planned run, are therefore enough; no training is needed.
@@ -22,10 +22,10 @@ __all__ = ["Advice", "advise", "advise_run", "require_sound"]
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _STATE_REMEDY = (
-    "keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
     "weights under autocast (model.dtype=float32)"
 )
-_WEIGHT_REMEDY = "train float32 weights under autocast (model.dtype=float32)"
+_WEIGHT_REMEDY = "Train float32 weights under autocast (model.dtype=float32)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Advice:
     cannot_grow : float
         Fraction that a step toward twice the value does not change. NaN likewise.
     sentence : str
-        The problem, its consequence and the remedy.
+        The problem, its consequence and the remedy, each in a sentence; without the last period.
     """
 
     variable: str
@@ -141,12 +141,11 @@ def require_sound(advice: Sequence[Advice]) -> None:
     Raises
     ------
     ConfigError
-        With all advice in one sentence.
+        With all advice.
     """
     if advice:
         raise ConfigError(
-            "strict numerics refuse these settings: "
-            + "; and ".join(one.sentence for one in advice)
+            "strict numerics refuse these settings: " + ". ".join(one.sentence for one in advice)
         )
 
 
@@ -189,11 +188,11 @@ def _of_first_moment(rule: _Adam, native: str) -> Advice | None:
         MovingAverage(native=native, beta=rule.beta1, form="lerp"),
         "exp_avg",
         decay=f"m − {weight}·m rounds back to m",
-        never="the update keeps directions that the gradient no longer has",
-        soon="the update keeps part of a direction that the gradient no longer has",
+        never="The update keeps directions that the gradient no longer has",
+        soon="The update keeps part of a direction that the gradient no longer has",
         growth=f"while the gradient is twice as large: m + {weight}·m rounds back to m",
-        too_low="the update lags behind the gradient",
-        remedy=_STATE_REMEDY if native != "float32" else "choose a smaller beta1",
+        too_low="The update lags behind the gradient",
+        remedy=_STATE_REMEDY if native != "float32" else "Choose a smaller beta1",
     )
 
 
@@ -205,12 +204,12 @@ def _of_second_moment(rule: _Adam, native: str) -> Advice | None:
         ),
         "exp_avg_sq",
         decay=f"{decayed} rounds back to v",
-        never="the second moment only grows, and the effective learning rate only falls",
-        soon="the second moment stays too large, and the effective learning rate too low",
+        never="The second moment only grows, and the effective learning rate only falls",
+        soon="The second moment stays too large, and the effective learning rate too low",
         growth="while the squared gradient is twice as large: "
         f"{decayed} + {1 - rule.beta2:.6g}·2v rounds back to v",
-        too_low="the second moment stays too small, and the effective learning rate too high",
-        remedy=_STATE_REMEDY if native != "float32" else "choose a smaller beta2",
+        too_low="The second moment stays too small, and the effective learning rate too high",
+        remedy=_STATE_REMEDY if native != "float32" else "Choose a smaller beta2",
     )
 
 
@@ -229,15 +228,15 @@ def _of_moment(
     native = average.native
     cannot_decay, cannot_grow = share_left(average, 0), share_left(average, 2)
     if cannot_decay == 1:
-        text = f"{variable} can never decay: {decay} for 100 % of {native} values, so {never}"
+        text = f"{variable} can never decay: {decay} for 100 % of {native} values. {never}"
     elif cannot_decay:
         text = (
             f"{variable} soon stops decaying: {decay} for {_percent(cannot_decay)} of {native} "
-            f"values, so where gradients shrink {soon}"
+            f"values. {soon}"
         )
     elif cannot_grow:
         text = (
-            f"{variable} stops growing {growth} for {_percent(cannot_grow)} of {native} values, so "
+            f"{variable} stops growing {growth} for {_percent(cannot_grow)} of {native} values. "
             f"{too_low}"
         )
     else:
@@ -247,7 +246,7 @@ def _of_moment(
         native_dtype=native,
         cannot_decay=cannot_decay,
         cannot_grow=cannot_grow,
-        sentence=f"{text}; {remedy}",
+        sentence=f"{text}. {remedy}",
     )
 
 
@@ -259,7 +258,7 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
     share = share_left(MovingAverage(native=native, beta=1 - lost, form="product"), 0)
     if not share:
         return None
-    remedy = "choose a larger weight_decay" if native == "float32" else _WEIGHT_REMEDY
+    remedy = "Choose a larger weight_decay" if native == "float32" else _WEIGHT_REMEDY
     does = "can never change W" if share == 1 else "does not change most of W"
     return Advice(
         variable="W",
@@ -267,8 +266,8 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
         cannot_decay=share,
         cannot_grow=math.nan,
         sentence=f"weight decay {does}: (1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
-        f"back to W for {_percent(share)} of {native} values, so the run trains with "
-        f"{'no' if share == 1 else 'less'} weight decay; {remedy}",
+        f"back to W for {_percent(share)} of {native} values. The run trains with "
+        f"{'no' if share == 1 else 'less'} weight decay. {remedy}",
     )
 
 
@@ -281,9 +280,9 @@ def _of_eps(rule: _Adam, native: str) -> Advice | None:
         native_dtype=native,
         cannot_decay=math.nan,
         cannot_grow=math.nan,
-        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}, so an element that never had a "
-        f"gradient is updated by 0/0 = NaN; choose an eps that {native} can represent, or "
-        f"{_WEIGHT_REMEDY}",
+        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}. An element that never had a "
+        f"gradient is updated by 0/0 = NaN. Choose an eps that {native} can represent, or train "
+        "float32 weights under autocast (model.dtype=float32)",
     )
 
 

@@ -69,10 +69,10 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 @WITHIN
 @UNCHANGED
 @COMMON_STEPS
-@click.option("--by-population", is_flag=True, help="Compute statistics over each population.")
+@click.option("--by-population", is_flag=True, help="Compute statistics of each population.")
 @LATTICE
 @POPULATIONS
-@click.option("--scheduler", metavar="ADDRESS", help="Scheduler of a dask cluster to compute on.")
+@click.option("--scheduler", metavar="ADDRESS", help="Compute on the dask cluster at this address.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @JSON
 @sentences
@@ -93,7 +93,7 @@ def analyze(
 ) -> None:
     """Compute quantities of a run in one pass. Write them, or print a summary.
 
-    For several runs, computes the quantities of each, along the dimension run.
+    With several runs, the results have the dimension run.
 
     \b
     Example:

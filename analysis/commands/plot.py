@@ -73,11 +73,11 @@ def _american(word: str) -> str:
     "--plane",
     type=Choice(("principal", "hidden_mean")),
     default="principal",
-    help="Plane of projection for trajectory.",
+    help="Projection plane of the trajectory.",
 )
 @COMMON_STEPS
 @click.option(
-    "--with", "other", type=click.Path(), help="Additional run, which may have other steps."
+    "--with", "other", type=click.Path(), help="Additional run, which may have different steps."
 )
 @click.option(
     "--label",
@@ -118,11 +118,11 @@ def plot(
     dpi: int,
     overwrite: bool,
 ) -> None:
-    """Draw figures of a run. Several kinds, or `all`, make one sheet. Works during recording.
+    """Draw figures of a run. Several kinds, or `all`, share one sheet. Works during recording.
 
-    For several runs, each has a line with its differing settings as label. Of more than eight runs,
-    those that differ only in their seeds are shown as mean and spread. Kinds without lines show
-    each run in its own panel.
+    With several runs, each run has a line, labeled with the settings that differ. With more than
+    eight runs, those that differ only in their seeds are shown as mean and spread. Kinds without
+    lines show each run in its own panel.
 
     Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
     hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,

@@ -22,6 +22,6 @@ WITHIN = click.option(
 UNCHANGED = click.option(
     "--min-unchanged",
     type=click.IntRange(1),
-    help="Minimum steps without motion at the end of the run for a frozen token; "
+    help="A token is frozen if at least this many final steps leave it unchanged; "
     f"default: {MIN_UNCHANGED}.",
 )

@@ -50,7 +50,7 @@ def run_groups(runs: Sequence[xr.Dataset], labels: Sequence[str] | None = None) 
         Unless there is one label per run.
     """
     if labels is not None and len(labels) != len(runs):
-        raise InvalidArgument(f"got {len(labels)} labels for {len(runs)} runs; give one per run")
+        raise InvalidArgument(f"got {len(labels)} labels, expected one per run ({len(runs)})")
     if len(runs) == 1:
         return [Group(label="", members=(0,))]
     attributes = [run.attrs for run in runs]

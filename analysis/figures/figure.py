@@ -109,7 +109,7 @@ class Options:
             return [name for name in there if name in usual] or ["all"]
         if self.population not in there:
             raise InvalidArgument(
-                f"there are no tokens of the population {self.population!r} here; expected "
+                f"got the population {self.population!r}, which is unknown or empty; choose from "
                 f"{', '.join(there)}"
             )
         return [self.population]
@@ -299,7 +299,7 @@ class Figure:
                 f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
             )
         if log is not None and log not in LOGS:
-            raise InvalidArgument(f"got log={log!r}, expected {', '.join(LOGS)}")
+            raise InvalidArgument(f"got log={log!r}, expected one of {', '.join(LOGS)}")
         if log is not None and not self.scales:
             raise InvalidArgument(f"{self.name} has fixed scales, got log={log!r}; leave out log")
 
@@ -392,7 +392,7 @@ def asked_for(options: Mapping[str, Any]) -> Options:
         unknown_names = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
         raise InvalidArgument(
             f"got {', '.join(unknown_names)}, "
-            f"expected some of other, style, log, labels, title, size, {', '.join(known)}"
+            f"expected options among other, style, log, labels, title, size, {', '.join(known)}"
         )
     return Options(**options)
 

@@ -69,7 +69,7 @@ def figures_named(names: Sequence[str], runs: int = 1) -> list[Figure]:
     if unknown or not names:
         raise InvalidArgument(
             f"got {', '.join(unknown_names) or 'no figure'}, "
-            f"expected some of all, {', '.join(FIGURES)}"
+            f"expected one or more of all, {', '.join(FIGURES)}"
         )
     every = [name for name, figure in FIGURES.items() if runs > 1 or not figure.between]
     wanted = dict.fromkeys(every if "all" in names else names)

@@ -255,7 +255,9 @@ def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
         As `save`.
     """
     if path.suffix.lower() not in ENDINGS:
-        raise InvalidArgument(f"got {path}, expected a name that ends in {', '.join(ENDINGS)}")
+        raise InvalidArgument(
+            f"got {path}, expected a file name with one of the extensions {', '.join(ENDINGS)}"
+        )
     if not 10 <= dpi <= 1200:
         raise InvalidArgument(f"got {dpi} dpi, expected 10 to 1,200")
     if path.exists() and not overwrite:

@@ -198,7 +198,7 @@ def check_result_target(path: str | os.PathLike[str], *, overwrite: bool = False
     target = local_path(path)
     if target.suffix not in ENDINGS:
         raise InvalidArgument(
-            f"got {target}, expected a file name that ends with {', '.join(ENDINGS)}"
+            f"got {target}, expected a file name with one of the extensions {', '.join(ENDINGS)}"
         )
     if target.suffix == ".nc":
         try:

@@ -163,7 +163,7 @@ def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Pa
     assert got.speed.dims == ("run", "step", "token")
     assert got.run.values.tolist() == [run.stem, "other"]
     reported = trajstore_cli("analyze", tmp_path / "*.zarr", "divergence", rc=1).stderr
-    assert "is not a" in reported or "no run" in reported, "a pattern finds what was written, too"
+    assert "not a run" in reported, "a pattern finds what was written, too"
     assert "distance" in trajstore_cli("analyze", run, other, "divergence").stdout
 
 

@@ -64,7 +64,7 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert "\n  W becomes NaN in steps 8 to 10: W, block 2" in done.stdout
     assert f"trajstore repair {run} --fill-damaged --yes" in done.stdout
     done = trajstore_cli("repair", run, "--drop-array", "loss", rc=2)
-    assert "cannot drop loss: it is whole; damaged are: W" in done.stderr
+    assert "cannot drop loss: it is not damaged; damaged arrays: W" in done.stderr
     assert contents(run) == before
     facts = json.loads(trajstore_cli("repair", run, "--yes", "--json").stdout)
     assert (facts["done"], facts["rows_before"], facts["rows"]) == (True, 11, 8)

@@ -94,7 +94,10 @@ def test_a_configuration_file_records_the_same(
     ("arguments", "sentence"),
     [
         (["record", "--preset", "gatsby", "--set", "optimizer.lr=fast"], "optimizer.lr = 'fast'"),
-        (["record", "--preset", "gatsby", "--tokens", "some"], "is not all, dead or live"),
+        (
+            ["record", "--preset", "gatsby", "--tokens", "some"],
+            "expected all, dead, live",
+        ),
         (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
         (["record", "--preset", "gatsbi"], "did you mean 'gatsby'?"),
         (["record", "--preset", "gatsby", "--set", "training.lr=1"], "mean 'optimizer.lr'?"),

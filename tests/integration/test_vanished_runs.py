@@ -56,7 +56,7 @@ def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path
 def test_what_is_read_of_a_run_that_has_gone_says_so(whole: Path) -> None:
     ds = open_run(whole)
     shutil.rmtree(whole)
-    with pytest.raises(RunNotFound, match=r"run\.zarr has gone since it was opened"):
+    with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or unmounted"):
         ds.W.compute()
 
 
@@ -82,7 +82,7 @@ def test_a_command_says_it_in_a_sentence(whole: Path, monkeypatch: pytest.Monkey
     said = CliRunner().invoke(main, ["analyze", str(whole), "speed"])
     assert said.exit_code == 2
     assert said.stderr.count("\n") == 1
-    assert f"{whole} has gone since" in said.stderr
+    assert f"{whole} was moved, removed or unmounted" in said.stderr
     assert not whole.exists()
 
 

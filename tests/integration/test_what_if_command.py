@@ -77,9 +77,9 @@ def test_what_is_refused_leaves_nothing(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.zarr"
     for wrong, sentence, code in (
         (["--set", "optimizer.lr=0"], "optimizer.lr", 2),
-        (["--set", "training.batch_size=4"], "does not change recorded gradients", 2),
-        (["--tokens", "nowhere.txt"], "cannot be read", 2),
-        (["--from", 40], "there is no row of step 40", 1),
+        (["--set", "training.batch_size=4"], "what-if cannot change training.batch_size", 2),
+        (["--tokens", "nowhere.txt"], "expected all, dead, live or a text file", 2),
+        (["--from", 40], "step 40 was not recorded", 1),
     ):
         said = cli("what-if", run, *wrong, "-o", other, rc=code)
         assert sentence in said

@@ -1,9 +1,9 @@
-"""Commands that train models, and that prepare, label or recompute a training.
+"""Commands that train models, and that prepare, label or recompute a training run.
 
 ``annotate``
     The command `annotate`, which labels the tokens of a recorded run.
 ``configuration``
-    Options that set the configuration of a training.
+    Options that set the configuration of a training run.
 ``fetch``
     The command `fetch`, which downloads a corpus or tokenizer.
 ``plan``

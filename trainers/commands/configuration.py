@@ -1,4 +1,4 @@
-"""Options that set the configuration of a training."""
+"""Options that set the configuration of a training run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ configuration = _together(
         help="Folder of a tokenizer; default: the fetched tokenizer, or none.",
     ),
     RECORD,
-    click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
+    click.option("--every", type=int, metavar="K", help="Record every K-th step."),
     click.option("--tokens", metavar="all|dead|live|FILE", help="Tokens to record."),
     click.option(
         "--population",
@@ -88,11 +88,9 @@ configuration = _together(
         "gradient, and compute W and the moments from it.",
     ),
     click.option(
-        "--memory", metavar="SIZE", help="Memory of all buffers of the recorder, such as 512MiB."
+        "--memory", metavar="SIZE", help="Memory of all recording buffers, such as 512MiB."
     ),
-    click.option(
-        "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
-    ),
+    click.option("--block-rows", type=int, help="Rows per block; default: chosen to fit --memory."),
 )
 """Options that set a configuration, shared by all commands that take one."""
 
@@ -108,8 +106,8 @@ recording = _together(
         "--checkpoint-every",
         type=int,
         metavar="K",
-        help="Steps between checkpoints, rounded up to whole blocks; default: by time, at most a "
-        "hundredth of it.",
+        help="Steps between checkpoints, rounded up to whole blocks; default: timed to take at "
+        "most 1 % of the training.",
     ),
     click.option(
         "--fsync/--no-fsync",

@@ -56,7 +56,7 @@ __all__ = ["record"]
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Threads of torch on the CPU; they affect the bits. Default: as recorded in the run, "
+    help="Number of torch's CPU threads, which affects the bits. Default: as recorded in the run, "
     "or torch's default.",
 )
 @JSON
@@ -81,14 +81,15 @@ def record(
 ) -> None:
     """Train a model and record every optimizer step.
 
-    Ctrl-C and SIGTERM stop the training after the current step. --resume continues it. A kill loses
-    the last seconds. Without a checkpoint, --resume trains the recorded steps again and compares
-    them. The same command line with --resume starts a run and resumes it after any kill.
+    Ctrl-C and SIGTERM stop the training after the current step; --resume continues it. If the
+    process is killed, the rows of the last seconds are lost. With --resume, the same command line
+    starts a run and resumes it after a kill. Without a checkpoint, --resume trains the recorded
+    steps again and compares them.
 
-    --fork continues from a step of another run. The step may be recorded, or reached by training
-    again. Settings that may change: optimizer and schedule, training.steps, training.max_grad_norm,
-    training.autocast, model.dtype=float32. The fork shares the rows before that step; it does not
-    copy them.
+    --fork continues from a step of another run. Without a checkpoint of that step, it trains the
+    earlier steps again. Settings that may change: optimizer and schedule, training.steps,
+    training.max_grad_norm, training.autocast, model.dtype=float32. The fork shares the rows before
+    that step; it does not copy them.
 
     \b
     Example:

@@ -83,9 +83,6 @@ def sweep(
       trajstore sweep --preset gatsby --set initialization.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
-    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
-    from trajstore.trainers.sweeps.sweep_folder import choose_threads, save_names
-
     if "://" in output:
         raise InvalidArgument(
             f"cannot sweep to {output}: a sweep records to a local folder; record single runs to "
@@ -94,7 +91,10 @@ def sweep(
     folder = Path(output)
     places = {name: value for name, value in fields.items() if name in PLACES}
     common = settings_of((), variables, places)
-    base = named_config(preset_name, config_file)
+    base = named_config(preset_name, config_file)  # names the missing extra, if any
+    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
+    from trajstore.trainers.sweeps.sweep_folder import choose_threads, save_names
+
     stem = preset_name or Path(str(config_file)).stem
     chosen = None if seeds is None else parse_seeds(seeds)
     # All runs are parsed now, so that an error in any is reported before the first starts.

@@ -47,10 +47,10 @@ def what_if(
 ) -> None:
     """Apply a run's recorded gradients with other optimizer settings, as a new run.
 
-    The gradients stay those of the recorded run: an open loop. Settings that may change:
-    optimizer.name, lr, betas, eps, momentum, weight_decay, state_dtype and rounding; schedule.name,
-    warmup_steps and steps; training.max_grad_norm; model.dtype. Without a change the result equals
-    the run bit for bit.
+    The gradients stay those of the recorded run; the new settings do not affect them (open loop).
+    Settings that may change: optimizer.name, lr, betas, eps, momentum, weight_decay, state_dtype
+    and rounding; schedule.name, warmup_steps and steps; training.max_grad_norm; model.dtype.
+    Without a change, the result equals the run bit for bit.
 
     \b
     Example:

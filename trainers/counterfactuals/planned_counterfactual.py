@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 CAVEAT = (
     "the gradients are those of the recorded run, independent of the new W; the result shows what "
-    "another optimizer computes from them, not a training with these settings"
+    "another optimizer computes from them, not a training run with these settings"
 )
 """Note that every counterfactual carries."""
 
@@ -217,7 +217,7 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
-            f"there is no row of step {step}; the run has steps {rows.steps[0]} to {rows.steps[-1]}"
+            f"step {step} was not recorded; the run holds steps {rows.steps[0]} to {rows.steps[-1]}"
         )
     return int(found[0])
 

@@ -169,9 +169,8 @@ def _check_changeable(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in CHANGEABLE:
             raise ConfigError(
-                f"{name} does not change recorded gradients; settings that may change: "
-                f"{', '.join(CHANGEABLE)} (to train with another {name}, fork the run: "
-                "trajstore record --fork)"
+                f"what-if cannot change {name}; choose from {', '.join(CHANGEABLE)}, or train with "
+                f"another {name} in a fork of the run (trajstore record --fork)"
             )
 
 

@@ -39,7 +39,7 @@ def attach(
     on_note: Callable[[str], None] | None = None,
     comparison: Comparison | None = None,
 ) -> Recorder:
-    """Return a recorder that records a training until it is closed.
+    """Return a recorder that records a training run until it is closed.
 
     In a distributed training, only the first process records, unless the recorded parameter is
     sharded. The other processes only count steps.

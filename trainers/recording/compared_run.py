@@ -190,4 +190,4 @@ class ComparedRun:
 
 
 RowTarget = RunWriter | ComparedRun
-"""Types that take the rows of a training."""
+"""Types that take the rows of a training run."""

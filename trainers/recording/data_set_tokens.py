@@ -110,7 +110,7 @@ def _needs_dead(options: RecordingOptions) -> bool:
 
 @contextlib.contextmanager
 def _note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
-    """Turn an error into a note, because no failure here may end a training."""
+    """Turn an error into a note, because no failure here may end a training run."""
     try:
         yield
     except _NotCounted as error:

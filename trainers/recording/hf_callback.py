@@ -198,13 +198,13 @@ class TrajectoryCallback(TrainerCallback):
             self.recorder.close(complete=complete)
 
     def _after_cell(self, *result: Any) -> None:
-        """Close the recording of a training that failed in a cell of a notebook."""
+        """Close the recording of a training run that failed in a cell of a notebook."""
         if self._thread == threading.get_ident():
             self.close()
 
 
 def _close_failed(path: RunPath) -> None:
-    """Close earlier recordings to a path by this thread; their trainings must have failed."""
+    """Close earlier recordings to a path by this thread; their training runs must have failed."""
     place, thread = os.path.realpath(str(path)), threading.get_ident()
     for other in list(_recording):
         if other._thread == thread and os.path.realpath(str(other._path)) == place:

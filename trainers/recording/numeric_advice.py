@@ -1,4 +1,4 @@
-"""Advice about the types of a training, before it is recorded."""
+"""Advice about the types of a training run, before it is recorded."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from trajstore.version import __version__
 __all__ = ["changed_provenance", "optimizer_attributes", "provenance", "resumed_provenance"]
 
 _NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
-"""Facts on which the bits of a training depend."""
+"""Facts on which the bits of a training run depend."""
 
 
 def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
 
 
 def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the changed facts on which the bits of a training depend."""
+    """Return the changed facts on which the bits of a training run depend."""
     now = provenance(device)
     return {name: now.get(name) for name in _NUMERIC if before.get(name) != now.get(name)}
 

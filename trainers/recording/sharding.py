@@ -150,7 +150,7 @@ def find_shares(
 ) -> list[TokenShare | None]:
     """Return the share of this process in each parameter's run; None if it is not sharded.
 
-    All processes of a training call this function at once.
+    All processes of a training run call this function at once.
 
     Parameters
     ----------

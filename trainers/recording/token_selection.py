@@ -82,8 +82,10 @@ def read_tokens(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         near = did_you_mean(str(path), ("all", "dead", "live"))
+        reason = getattr(error, "strerror", None) or error
         raise InvalidArgument(
-            f"tokens: {path} is not all, dead or live{near}, and cannot be read as a file: {error}"
+            f"tokens: got {str(path)!r}{near}, expected all, dead, live or a text file with ids "
+            f"({reason})"
         ) from error
     ids = []
     for number, line in enumerate(lines, 1):

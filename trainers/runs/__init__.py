@@ -1,4 +1,4 @@
-"""Trainings from a configuration: planned, run, checkpointed and resumed.
+"""Training runs from a configuration: planned, run, checkpointed and resumed.
 
 ``run_plan`` computes the cost of a run, and ``timed_steps`` measures its duration. ``record``
 trains and records it. ``training_setup`` builds ``model``, ``optimizer`` and examples for a Trainer

@@ -31,7 +31,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
-    """State of a training after an optimizer step.
+    """State of a training run after an optimizer step.
 
     Attributes
     ----------

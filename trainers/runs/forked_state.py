@@ -17,7 +17,7 @@ __all__ = ["ForkedState"]
 
 
 class ForkedState:
-    """A training with the state of another training's checkpoint and with other settings.
+    """A training run with the state of another training run's checkpoint and with other settings.
 
     Weights are converted to the type of the training, and the optimizer's state to the type that
     the optimizer loads. Hyperparameters and the schedule belong to the training; the schedule is at

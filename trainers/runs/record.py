@@ -79,8 +79,8 @@ def record(
         Raise an error instead of a note if the optimizer's state cannot decay or grow in its type,
         or the weights cannot decay in theirs.
     threads : int, optional
-        Threads of torch on the CPU, on which the bits of a training depend; `provenance` stores the
-        number. Default: a resumed run keeps its number; a new run uses torch's default.
+        Threads of torch on the CPU, on which the bits of the training depend. `provenance` stores
+        the number. Default: a resumed run keeps its number; a new run uses torch's default.
     stop : callable
         Called after every recorded step. If it returns True, the run is closed as ``interrupted``,
         with a checkpoint of that step.

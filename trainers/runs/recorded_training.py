@@ -1,4 +1,4 @@
-"""A training with a recorder: from its start or a checkpoint, with either loop."""
+"""A training run with a recorder: from its start or a checkpoint, with either loop."""
 
 from __future__ import annotations
 

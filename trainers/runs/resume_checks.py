@@ -58,8 +58,8 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     config = attributes.get("config")
     if not config:
         raise NothingToResume(
-            f"{path} was not recorded by `trajstore record`, so it has no configuration; resume it "
-            "in its own training with resume=True"
+            f"{path} was not recorded by `trajstore record`, so it has no configuration; to extend "
+            "it, use resume=True in the program that recorded it"
         )
     if after is not None:
         listed = listed_stretches(attributes)
@@ -145,7 +145,7 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
 
 
 def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
-    """Check that a run comes from a training that can be repeated.
+    """Check that a run comes from a training run that can be repeated.
 
     Raises
     ------

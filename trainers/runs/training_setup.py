@@ -1,4 +1,4 @@
-"""A training from its configuration: model, optimizer, schedule, examples, and the loop."""
+"""A training run from its configuration: model, optimizer, schedule, examples, and the loop."""
 
 from __future__ import annotations
 
@@ -249,8 +249,8 @@ def find_device(wanted: str) -> torch.device:
     if not usable[wanted]:
         available = ", ".join(name for name, yes in usable.items() if yes)
         raise ConfigError(
-            f"training.device = {wanted!r}: torch finds no such device on this machine; choose "
-            f"from {available}"
+            f"training.device = {wanted!r}: torch finds no such device on this machine; available: "
+            f"{available}"
         )
     return torch.device(wanted)
 

@@ -1,4 +1,4 @@
-"""The state of a training: everything that the next optimizer step depends on.
+"""The state of a training run: everything that the next optimizer step depends on.
 
 It is copied between two steps to tensors on the CPU and JSON values, and restored in place: the
 parameters of model and optimizer remain the same objects.
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def take_state(training: Training, scaler: Any) -> tuple[dict[str, Any], Tensors]:
-    """Return the state of a training, including random states.
+    """Return the state of a training run, including random states.
 
     Parameters
     ----------

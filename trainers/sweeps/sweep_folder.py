@@ -79,7 +79,7 @@ def threads_of(folder: Path) -> int | None:
 def choose_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) -> int:
     """Return the number of threads of each process of a sweep, the same for all its calls.
 
-    The bits of a training depend on the number of threads. So the first call fixes the number for
+    The bits of the training depend on the number of threads. So the first call fixes the number for
     all later ones, also with another `jobs`. It is `given`, else OMP_NUM_THREADS, else the number
     of processors divided by `jobs`.
 

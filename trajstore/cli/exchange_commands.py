@@ -44,19 +44,19 @@ _MEMORY = partial(
     "thimble-6, thimble-7, …; `trajstore import` lists all.",
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
-@click.option("--steps", metavar="STEPS", help="Steps to write: 0:200:10 (200 excluded), 5,10,20:.")
+@click.option("--steps", metavar="STEPS", help="Steps, such as 0:200:10 (without 200) or 5,10,20:.")
 @click.option(
     "--tokens", metavar="TOKENS", help="Tokens: all, dead, live, ids such as 1,2,3, or a FILE."
 )
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables to write; default: all.")
 @click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
 @ENCODING(help="Encoding of the run to write, delta or replay; default: that of RUN.")
-@_MEMORY(help="Memory for the row buffer of zarr and run.")
+@_MEMORY(help="Memory of the row buffer, for zarr and run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
 @sentences
 def export(run: str, format_name: str | None, output: str, as_json: bool, **options: Any) -> None:
-    """Write a run, or part of it, for other programs. Memory use does not depend on its size.
+    """Write a run, or part of it, for other programs, in constant memory.
 
     \b
     Example:

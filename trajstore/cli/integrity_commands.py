@@ -72,7 +72,8 @@ def _replay(run: str) -> Any:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
         raise MissingExtra(
-            f"replay requires torch, and {error.name or error} is missing; install trajstore[train]"
+            f"replay needs {error.name or error}, which is not installed; "
+            "run: pip install 'trajstore[train]'"
         ) from error
     with StepsProgress("replaying") as progress:
         return replay(run, on_progress=progress.show)
@@ -84,14 +85,15 @@ def _replay(run: str) -> Any:
 @click.option(
     "--fill-damaged",
     is_flag=True,
-    help="Keep all rows: write NaN in place of the damaged values. Not for step, an integer.",
+    help="Keep all rows: write NaN in place of the damaged values. Not possible for step, which "
+    "holds integers.",
 )
 @click.option(
     "--drop-array",
     "drop_arrays",
     metavar="NAME",
     multiple=True,
-    help="Keep all rows: remove this damaged array. Can be repeated.",
+    help="Keep all rows: remove this damaged array. Repeatable.",
 )
 @JSON
 @sentences

@@ -5,11 +5,11 @@ differences along step (``delta``) or to a prediction over tokens (``predicted_r
 them with Blosc, and appends a ``crc32c_check``. ``block_form`` joins the chunks of a block to one
 object, with an index and the ``block_label``, which names its place. ``chunk_decoder`` checks a
 chunk, decompresses the selected part, and adds the differences. ``scratch_memory`` holds the
-intermediate results; each thread uses its own again.
+intermediate results; each thread reuses its own.
 
 ``computed_rows`` computes W and the moments from the gradient and stored corrections;
 ``adam_loop`` is its compiled loop.
 
 zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It reads only the
-chunks that a selection needs (``selected_parts``).
+parts of chunks that a selection needs (``selected_parts``).
 """

@@ -1,8 +1,8 @@
-"""Adam's rule over rows of bits, as one loop that numba compiles.
+"""Adam's rule over rows of bits, in one loop that numba compiles.
 
-The bits are those of `trajstore.values.optimizer_rule.OptimizerRule.next_row`: the same operations
-in the same order. A division by 0 raises nothing. A NaN of the rule has the bits of the quiet NaN
-without sign and payload.
+The results equal those of `trajstore.values.optimizer_rule.OptimizerRule.next_row`, bit for bit:
+the same operations in the same order. A division by 0 raises no error. A NaN of the rule has the
+bits of the quiet NaN without sign and payload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 _LOOP = CompiledLoop("trajstore.codec.adam_loop", "adam_rows")
 
 _TYPES = {"bfloat16": 16, "float32": 0}
-"""Types whose bits are the highest of a float32, and how many that leaves out."""
+"""Types whose bits are the highest of a float32, with the number of omitted bits."""
 
 
 def run_adam_loop(
@@ -36,26 +36,26 @@ def run_adam_loop(
     natives: Mapping[str, NativeType],
     rates: Sequence[Rates | None],
 ) -> bool:
-    """XOR the rule's bits to rows, if there is a compiled loop for it.
+    """Compute rows XOR the rule's bits, if a compiled loop is available.
 
     Parameters
     ----------
     rule : OptimizerRule
     rows : mapping of str to ndarray of native bits, (row, …)
-        Of W, the moments and the gradient.
+        Rows of W, the moments and the gradient.
     out : mapping of str to ndarray
-        Receives, from row 1 on, the rows of W and the moments XOR the rule's bits; may be `rows`.
-        Then a row is used for the next one after that.
+        Receives, from row 1, the rows of W and the moments XOR the rule's bits. It may be `rows`;
+        then each row is changed before it is used for the next one.
     computed : sequence of str
-        Which of W and the moments are to be changed.
+        Names of the arrays to compute, out of W and the moments.
     natives : mapping of str to NativeType
     rates : sequence of Rates or None
-        Of each row; None where no step was taken.
+        Rates of each row; None if no step was taken.
 
     Returns
     -------
     bool
-        Whether it was done. If not, nothing was.
+        False if no loop is available. Then nothing was changed.
     """
     names = ("W", "exp_avg", "exp_avg_sq", "grad")
     if rule.kind != "adam" or any(natives[name].name not in _TYPES for name in names):
@@ -84,7 +84,7 @@ def run_adam_loop(
 def _factors(
     rule: OptimizerRule, natives: Mapping[str, NativeType], rates: Rates | None
 ) -> list[Any]:
-    """Numbers of one step in float32, in the order in which `adam_rows` takes them."""
+    """Numbers of one step in float32, in the order that `adam_rows` expects."""
     if rates is None:
         return [0] * 11
     one = np.float32
@@ -129,15 +129,15 @@ def adam_rows(
     decays: bool,
     couples: bool,
 ) -> None:
-    """The loop, for numba; arguments as `run_adam_loop` prepares them, arrays as 1-D memory.
+    """The loop for numba. `run_adam_loop` prepares its arguments; arrays are 1-D memory.
 
-    It goes over a few elements at a time, whose values stay in the nearest cache. Each inner loop
-    does one operation, so that a compiler puts it into vectors. Indices are unsigned: negative ones
-    would count from the end.
+    It processes a few elements at a time, whose values fit into the L1 cache. Each inner loop does
+    one operation, so that the compiler can vectorize it. Indices are unsigned, as a negative index
+    counts from the end.
     """
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
 
-    # numba inlines functions that are defined within the loop, and calls no others.
+    # Functions within the loop are inlined by numba.
     def load(memory: Any, base: Any, shift: Any, out: Any, size: Any) -> None:
         bits = out.view(np.uint32)
         for at in range(size):
@@ -164,7 +164,7 @@ def adam_rows(
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
     none, places = np.uint32(0), strides.astype(np.uint64)
-    # Where results alone are rounded, intermediate values keep all bits.
+    # If only results are rounded, intermediate values keep all bits.
     stage_W = none if rounds_once else of_W
     stage_first = none if rounds_once else of_first
     stage_second = none if rounds_once else of_second

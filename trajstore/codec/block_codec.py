@@ -1,9 +1,9 @@
-"""The `trajstore.block` codec of Zarr v3: a block of an array, whole, as one object.
+"""The `trajstore.block` codec of Zarr v3, which stores a whole block of an array as one object.
 
-It is the only codec of an array, so zarr hands it each selection. From the end of the object it
-takes label and index, refuses a block that belongs elsewhere, reads the inner chunks that the
-selection needs, and decodes them in a thread: one for each object, side by side. Of a local store
-it reads the file itself, in that same thread. zarr finds the codec by its entry point.
+It is the only codec of an array, so zarr passes each selection to it. It reads label and index from
+the end of the object, raises an error for a block of another place, reads the inner chunks of the
+selection, and decodes them in a thread per object, in parallel. In a local store the same thread
+also reads the file. zarr finds the codec by its entry point.
 
 Source: docs/reference/format.md.
 """
@@ -55,16 +55,16 @@ from trajstore.threads import default_threads, submit
 from trajstore.values.native_types import narrow
 
 if TYPE_CHECKING:
-    # What every codec is given; zarr up to 3.4.2 has no public name for it.
+    # Argument of every codec; zarr up to 3.4.2 has no public name for it.
     from zarr.core.array_spec import ArraySpec
 
 __all__ = ["BLOCK", "BlockCodec", "local_folder"]
 
 BLOCK = "trajstore.block"
 
-_FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # of the array, in the key of an object
-_SMALL = 16 << 10  # bytes of an object that is read by one request, not by two
-_GAP = 64 << 10  # bytes that are quicker read than left out, where each request takes its time
+_FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # folder of the array, in an object's key
+_SMALL = 16 << 10  # bytes; smaller objects are read by one request instead of two
+_GAP = 64 << 10  # bytes; reading a smaller gap is faster than another request
 
 Array = npt.NDArray[Any]
 Axes = list[dict[int, Pick]]
@@ -77,18 +77,18 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     Parameters
     ----------
     array : str
-        Name of the array, which the labels have.
+        Name of the array, as in the labels.
     chunk_shape : tuple of int
-        Of an inner chunk; divides the shape of a chunk of the array.
+        Shape of an inner chunk; divides the shape of a chunk of the array.
     chain : Chain
-        How an inner chunk is encoded.
+        Encoding of an inner chunk.
     runs : tuple of (int, str)
-        Whose blocks there are: from each number on, identity of the run.
+        Identities of the runs of the blocks, each with its first block.
 
     Raises
     ------
     FormatError
-        On reading, if an object is missing, broken, or a block of another place.
+        During a read, if an object is missing, broken, or the block of another place.
     """
 
     is_fixed_size = False
@@ -105,7 +105,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         Raises
         ------
         FormatError
-            If they are not those of this codec.
+            If the metadata does not describe this codec.
         """
         register_accessors()
         member, facts = "codecs.0.configuration", data.get("configuration")
@@ -147,33 +147,35 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         }
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
-        """Check that the array can hold the native type, and is divided into whole inner chunks.
+        """Check the data type of the array, and that inner chunks divide its chunks.
 
         Raises
         ------
         ValueError
-            If not.
+            If one does not match.
         """
         stored = self.chain.native.stored
         if dtype.to_native_dtype() != stored:
             raise ValueError(f"{BLOCK} of {self.chain.native.name} encodes {stored}, got {dtype}")
         if len(self.chunk_shape) != len(shape) or not shape:
-            raise ValueError(f"{BLOCK} has inner chunks of {self.chunk_shape}, the array {shape}")
+            raise ValueError(
+                f"{BLOCK} has inner chunks of {self.chunk_shape}, but the array has shape {shape}"
+            )
         whole = getattr(chunk_grid, "chunk_shape", self.chunk_shape)
         if any(length % part for length, part in zip(whole, self.chunk_shape, strict=True)):
             raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}")
         if self.chain.has_forms and (len(shape) != 3 or whole[0] != self.chunk_shape[0]):
             raise ValueError(
-                f"inner chunks of the kind {self.chain.kind} have all rows of a block and three "
-                f"dimensions, got {self.chunk_shape} of {whole}"
+                f"got inner chunks of {self.chunk_shape} in {whole}, expected all rows and three "
+                f"dimensions for the kind {self.chain.kind}"
             )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Is not known beforehand, so zarr never asks: it is no codec of fixed size."""
-        raise NotImplementedError  # as zarr's own codecs that compress
+        """Raise NotImplementedError, as the size is not fixed. zarr never calls this method."""
+        raise NotImplementedError  # as zarr's own compressing codecs
 
     def form(self, shape: tuple[int, ...]) -> BlockForm:
-        """How blocks of that shape are stored."""
+        """Storage form of blocks of that shape."""
         return _form(self, shape)
 
     async def _decode_partial_single(
@@ -211,7 +213,7 @@ def _runs(value: Any) -> Runs:
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {"array": str, "chunk_shape": _lengths, "runs": _runs}
-"""Of the configuration, apart from that of the chain."""
+"""Parsers of the members of the configuration, except those of the chain."""
 
 
 @lru_cache(maxsize=256)
@@ -226,7 +228,7 @@ def _form(codec: BlockCodec, shape: tuple[int, ...]) -> BlockForm:
 
 
 class _Reading:
-    """A selection of one block, on its way out of an object."""
+    """A selection of one block that is read from an object."""
 
     def __init__(self, form: BlockForm, selection: Any, byte_getter: Any) -> None:
         self._form = form
@@ -239,7 +241,7 @@ class _Reading:
         outer = outer_positions(selection, form.shape)
         self._points: tuple[Any, ...] | None = None
         if outer is None:
-            # The smallest box that holds the points is read, and they are taken from it.
+            # The smallest box that contains the points is read; then the points are selected.
             hulls = [hull_of(*pair) for pair in zip(selection, form.shape, strict=True)]
             self._points = tuple(
                 within_hull(item, hull) for item, hull in zip(selection, hulls, strict=True)
@@ -254,7 +256,7 @@ class _Reading:
             self._axes = [picks(axis, part) for axis, part in zip(along, form.chunk, strict=True)]
 
     def from_file(self, path: str) -> Array:
-        """Values, read from a local file."""
+        """Read the values from a local file."""
         try:
             file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -313,17 +315,17 @@ class _Reading:
         )
 
     def from_bytes(self, data: bytes) -> Array:
-        """Values, of a whole object."""
+        """Decode the values of a whole object."""
         tail = self._tail(data[-self._form.tail_length :])
-        # Who asks for it so is about to write it again, with its padding.
+        # A caller that needs the whole object will write it again, including its padding.
         return self._decoded(tail, partial(_part_of, data), padding=True)
 
     async def from_store(self, byte_getter: Any, prototype: Any) -> Array:
-        """Values, by ranges of an object of any store."""
+        """Read the values by ranges of an object, in any store."""
         try:
             return await self._from_ranges(byte_getter, prototype)
         except FormatError:
-            # A block that grows is replaced, and may have been between two of the requests.
+            # A growing block is replaced, possibly between two of the requests.
             return await self._from_ranges(byte_getter, prototype)
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
@@ -352,7 +354,7 @@ class _Reading:
         return values
 
     def _needs_siblings(self, tail: Tail, fetch: Fetch) -> bool:
-        """True if a wanted chunk has to be computed from other arrays."""
+        """True if a selected chunk must be computed from other arrays."""
         decoder = self._form.decoder
         return self._form.chain.kind == "computed" and any(
             decoder.is_computed(fetch(start, 1)) for start, _ in self._ranges(tail, self._form)
@@ -361,7 +363,7 @@ class _Reading:
     async def _fetched(
         self, byte_getter: Any, prototype: Any, form: BlockForm
     ) -> tuple[Tail, Fetch]:
-        """Label, index and the bytes of the inner chunks that are wanted of an object."""
+        """Read label, index and the selected inner chunks of an object."""
         own = form is self._form
         length = form.tail_length
         found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length + _SMALL))
@@ -375,7 +377,7 @@ class _Reading:
             raise
         except ValueError as error:
             raise self._broken_sibling(form, byte_getter.path, error) from error
-        if len(end) < length + _SMALL:  # which is all of it
+        if len(end) < length + _SMALL:  # this is the whole object
             return tail, partial(_part_of, end)
         stretches = _stretches(self._ranges(tail, form))
         parts = await asyncio.gather(
@@ -401,7 +403,7 @@ class _Reading:
         if not self._axes:
             return []
         axes = self._axes
-        if len(form.shape) < len(axes):  # numbers of each step, of which there is one chunk
+        if len(form.shape) < len(axes):  # per-step numbers, which have one chunk
             axes = [picks(range(form.shape[0]), form.shape[0])]
         else:
             try:
@@ -439,12 +441,12 @@ class _Reading:
         return values if self._points is None else np.asarray(values[self._points])
 
     def _tail(self, data: bytes) -> Tail:
-        """Label and index, of an object of this array; a copy under another name has no place."""
+        """Read label and index, and check that the object belongs to this array."""
         try:
             tail = self._form.read_tail(data, self._place)
             label = tail.label
             if label.block != ANYWHERE and label.array != self._folder:
-                raise ValueError(f"it is {label.place()}, where {self._folder} belongs")
+                raise ValueError(f"it is {label.place()}, expected {self._folder}")
         except ValueError as error:
             raise self._broken(error) from error
         return tail
@@ -462,7 +464,7 @@ class _Reading:
 
 
 def local_folder(store: Any) -> Any:
-    """Folder of a local store, or of one that says it is one (``local_root``); else None."""
+    """Folder of a local store, or of one with the attribute ``local_root``; otherwise None."""
     return store.root if isinstance(store, LocalStore) else getattr(store, "local_root", None)
 
 
@@ -471,7 +473,7 @@ def _part_of(data: bytes, offset: int, length: int) -> bytes:
 
 
 def _place(key: str, ndim: int) -> tuple[int, int] | None:
-    """Block and part of an object, by the numbers at the end of its key; None if there are none."""
+    """Block and part of an object, from the numbers at the end of its key, or None."""
     numbers = key.replace("/", ".").rsplit(".", ndim)[1:]
     if len(numbers) != ndim or not all(number.isdecimal() for number in numbers):
         return None
@@ -479,7 +481,7 @@ def _place(key: str, ndim: int) -> tuple[int, int] | None:
 
 
 def _stretches(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of bytes, those put together that lie side by side."""
+    """Byte ranges, with adjacent and nearly adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1] + _GAP:
@@ -490,7 +492,7 @@ def _stretches(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _encoded(form: BlockForm, values: Array) -> bytes:
-    """A block as zarr hands it over, which does not say where it belongs."""
+    """Encode a block from zarr, which does not pass its place."""
     bits = narrow(values, form.chain.native)
     pieces, digests, entries, offset = [], [], [], 0
     for at in itertools.product(*map(range, form.grid)):
@@ -509,11 +511,11 @@ def _encoded(form: BlockForm, values: Array) -> bytes:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads that stay, and keep their scratch."""
+    """Permanent threads, which keep their scratch memory."""
     return ThreadPoolExecutor(default_threads(), "trajstore-reader")
 
 
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not exist in a child
 
 
 async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:

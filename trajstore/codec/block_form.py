@@ -1,8 +1,8 @@
-"""How one array is stored, block by block: the inner chunks of an object, its label, its index.
+"""The form of the objects that store the blocks of an array: inner chunks, label and index.
 
-An object holds the inner chunks of a block, or of a range of its tokens, one behind the other; then
-the label (`trajstore.codec.block_label`); then the index, as Zarr's `sharding_indexed` has it at
-the end: offset and length of each inner chunk in C order of their grid, and a crc32c.
+An object contains the inner chunks of a block, or of a range of its tokens, without gaps. The label
+(`trajstore.codec.block_label`) follows, then the index, as in Zarr's `sharding_indexed`: offset and
+length of each inner chunk in C order of their grid, and a crc32c.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = ["BlockForm", "Fetch", "FewerRows", "Runs", "Siblings", "Tail", "with_
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
 
-_CHUNKS_OF_A_HELPER = 8  # fewer are sooner decoded than handed over
+_CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
 
 Array = npt.NDArray[Any]
 
 Runs = tuple[tuple[int, str], ...]
-"""Whose blocks there are: from each number on, identity of the run; the last is the run itself."""
+"""Identities of the runs of the blocks, each with its first block. The last is the run itself."""
 
 Part = tuple[list[Pick], int, int, int]
-"""Of a selection: what is taken of a chunk, its number, and its offset and length in the object."""
+"""Part of a selection: picks of a chunk, its number, and its offset and length in the object."""
 
 Fetch = Callable[[int, int], bytes]
-"""Bytes of an object: from an offset on, so many."""
+"""Returns bytes of an object, for an offset and a length."""
 
 
 Siblings = Callable[["BlockForm"], tuple["Tail", Fetch]]
@@ -55,22 +55,22 @@ Siblings = Callable[["BlockForm"], tuple["Tail", Fetch]]
 
 
 class FewerRows(ValueError):
-    """A block does not hold the rows that are wanted of it, or is not there at all."""
+    """A block lacks rows of the selection, or does not exist."""
 
 
 def with_consequence(error: ValueError) -> str:
-    """What is wrong with a block, and what that says of the run."""
+    """Message about a block, with the consequence for the run."""
     if isinstance(error, FewerRows):
         return (
-            f"{error}; if the run has gone on from an earlier row since it was opened, open it "
-            "again, else it is damaged"
+            f"{error}; if the run was resumed from an earlier row since it was opened, open it "
+            "again; otherwise it is damaged"
         )
     return f"{error}; the run is damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """What stands at the end of an object.
+    """Label and index, from the end of an object.
 
     Attributes
     ----------
@@ -85,18 +85,18 @@ class Tail:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockForm:
-    """How the blocks of one array are stored.
+    """Storage form of the blocks of one array.
 
     Attributes
     ----------
     array : str
-        Its name, as the labels have it.
+        Name of the array, as in the labels.
     chain : Chain
-        Of an inner chunk.
+        Encoding of an inner chunk.
     shape : tuple of int
-        Of what one object holds: rows of a block first.
+        Shape of one object: rows of a block first.
     chunk : tuple of int
-        Of an inner chunk; divides the shape.
+        Shape of an inner chunk; divides `shape`.
     runs : Runs
     """
 
@@ -108,7 +108,7 @@ class BlockForm:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """Of its inner chunks."""
+        """Decoder of the inner chunks."""
         return Decoder(self.chain, self.chunk)
 
     @cached_property
@@ -123,12 +123,12 @@ class BlockForm:
 
     @cached_property
     def tail_length(self) -> int:
-        """Bytes behind the inner chunks."""
+        """Bytes after the inner chunks."""
         return self.index_length + LABEL
 
     @cached_property
     def settings(self) -> bytes:
-        """SHA-256 of all that decides how bytes become values: a canonical JSON text."""
+        """SHA-256 of all settings of the decoding, as a canonical JSON text."""
         facts = {
             **self.chain.facts(),
             "array": self.array,
@@ -139,7 +139,7 @@ class BlockForm:
         return hashlib.sha256(text.encode()).digest()
 
     def tail(self, entries: Sequence[tuple[int, int]], label: BlockLabel) -> bytes:
-        """Bytes behind the inner chunks that lie at these offsets, with these lengths."""
+        """Bytes after the inner chunks, which have these offsets and lengths."""
         packed = np.array(entries, "<u8").tobytes()
         return label.pack(packed) + packed + checksum(packed)
 
@@ -161,14 +161,14 @@ class BlockForm:
         Parameters
         ----------
         data : bytes
-            `tail_length` of them, or fewer where the object is shorter.
+            The last `tail_length` bytes, or fewer if the object is shorter.
         place : tuple of int, optional
-            Block and part whose object it should be. Without it that is not known.
+            Expected block and part; None if unknown.
 
         Raises
         ------
         ValueError
-            If the index or the label does not fit its checksum, or the block belongs elsewhere.
+            If the index or the label does not match its checksum, or the block is of another place.
         """
         index = data[-self.index_length :]
         if len(index) < self.index_length or not is_intact(index):
@@ -181,26 +181,26 @@ class BlockForm:
         return Tail(label=label, index=np.frombuffer(entries, "<u8").reshape(-1, 2))
 
     def check_place(self, label: BlockLabel, place: tuple[int, int] | None) -> None:
-        """Refuse a block that belongs to another run, array or place, or was stored otherwise.
+        """Raise an error for a block of another run, array, place or encoding.
 
         Raises
         ------
         ValueError
-            The message names both.
+            If the label differs. The message names the found and the expected place.
         """
         block, part = (label.block, label.part) if place is None else place
-        if label.block == ANYWHERE:  # a copy of another program, which does not number blocks
+        if label.block == ANYWHERE:  # written by another program, which does not number blocks
             block, part = label.block, label.part
-        # Whose block it was at first, or of a fork that has stored it in another type.
+        # The run that recorded the block, or a later fork that stored it in another type.
         started = sum(number <= block for number, _ in self.runs)
         possible = [run for _, run in self.runs[max(started - 1, 0) :]]
         place_of_label = (label.array, label.block, label.part)
         if place_of_label != (self.array, block, part) or label.run not in possible:
             own = self.runs[-1][1]
             expected = f"{self.array}, block {block}, part {part} of run {own[:8]}"
-            raise ValueError(f"it is {label.place()}, where {expected} belongs")
+            raise ValueError(f"it is {label.place()}, expected {expected}")
         if label.settings != self.settings:
-            raise ValueError("the metadata say something else than those it was written with")
+            raise ValueError("the metadata differs from that with which it was written")
 
     def read(
         self,
@@ -213,28 +213,28 @@ class BlockForm:
         helpers: ThreadPoolExecutor | None = None,
         siblings: Siblings | None = None,
     ) -> None:
-        """Decode what a selection takes of a block.
+        """Decode a selection of a block.
 
         Parameters
         ----------
         tail : Tail
         axes : sequence of dict of int to Pick
-            Of each axis what is taken of the inner chunks, by their number
+            Picks of the inner chunks along each axis, by number of the chunk
             (`trajstore.codec.selected_parts.picks`).
         fetch : callable
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
         padding : bool
-            Whether rows that are not valid may be selected too.
+            True to allow the selection of invalid rows.
         helpers : ThreadPoolExecutor, optional
-            Its threads take chunks, too, as far as they have nothing else to do.
+            Its idle threads decode chunks, too.
         siblings : callable, optional
-            Opens the same block and part of another array, where rows are computed of it.
+            Opens the same block and part of another array, from which rows are computed.
 
         Raises
         ------
         ValueError
-            If rows are selected that the block does not hold, or a chunk is broken.
+            If the block lacks selected rows, or a chunk is broken.
         """
         if not padding:
             self.check_rows(tail, axes)
@@ -253,10 +253,10 @@ class BlockForm:
         try:
             _run_offered(offer)
         finally:
-            # Who has not begun need not; who has is waited for, as it reads from what is open here.
+            # Helpers that have not started are canceled. Others still read from the open object.
             begun = [helper for helper in called if not helper.cancel()]
             wait(begun)
-            offer.clear()  # the pool still knows it, and should hold none of the memory
+            offer.clear()  # the pool still refers to it; this releases the memory
         for helper in begun:
             helper.result()
 
@@ -314,7 +314,7 @@ class BlockForm:
             ) from error
 
     def sibling(self, name: str, chain: Chain) -> BlockForm:
-        """How another array of the unit that this one is computed in is stored."""
+        """Storage form of another array of the same computed unit."""
         matrix = name in unit_of(self.chain.rule).matrices
         return BlockForm(
             array=name,
@@ -325,19 +325,19 @@ class BlockForm:
         )
 
     def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
-        """Refuse a selection of rows that the block does not hold.
+        """Raise an error if the block lacks selected rows.
 
         Raises
         ------
         FewerRows
-            If so.
+            If a row is missing.
         """
         last = max(number * self.chunk[0] + pick.window.stop for number, pick in axes[0].items())
         if last > tail.label.rows:
-            raise FewerRows(f"it holds {tail.label.rows} rows, of which {last} are wanted")
+            raise FewerRows(f"it holds {tail.label.rows} rows, expected at least {last}")
 
     def wanted(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> Iterator[Part]:
-        """Inner chunks that a selection needs, and what it takes of each."""
+        """Inner chunks of a selection, with the picks of each."""
         for position in itertools.product(*axes):
             entry = 0
             for at, count in zip(position, self.grid, strict=True):
@@ -347,7 +347,7 @@ class BlockForm:
 
 
 class _OpenUnit:
-    """The objects of a unit that one read takes from: each is opened when it is needed."""
+    """The objects of a computed unit during one read. Each is opened on first use."""
 
     def __init__(
         self,
@@ -366,19 +366,19 @@ class _OpenUnit:
         self._lock = RLock()
 
     def fetched(self, name: str, offset: int, length: int) -> bytes:
-        """Bytes of an inner chunk."""
+        """Read the bytes of an inner chunk."""
         data = self._open(name)[2](offset, length)
         if len(data) != length:
             raise ValueError("the object ends before it")
         return data
 
     def computed(self, picks: Sequence[Pick], entry: int) -> dict[str, Array]:
-        """Rows of all arrays of the unit, from the first of a chunk on.
+        """Rows of all arrays of the unit, from the first row of a chunk.
 
         Parameters
         ----------
         picks : sequence of Pick
-            What is taken of the chunk.
+            Picks of the chunk.
         entry : int
             Number of the chunk in the object.
         """
@@ -429,7 +429,7 @@ class _OpenUnit:
             if name not in self._opened:
                 form = self._form.sibling(name, self._unit.chains[name])
                 if self._siblings is None:
-                    raise ValueError(f"it is computed from {name}, which was not given")
+                    raise ValueError(f"it is computed from {name}, which was not passed")
                 tail, fetch = self._siblings(form)
                 if name in self._unit.matrices:
                     form.check_rows(tail, self._axes)
@@ -438,16 +438,16 @@ class _OpenUnit:
 
 
 def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int, int], None]) -> None:
-    """Decode chunk after chunk, until none is left; other threads may take of them, too."""
+    """Decode chunks until none is left. Several threads may share the queue."""
     try:
         while left:
             try:
                 part = left.popleft()
-            except IndexError:  # another thread has taken the last
+            except IndexError:  # another thread took the last one
                 return
             decode(*part)
     finally:
-        left.clear()  # after an error nobody need go on
+        left.clear()  # after an error, all threads stop
 
 
 def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Array) -> None:

@@ -1,8 +1,8 @@
-"""How the bytes of one chunk become values again: all of them, or those that are wanted.
+"""Decoding of one chunk, or of a part of it.
 
-What is compressed is a Blosc frame: a header of 16 bytes, the offsets of its blocks, and the
-blocks, each compressed by itself. So a stretch of it needs a few of the blocks only, and those,
-behind a header that says so, are what any Blosc library decompresses.
+A compressed chunk is a Blosc frame: a header of 16 bytes, the offsets of its blocks, and the
+blocks, each compressed independently. A part of it needs only some blocks. With a new header, these
+form a smaller frame, which any Blosc library decompresses.
 
 Source: the chunk format of C-Blosc 1, which its documentation describes.
 """
@@ -27,10 +27,10 @@ __all__ = ["Decoder", "cut_frame"]
 
 Array = npt.NDArray[np.generic]
 
-_HEADER = 16  # bytes of the header: of the least that a frame can be
-_FIELDS = struct.Struct("<3sBIII")  # versions and flags, typesize, bytes, of a block, compressed
+_HEADER = 16  # bytes of the header, and of the smallest frame
+_FIELDS = struct.Struct("<3sBIII")  # versions and flags, typesize; bytes: all, block, compressed
 _FLAGS = 2
-_COPIED = 0x02  # the flag of a frame that holds its bytes as they are
+_COPIED = 0x02  # flag of an uncompressed frame
 _OFFSET = 4
 
 
@@ -40,9 +40,9 @@ class Decoder:
     Parameters
     ----------
     chain : Chain
-        That encoded them.
+        The chain that encoded the chunks.
     shape : tuple of int
-        Of a whole chunk.
+        Shape of a whole chunk.
     """
 
     def __init__(self, chain: Chain, shape: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class Decoder:
         order = chain.order(len(shape))
         self._natural = tuple(order.index(axis) for axis in range(len(shape)))
         self._lead = order[0]  # the axis that comes first in the bytes
-        # A row is the sum of all before it, a token stands for itself.
+        # A row is the sum of all rows before it. Tokens are independent.
         self._takes_differences = chain.kind != "plain"
         self._from_start = self._takes_differences and self._lead == 0
         self._length = shape[self._lead]
@@ -66,16 +66,16 @@ class Decoder:
         Parameters
         ----------
         data : bytes
-            As `Chain.encode` made it.
+            Result of `Chain.encode`.
         window : tuple of slice
-            What is wanted, with start and stop.
+            Part to decode, with start and stop.
         out : ndarray of ``native.stored`` or ``native.bits``, shape of the window
             Receives the values, or their native bits.
 
         Raises
         ------
         ValueError
-            If the checksum does not fit, or what is inside is not a chunk of that shape.
+            If the checksum does not match, or the content is not a chunk of that shape.
         """
         frame = self._checked(data)
         if not self._chain.has_forms:
@@ -89,10 +89,10 @@ class Decoder:
         elif window[0].stop == 1:  # the key row
             self._put(self._corrections(frame, window), out)
         else:
-            raise ValueError("its rows are computed, and what from was not given")
+            raise ValueError("its rows are computed from other arrays, which were not passed")
 
     def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[bool, Array]:
-        """What a chunk of the kind ``computed`` holds of the rows before the window's end.
+        """Stored content of a chunk of the kind ``computed``, for the rows before the window's end.
 
         Parameters
         ----------
@@ -103,14 +103,14 @@ class Decoder:
         Returns
         -------
         whole : bool
-            Whether these are the rows themselves.
+            True if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
-            The rows, or the first row and then the corrections of what the rule gives.
+            The rows, or the first row and the corrections of the rule's results.
 
         Raises
         ------
         ValueError
-            As `decode`.
+            See `decode`.
         """
         frame = self._checked(data)
         if frame[:1] == DIFFERENCES:
@@ -121,7 +121,7 @@ class Decoder:
         return False, self._corrections(frame, window).copy()
 
     def is_computed(self, data: bytes) -> bool:
-        """Whether a chunk needs the chunks of other arrays."""
+        """True if a chunk needs the chunks of other arrays."""
         return self._chain.kind == "computed" and data[:1] == OWN_FORM
 
     def _decode_frame(
@@ -154,7 +154,7 @@ class Decoder:
         ):
             raise ValueError("it is not a whole Blosc frame")
         if size > MOST_TERMS * term:
-            raise ValueError(f"it has {size // term} terms, of at most {MOST_TERMS}")
+            raise ValueError(f"it has {size // term} terms, expected at most {MOST_TERMS}")
         packed = np.empty(size, "u1")
         blosc.decompress(head, packed)
         terms = packed.view(self._bits).reshape(rows, -1, hidden + tokens)
@@ -176,33 +176,33 @@ class Decoder:
             widen(bits, self._chain.native, out=out.view(f"u{out.itemsize}"))
 
     def _checked(self, data: bytes) -> memoryview:
-        """A chunk without its checksum, which fits."""
+        """Check the checksum of a chunk, and return the chunk without it."""
         if len(data) < _HEADER + CHECKSUM + self._chain.has_forms or not is_intact(data):
-            raise ValueError("the checksum does not fit")
+            raise ValueError("the checksum does not match")
         if self._chain.has_forms and data[:1] not in (DIFFERENCES, OWN_FORM):
-            raise ValueError(f"it begins with the byte {data[0]}, which names no form")
+            raise ValueError(f"its first byte is {data[0]}, expected that of a form, 0 or 1")
         return memoryview(data)[:-CHECKSUM]
 
     def unpack(self, data: bytes) -> Array:
-        """Check and decompress a chunk: all of decoding that can fail.
+        """Check and decompress a chunk, which are the steps of decoding that can fail.
 
-        What is left, adding up differences, is defined for every bit pattern.
+        The remaining step, the sum of differences, is defined for every bit pattern.
 
         Parameters
         ----------
         data : bytes
-            As `Chain.encode` made it.
+            Result of `Chain.encode`.
 
         Returns
         -------
         ndarray of unsigned integers
-            Of the chunk's shape: folded differences of the native bits, or bits of the stored
-            values. It is scratch of this thread, until the next call.
+            Folded differences of the native bits, or bits of the stored values, in the shape of the
+            chunk. It is scratch memory of this thread, valid until the next call.
 
         Raises
         ------
         ValueError
-            If the checksum does not fit, or what is inside is not a chunk of that shape.
+            If the checksum does not match, or the content is not a chunk of that shape.
         """
         frame = self._checked(data)
         if not self._chain.has_forms:
@@ -212,9 +212,9 @@ class Decoder:
         return self._predicted(frame, tuple(slice(0, length) for length in self._shape))
 
     def _unpack_window(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
-        """As `unpack`, but only what part of a chunk is made of.
+        """Decompress the values that a part of a chunk needs.
 
-        Of differences that are all along the steps, up to the last one that is wanted.
+        For differences, these are all steps up to the last one of the window.
         """
         lead = window[self._lead]
         values = self._unpack(frame, 0 if self._from_start else lead.start, lead.stop)
@@ -225,12 +225,12 @@ class Decoder:
         return values[tuple(key)]
 
     def _unpack(self, frame: memoryview, start: int, stop: int) -> Array:
-        """As `unpack`, but only so much of the axis that comes first in the bytes."""
+        """Decompress a range of the axis that comes first in the bytes."""
         if len(frame) < _HEADER:
             raise ValueError("it is not a whole Blosc frame")
-        if int.from_bytes(frame[4:8], "little") != self._size:  # of what Blosc compressed
-            raise ValueError("it has another size than the metadata says")
-        if int.from_bytes(frame[12:16], "little") != len(frame):  # which Blosc trusts
+        if int.from_bytes(frame[4:8], "little") != self._size:  # the uncompressed size
+            raise ValueError("its size differs from that in the metadata")
+        if int.from_bytes(frame[12:16], "little") != len(frame):  # Blosc does not check it
             raise ValueError("it is not a whole Blosc frame")
         size = self._size
         skip = start * self._row
@@ -244,25 +244,25 @@ class Decoder:
 
 
 def cut_frame(frame: memoryview, start: int, stop: int) -> tuple[memoryview, int]:
-    """Smaller frame that holds a stretch of what a frame holds.
+    """Smaller frame that contains a byte range of a frame.
 
     Parameters
     ----------
     frame : memoryview of bytes
     start, stop : int
-        Bytes of what was compressed; start < stop.
+        Range of the uncompressed bytes; start < stop.
 
     Returns
     -------
     frame : memoryview
-        The one given, if its blocks do not lie in their order.
+        The given frame, if its blocks are not in order.
     skip : int
-        Bytes that it holds before the stretch.
+        Bytes before the range in the result.
 
     Raises
     ------
     ValueError
-        If the header does not describe what is there.
+        If the header does not describe the frame.
     """
     if len(frame) < _HEADER:
         raise ValueError("it is not a whole Blosc frame")
@@ -280,7 +280,7 @@ def cut_frame(frame: memoryview, start: int, stop: int) -> tuple[memoryview, int
         return memoryview(head + frame[_HEADER + start : _HEADER + stop]), 0
     first, last = start // block, (stop - 1) // block + 1
     if first and last == count:
-        # A block that is shorter than the header says is taken for the last of several.
+        # Blosc expects a short block only as the last of several.
         first = min(first, count - 2)
     starts = [*struct.unpack_from(f"<{count}i", frame, _HEADER), packed]
     if starts[0] < starts_end or starts != sorted(set(starts)):

@@ -1,12 +1,12 @@
-"""How one chunk of a block becomes bytes, and which of the ways an array takes.
+"""Encoding of one chunk of a block, and the choice of the encoding for an array.
 
 Matrices are stored as differences of their native bits along step (`trajstore.codec.delta`), which
-Blosc then compresses with bitshuffle. Of large weights the differences are put in order of tokens,
-with a shuffle of bytes: one token's history is then a small part of a chunk, and a step's snapshot
-decodes twice as fast. Per-step scalars are stored as they are.
+Blosc compresses with bitshuffle. The differences of large weights are ordered by token, with a
+shuffle of bytes. Then the history of a token is a small part of a chunk, and the snapshot of a step
+decodes twice as fast. Per-step scalars are stored without differences.
 
-A crc32c follows, so that a flipped bit is an error on reading and never a number.
-`trajstore.codec.chunk_decoder` does the reverse.
+A crc32c follows, so that a flipped bit raises an error during a read and is never a number.
+`trajstore.codec.chunk_decoder` decodes the chunks.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Shuffle = Literal["bitshuffle", "shuffle"]
 
 
 DIFFERENCES, OWN_FORM = b"\0", b"\1"
-"""First byte of a chunk of a kind with forms: differences along step, or that of the kind."""
+"""First byte of a chunk of a kind with forms: differences along step, or the form of the kind."""
 
 LENGTH = struct.Struct("<I")
-"""Bytes of the frame of coefficients, which comes before that of the differences."""
+"""Length in bytes of the frame of coefficients, which precedes that of the differences."""
 
-_FEW = 1 / 512  # share of corrections below which differences are not tried
+_FEW = 1 / 512  # fraction of corrections below which differences are not tried
 
-_LONG = 1 / 2  # share of its values' bytes above which a prediction is held against differences
+_LONG = 1 / 2  # fraction of the values' bytes above which differences are tried as well
 
 _SHUFFLES = {"shuffle": blosc.Blosc.SHUFFLE, "bitshuffle": blosc.Blosc.BITSHUFFLE}
 
@@ -55,18 +55,18 @@ class Chain:
     ----------
     native : NativeType
     kind : {'delta', 'plain', 'predicted', 'computed'}
-        What is done to the values before they are compressed: differences along step, nothing,
-        differences to a prediction over tokens (`trajstore.codec.predicted_rows`), or corrections
-        of what an optimizer's rule gives (`trajstore.codec.computed_rows`).
+        Transformation before the compression: differences along step, none, differences to a
+        prediction over tokens (`trajstore.codec.predicted_rows`), or corrections of the results of
+        an optimizer's rule (`trajstore.codec.computed_rows`).
     compressor : {'lz4', 'zstd'}
     level : int
     token_first : bool
-        Whether differences are compressed token by token instead of row by row.
+        True to compress differences token by token instead of row by row.
     shuffle : {'bitshuffle', 'shuffle'}
-        Whether the bits or the bytes of the values are put together, by their rank.
+        Unit, bits or bytes, in which Blosc groups the values by rank.
     blocksize : int
-        Bytes that Blosc is asked to compress together, and hence to decompress for any of them; for
-        lz4 it takes as many of each byte of a value. 0 leaves it to Blosc.
+        Bytes that Blosc compresses, and decompresses, together; 0 for its own choice. For lz4, it
+        uses this size for each byte of a value.
     rule : str
         Canonical JSON of the rule, for the kind ``computed``.
     """
@@ -87,7 +87,7 @@ class Chain:
         Raises
         ------
         ValueError
-            If it describes none.
+            If `facts` does not describe a chain.
         """
         types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
         options = dict(facts)
@@ -95,7 +95,7 @@ class Chain:
         rule = options.pop("rule", None)
         expected = {field.name for field in fields(cls)} - {"native", "rule"}
         if native is None or options.keys() != expected:
-            raise ValueError(f"no chain has {dict(facts)!r}")
+            raise ValueError(f"got {dict(facts)!r}, expected the settings of a chain")
         if (
             options["kind"] not in get_args(Kind)
             or options["compressor"] not in get_args(Compressor)
@@ -105,16 +105,16 @@ class Chain:
             or isinstance(rule, dict) != (options["kind"] == "computed")
             or (options["token_first"] and options["kind"] in ("predicted", "computed"))
         ):
-            raise ValueError(f"no chain has {dict(facts)!r}")
+            raise ValueError(f"got {dict(facts)!r}, expected the settings of a chain")
         return cls(native=native, rule=canonical(rule) if rule else "", **options)
 
     def facts(self) -> dict[str, Any]:
-        """All that decides how bytes become values, as JSON values."""
+        """All settings of the decoding, as JSON values."""
         rule = {"rule": json.loads(self.rule)} if self.rule else {}
         return self.own_facts() | rule
 
     def own_facts(self) -> dict[str, Any]:
-        """As `facts`, without the rule."""
+        """The same without the rule."""
         native = self.native.stored if self.kind == "plain" else self.native
         return {
             "native_dtype": native.name,
@@ -133,7 +133,7 @@ class Chain:
 
     @property
     def has_forms(self) -> bool:
-        """Whether a chunk begins with a byte that names its form."""
+        """True if a chunk begins with a byte for its form."""
         return self.kind in ("predicted", "computed")
 
     def encode(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
@@ -144,7 +144,7 @@ class Chain:
         bits : ndarray of ``native.bits``, (step, …)
             May be smaller than the chunk at the end of an axis.
         shape : tuple of int
-            Of the whole chunk; what `bits` does not cover is 0 and lies outside the array.
+            Shape of the whole chunk. Values not covered by `bits` are 0 and outside the array.
 
         Returns
         -------
@@ -171,9 +171,9 @@ class Chain:
         Parameters
         ----------
         corrections : ndarray of ``native.bits``, shape of the whole chunk
-            The bits of the first row; then of each row what the rule gives, XOR its bits.
+            The bits of the first row; for each further row, the result of the rule XOR its bits.
         bits : ndarray of ``native.bits``, (step, …)
-            As for `encode`: differences are stored where they are shorter.
+            See `encode`. Differences are stored if they are shorter.
         """
         packed = OWN_FORM + self.compress(corrections)
         if np.count_nonzero(corrections[1:]) > _FEW * corrections[1:].size:
@@ -182,7 +182,7 @@ class Chain:
         return packed + checksum(packed)
 
     def _prediction(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
-        """A chunk as differences to a prediction; empty if none is found."""
+        """Encode a chunk as differences to a prediction; empty if there is no prediction."""
         predicted = coefficients_and_differences(bits, self.native)
         if predicted is None:
             return b""
@@ -194,7 +194,7 @@ class Chain:
         return OWN_FORM + LENGTH.pack(len(head)) + head + self.compress(padded(left, shape))
 
     def compress_differences(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
-        """Frame of the differences along step; arguments as of `encode`."""
+        """Compress the differences along step. Arguments: see `encode`."""
         values = scratch.array("values", shape, bits.dtype)
         fold(padded(bits, shape), values)
         if self.token_first:
@@ -204,7 +204,7 @@ class Chain:
         return self.compress(values)
 
     def compress(self, values: npt.NDArray[Any]) -> bytes:
-        """Frame of C-contiguous values."""
+        """Compress C-contiguous values to a Blosc frame."""
         packed: bytes = blosc.Blosc(
             cname=self.compressor,
             clevel=self.level,
@@ -215,17 +215,17 @@ class Chain:
         return packed
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """Axes of a chunk in the order in which they are compressed."""
+        """Order of the axes of a chunk in the compressed bytes."""
         return (1, 0, *range(2, ndim)) if self.token_first else tuple(range(ndim))
 
 
 def canonical(value: Any) -> str:
-    """JSON text of a value that is the same for equal values."""
+    """Canonical JSON text: equal values have equal texts."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def padded(bits: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Bits of a whole chunk; 0 where there are none."""
+    """Bits of a whole chunk, padded with 0."""
     if bits.shape == shape:
         return bits
     whole = np.zeros(shape, bits.dtype)
@@ -234,17 +234,17 @@ def padded(bits: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
 
 
 def chain(native: NativeType, ndim: int, *, small: bool, history: bool = False) -> Chain:
-    """Codecs of an array.
+    """Choose the codecs of an array.
 
     Parameters
     ----------
     native : NativeType
     ndim : int
     small : bool
-        Whether the rows of the run are so small that no training makes them faster than the
-        slower compressor takes them. docs/project/benchmarks.md has the measurements.
+        True for rows so small that even the slower compressor is faster than any training. For
+        measurements see docs/project/benchmarks.md.
     history : bool
-        Whether histories of single tokens are what the array is read for most.
+        True if mostly histories of single tokens are read.
     """
     if ndim == 1:
         return Chain(native=native, kind="plain", compressor="zstd", level=1)

@@ -1,8 +1,8 @@
 """W and the moments, computed from the gradient: a key row, and corrections of the rule's bits.
 
-The arrays of a *unit* have blocks, parts and inner chunks alike. A chunk of the kind ``computed``
-holds its first row, and of every further row the recorded bits XOR those that the optimizer's rule
-makes of the recorded row before and the gradient. Where the rule holds, that is 0.
+The arrays of a *unit* have the same blocks, parts and inner chunks. A chunk of the kind
+``computed`` holds its first row. For every further row it holds the recorded bits XOR the result of
+the optimizer's rule, applied to the recorded row before and the gradient. If they agree, it is 0.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Array = npt.NDArray[Any]
 
 GRADIENT = "grad"
 RATES = ("step", "lr", "clip_coef", "skipped")
-"""Numbers of each step that a rule takes, the last two where they are recorded."""
+"""Per-step numbers that a rule uses; the last two if they are recorded."""
 
-_CACHED = 64 << 20  # bytes of computed rows that a process keeps
+_CACHED = 64 << 20  # bytes of computed rows in the cache of a process
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedUnit:
-    """The arrays that are computed together, and what they are computed from.
+    """Arrays that are computed together, and the arrays they are computed from.
 
     Attributes
     ----------
     rule : OptimizerRule
     chains : dict of str to Chain
-        Of each array of the unit: those that are computed, the gradient, and the rates.
+        Chain of each array of the unit: the computed ones, the gradient, and the rates.
     """
 
     rule: OptimizerRule
@@ -66,7 +66,7 @@ class ComputedUnit:
         Raises
         ------
         ValueError
-            If it describes none.
+            If the text does not describe a unit.
         """
         facts = json.loads(text)
         try:
@@ -78,36 +78,39 @@ class ComputedUnit:
                 for name, own in facts["arrays"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no rule is described by {text}") from error
+            raise ValueError(f"got {text}, expected the description of a rule") from error
         if not {*rule.state, GRADIENT, "step", "lr"} <= chains.keys() <= {
             *rule.state, GRADIENT, *RATES,
         }:  # fmt: skip
-            raise ValueError(f"a rule of {', '.join(chains)} cannot be computed")
+            raise ValueError(
+                f"got a rule over {', '.join(chains)}, expected {', '.join(rule.state)}, "
+                f"{GRADIENT}, step and lr"
+            )
         return cls(rule=rule, chains=chains)
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Names of the arrays with chunks alike: what is computed, and the gradient."""
+        """Names of the arrays with the same chunks: the computed ones, and the gradient."""
         return (*self.rule.state, GRADIENT)
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """Names of the numbers of each step."""
+        """Names of the per-step numbers."""
         return tuple(name for name in RATES if name in self.chains)
 
     def encode(
         self, bits: Mapping[str, Array], rates: Mapping[str, Array], shape: tuple[int, ...]
     ) -> dict[str, bytes]:
-        """Encode the chunks of the arrays that are computed.
+        """Encode one chunk of each computed array.
 
         Parameters
         ----------
         bits : mapping of str to ndarray of native bits, (row, token, hidden)
-            Of each of `matrices`: the rows that there are.
+            Present rows of each of `matrices`.
         rates : mapping of str to ndarray, (row,)
             Values of each of `rates`.
         shape : tuple of int
-            Of a whole chunk.
+            Shape of a whole chunk.
 
         Returns
         -------
@@ -130,12 +133,12 @@ class ComputedUnit:
         grad: Array,
         rates: Mapping[str, Array],
     ) -> dict[str, Array]:
-        """Rows of the arrays that are computed.
+        """Rows of the computed arrays.
 
         Parameters
         ----------
         held : mapping of str to (bool, ndarray)
-            Of each computed array, as `Decoder.stored_form` returns it.
+            Result of `Decoder.stored_form` for each computed array.
         grad : ndarray of native bits, (row, token, hidden)
         rates : mapping of str to ndarray, (row,)
 
@@ -155,14 +158,14 @@ class ComputedUnit:
         computed: Sequence[str],
         rates: Mapping[str, Array],
     ) -> None:
-        """XOR the rule's bits to each row after the first; in place, the result is a row.
+        """Compute each row after the first XOR the rule's bits. In place, this restores rows.
 
         Parameters
         ----------
         rows : mapping of str to ndarray of native bits, (row, …)
-            Of each of `matrices`.
+            Rows of each of `matrices`.
         out : mapping of str to ndarray
-            Of each that is computed; may be `rows`.
+            Results for each computed array; may be `rows`.
         computed : sequence of str
         rates : mapping of str to ndarray, (row,)
         """
@@ -187,7 +190,7 @@ class ComputedUnit:
 
     @staticmethod
     def _rates(rates: Mapping[str, Array], row: int) -> Rates | None:
-        """Numbers of a step; None if none was taken, or its learning rate is not known."""
+        """Numbers of a step; None if no step was taken, or its learning rate is unknown."""
         step, lr = int(rates["step"][row]), float(rates["lr"][row])
         if step < 1 or not math.isfinite(lr) or ("skipped" in rates and rates["skipped"][row] == 1):
             return None
@@ -202,13 +205,13 @@ def unit_of(text: str) -> ComputedUnit:
 
 
 def computed_chains(rule: OptimizerRule, chains: Mapping[str, Chain]) -> dict[str, Chain]:
-    """Chains of a unit, of which each that is computed has the description of the whole.
+    """Chains of a unit. Each computed one contains the description of the unit.
 
     Parameters
     ----------
     rule : OptimizerRule
     chains : mapping of str to Chain
-        Of the arrays of the unit, without a rule.
+        Chains of the arrays of the unit, without a rule.
     """
     facts = {
         "optimizer": rule.facts(),
@@ -225,20 +228,20 @@ def computed_chains(rule: OptimizerRule, chains: Mapping[str, Chain]) -> dict[st
 
 
 class _Cache:
-    """Computed rows that were used last, of all threads."""
+    """The most recently used computed rows, for all threads."""
 
     def __init__(self, size: int) -> None:
         self._most = size
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, also that another thread holds the lock."""
+        """Remove all entries, and replace the lock, which a lost thread may hold."""
         self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def get(self, key: Any, make: Callable[[], dict[str, Array]], rows: int) -> dict[str, Array]:
-        """What is kept under a key, of so many rows at least, or else made now."""
+        """Cached arrays with at least `rows` rows; otherwise call `make` and keep the result."""
         with self._lock:
             found = self._held.get(key)
             if found is not None and len(next(iter(found.values()))) >= rows:
@@ -260,12 +263,12 @@ def _size(arrays: Mapping[str, Array]) -> int:
 
 
 cache = _Cache(_CACHED)
-"""Of this process, for all runs that it reads."""
+"""Cache of this process, for all runs."""
 
 os.register_at_fork(after_in_child=cache.clear)  # a thread may have held the lock
 
 
 def windows_of(picks: Sequence[Any]) -> tuple[slice, ...]:
-    """What of a chunk has to be decoded for a selection: the rows from the first on."""
+    """Part of a chunk to decode for a selection: all rows from the first."""
     rows, *others = (pick.window for pick in picks)
     return (slice(0, rows.stop), *others)

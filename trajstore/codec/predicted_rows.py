@@ -1,12 +1,12 @@
-"""Gradients as differences to a prediction over tokens, made anew for each row.
+"""Gradients as differences to a prediction over tokens, computed for each row.
 
 In one step the gradients of all tokens outside the batch are sums of the same few hidden states.
-Each row of a chunk is predicted as Σ cⱼ·dⱼ: directions dⱼ along hidden, and a coefficient cⱼ of
-each token. Both are stored in the native type. The prediction is made in float32, term by term,
-and rounded to the native type. The difference to it is stored too, between
-integers in the order of the values, with folded signs.
+Each row of a chunk is predicted as Σ cⱼ·dⱼ: directions dⱼ along hidden, and a coefficient cⱼ for
+each token. Both are stored in the native type. The prediction is computed in float32, term by term,
+and rounded to the native type. The difference to it is also stored, between integers in the order
+of the values, with folded signs.
 
-The encoder adds up in a fixed order, too: the same rows give the same bytes on every machine.
+The encoder also sums in a fixed order: the same rows give the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row
 _ITERATIONS = 3  # of the power method
-_SAMPLE = 96  # tokens, about, from which the directions of a row are taken
+_SAMPLE = 96  # approximate number of tokens that determine the directions of a row
 
 
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
-    """Coefficients of a chunk, and the differences to what they predict.
+    """Coefficients of a chunk, and the differences to their prediction.
 
     Parameters
     ----------
@@ -40,10 +40,10 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     Returns
     -------
     coefficients : ndarray of ``native.bits``, (row, term, hidden + token)
-        Directions, then a coefficient of each token; 0 in rows of fewer terms.
+        Directions, then a coefficient for each token; 0 in rows with fewer terms.
     differences : ndarray of ``native.bits``, (row, token, hidden)
     or None
-        If no prediction makes any row smaller.
+        If no prediction reduces the size of any row.
     """
     check_subnormals()
     rows, tokens, hidden = bits.shape
@@ -70,9 +70,9 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
     Parameters
     ----------
     coefficients : ndarray, (row, term, hidden + token)
-        Of the wanted tokens and positions along hidden.
+        Coefficients of the selected tokens and positions along hidden.
     differences : ndarray, (row, token, hidden)
-        Of the same ones.
+        Differences of the same selection.
     native : NativeType
     """
     check_subnormals()
@@ -85,7 +85,7 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
 
 
 def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
-    """Bits that coefficients predict of a row, (token, hidden).
+    """Predicted bits of a row, (token, hidden).
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
 def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
     """Directions (term, hidden) and coefficients (term, token) of a row, as bits.
 
-    A sample of the tokens gives the directions, as many as make the row smaller by its estimate.
+    A sample of the tokens determines the directions. More are added while the estimated size falls.
     """
     tokens, hidden = values.shape
     directions: list[Array] = []
@@ -124,7 +124,7 @@ def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
 
 
 def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
-    """Directions of a row one after the other, while its estimated size falls."""
+    """Yield directions of a row while its estimated size falls."""
     tokens, hidden = sample.shape
     bits = _ordered(narrow(sample, native), native)
     left, total = sample, np.zeros_like(sample)
@@ -154,7 +154,7 @@ def _factors(values: Array, direction: Array, native: NativeType) -> Array:
 
 
 def _main_direction(values: Array, weights: Array) -> Array | None:
-    """Direction of unit length that most rows share, each weighted; None if nothing is left."""
+    """Main direction of the weighted rows, of unit length; None if all are 0."""
     rows = values * weights[:, None]
     lengths = _lengths(rows)
     largest = int(lengths.argmax())
@@ -176,7 +176,7 @@ def _lengths(rows: Array) -> Array:
 
 
 def _estimated_size(ordered: Array, predicted: Array, native: NativeType) -> int:
-    """Estimated bits of the differences to a prediction: those up to the highest that is set."""
+    """Estimated bits of the differences to a prediction: bits up to the highest set one."""
     bits = narrow(cast(predicted, native.name), native)
     folded = _folded(ordered - _ordered(bits, native)).astype(np.float32)
     exponents = folded.view(np.uint32) >> np.uint32(23)

@@ -1,4 +1,4 @@
-"""Checks of the checkpoints beside a run: `NAME.ckpt/step-00000300.safetensors` and the like.
+"""Checks of the checkpoints next to a run: `NAME.ckpt/step-00000300.safetensors` and the like.
 
 Other files in that folder are ignored. The metadata of a
 checkpoint have two texts: ``trajstore``, a JSON object with dtype, shape and crc32c of every

@@ -188,9 +188,9 @@ def _check_droppable(checked: CheckedRun, name: str) -> None:
     if _is_needed(metadata, name):
         raise InvalidArgument(f"cannot drop {name}: every run of these arrays needs it")
     if name not in damaged:
-        found = "is whole" if name in metadata.arrays else "is not an array of the run"
+        found = "is not damaged" if name in metadata.arrays else "is not an array of the run"
         raise InvalidArgument(
-            f"cannot drop {name}: it {found}; damaged are: {', '.join(damaged) or 'none'}"
+            f"cannot drop {name}: it {found}; damaged arrays: {', '.join(damaged) or 'none'}"
         )
 
 

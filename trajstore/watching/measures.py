@@ -17,7 +17,7 @@ __all__ = ["BoundedCurve", "Measured", "RecordingPace", "RowMeasures"]
 Array = npt.NDArray[np.float64]
 
 _BINS = 1024
-_WINDOW = 120.0  # seconds: several commits, and short compared with a training
+_WINDOW = 120.0  # seconds: several commits, and short compared with a training run
 _AT_ONCE = 16 << 20  # bytes of rows that are read together
 
 

@@ -8,7 +8,7 @@ from trajstore.errors import ConfigError
 from trajstore.optimizer_advice import advise, advise_run, require_sound
 
 REMEDY = (
-    "keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
+    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
     "weights under autocast (model.dtype=float32)"
 )
 
@@ -31,8 +31,8 @@ def test_the_state_of_every_preset() -> None:
     assert advice.native_dtype == "bfloat16"
     assert advice.cannot_decay == 1
     assert advice.sentence == (
-        "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values, so the "
-        f"second moment only grows, and the effective learning rate only falls; {REMEDY}"
+        "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values. The "
+        f"second moment only grows, and the effective learning rate only falls. {REMEDY}"
     )
     assert advice.facts()["cannot_decay"] == 1
 
@@ -47,7 +47,7 @@ def test_it_is_about_the_type_of_the_state() -> None:
     ("beta2", "text"),
     [
         (0.998, "exp_avg_sq soon stops decaying: 0.998·v rounds back to v for 95.3 % of bfloat16"),
-        (0.997, "for 29.7 % of bfloat16 values, so where gradients shrink the second moment stays"),
+        (0.997, "for 29.7 % of bfloat16 values. The second moment stays"),
         (0.996, "exp_avg_sq stops growing while the squared gradient is twice as large: 0.996·v"),
     ],
 )
@@ -90,7 +90,7 @@ def test_an_eps_that_is_zero() -> None:
 
 def test_float32_whose_average_is_too_slow() -> None:
     found = texts(adam(betas=[0.9, 1 - 1e-9]), "float32", "float32")
-    assert found["exp_avg_sq"].endswith("only falls; choose a smaller beta2")
+    assert found["exp_avg_sq"].endswith("only falls. Choose a smaller beta2")
 
 
 def test_who_rounds_once_or_at_random() -> None:
@@ -134,6 +134,6 @@ def test_strictness_is_one_sentence() -> None:
     require_sound([])
     advice = advise(adam(weight_decay=0.01), state="bfloat16", weights="bfloat16")
     with pytest.raises(
-        ConfigError, match=r"^strict numerics refuse.*exp_avg_sq can never.*; and weight decay"
+        ConfigError, match=r"^strict numerics refuse.*exp_avg_sq can never.*\. weight decay"
     ):
         require_sound(advice)

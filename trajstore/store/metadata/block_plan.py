@@ -1,11 +1,11 @@
-"""The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
+"""The planner of a run: rows of a block, shapes of shards and chunks, and memory.
 
-A *block* is ``block_rows`` consecutive rows. Each array stores it in one shard, or in several, each
-of a range of tokens, that decode to 30 MiB at most: what a reader asks for at once stays of a size
-whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one
-token's history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
-What a step saw of single examples is divided along ``example`` in the same way; its inner chunks
-hold one row, as no example is like the one in its place a step before.
+A *block* is ``block_rows`` consecutive rows. Each array stores it in one shard, or in several
+shards of a range of tokens each. A shard decodes to at most 30 MiB, so that readers can reuse the
+memory. It is divided along ``token`` into inner chunks, so that the history of one token needs one
+inner chunk per block. Chunks of a large W hold a part of a block's rows. Variables of single
+examples are divided along ``example`` in the same way. Their inner chunks hold one row, as the
+examples of two steps differ.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ __all__ = [
 ]
 
 BLOCKS = 2
-"""Block buffers of a writer that works behind its caller: one is filled, the other encoded."""
+"""Block buffers of a writer with background threads: one is filled, the other encoded."""
 
 CHUNKS_AHEAD = 4
-"""Encoded chunks, for each encoding thread, that may wait to be written."""
+"""Number of encoded chunks per encoding thread that may wait to be written."""
 
-_COPIES_OF_A_CHUNK = 6  # while it is encoded: four of scratch, two of what it is compressed to
-_BESIDE = 3 << 20  # what the interpreter, the allocator and the stacks of threads take beside
+_COPIES_OF_A_CHUNK = 6  # during encoding: four in scratch memory, two compressed
+_OVERHEAD = 3 << 20  # bytes of the interpreter, the allocator and the stacks of threads
 _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
 _LARGEST_SNAPSHOT = 256 << 20
-_LARGEST_OBJECT = 30 << 20  # the C library gives back to the system at once what is larger
+_LARGEST_OBJECT = 30 << 20  # the C library returns larger memory to the system at once
 LARGEST_TASK = 16 << 20
-"""Decoded bytes for who goes over all of a run: more at a time takes memory, and is no faster."""
+"""Decoded bytes of a task that scans a whole run. Larger tasks need memory and are not faster."""
 
 _WIDEST_PREDICTED = 4  # bytes of a value
 _SMALLEST: dict[str, Any] = {"compressor": "zstd", "level": 3, "blocksize": 0}
 _CHUNK = 2 << 20
-_CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
+_CHUNK_OF_HISTORIES = 3 << 19  # the history of a token reads and checks the whole chunk
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
 FEWEST_ROWS = 8
-"""Of a block that is planned: with fewer there is little left to take differences of."""
+"""Smallest number of rows of a planned block. With fewer, differences save little."""
 
-# Where single tokens are quick to read, a row costs all rows of its chunk: few, but not so few
-# that the first of each, which is stored whole, outweighs the differences. The one that divides.
+# In chunks ordered by token, one row needs all rows of its chunk. So a chunk has few rows, but
+# enough that its first row, stored without differences, does not dominate its size.
 _ROWS_OF_A_SNAPSHOT = (8, 7, 6, 5, 4)
-_MOST_ROWS_OF_HISTORIES = 32  # of a block; in more, a token would be in too many chunks
+_MOST_ROWS_OF_HISTORIES = 32  # rows of a block; with more, a token would be in too many chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayLayout:
-    """Where the values of one variable lie.
+    """Layout of the values of one variable.
 
     Attributes
     ----------
@@ -78,11 +78,11 @@ class ArrayLayout:
     row : tuple of int
         Shape of one row.
     chunk, shard : tuple of int
-        Shapes of an inner chunk and of a shard, step first. A shard is a whole number of chunks.
+        Shapes of an inner chunk and of a shard, step first. A shard has a whole number of chunks.
     chain : Chain
         Codecs of a chunk.
     first_part : int
-        Number of its first shard in a block, where others than this writer have those before it.
+        Number of this writer's first shard in a block, if other writers have the ones before.
     """
 
     variable: Variable
@@ -103,13 +103,13 @@ class ArrayLayout:
         return math.ceil(self.row[0] / self.shard[1]) if len(self.shard) > 1 else 1
 
     def window(self, part: int) -> tuple[slice, ...]:
-        """Where a shard lies in a block."""
+        """Window of a shard in a block."""
         if len(self.shard) == 1:
             return (slice(None),)
         return (slice(None), slice(part * self.shard[1], (part + 1) * self.shard[1]))
 
     def form(self, runs: Runs) -> BlockForm:
-        """How its shards are stored in a run of that identity."""
+        """Storage form of the shards in a run of that identity."""
         return BlockForm(
             array=self.variable.name,
             chain=self.chain,
@@ -125,7 +125,7 @@ class ArrayLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one inner chunk before it is compressed."""
+        """Bytes of one uncompressed inner chunk."""
         return math.prod(self.chunk) * self.chain.itemsize
 
 
@@ -136,16 +136,15 @@ class Layout:
     Attributes
     ----------
     block_rows : int
-        Rows of a block: where nothing is committed by time, what is lost at worst, and how late a
-        reader sees a row.
+        Rows of a block. Without timed commits, it limits the loss and the delay for readers.
     threads : int
-        That encode.
+        Number of encoding threads.
     arrays : dict of str to ArrayLayout
         The step coordinate first, then the variables.
     buffers : int
-        Blocks that are held in memory at once.
+        Number of blocks in memory.
     runs : Runs
-        Identity of the run, for the labels of its blocks; empty while nothing is made of the plan.
+        Identity of the run, for the labels of its blocks; empty before the run is created.
     """
 
     block_rows: int
@@ -156,19 +155,19 @@ class Layout:
 
     @property
     def forms(self) -> dict[str, BlockForm]:
-        """How the shards of each array are stored."""
+        """Storage form of the shards of each array."""
         return {name: array.form(self.runs) for name, array in self.arrays.items()}
 
     @property
     def memory(self) -> int:
-        """Bytes that a writer adds at most: the blocks, the chunks being encoded, the threads."""
+        """Largest memory of a writer in bytes: blocks, chunks being encoded, threads."""
         chunk = max(array.chunk_bytes for array in self.arrays.values())
         encoding = self.threads * _COPIES_OF_A_CHUNK + self.threads * CHUNKS_AHEAD + 1
-        return self.blocks_memory + encoding * chunk + _BESIDE
+        return self.blocks_memory + encoding * chunk + _OVERHEAD
 
     @property
     def blocks_memory(self) -> int:
-        """Bytes of the blocks that a writer holds."""
+        """Bytes of the blocks in memory."""
         row = sum(array.row_bytes for array in self.arrays.values())
         return self.buffers * self.block_rows * row
 
@@ -197,18 +196,18 @@ def plan(
     tokens, hidden, parameters : int
         Lengths of the dimensions.
     examples, positions : int, optional
-        Lengths of ``example`` and ``position``, where a variable has them.
+        Lengths of ``example`` and ``position``, if a variable has them.
     memory : int, default 1 GiB
-        Bytes that a writer may take.
+        Memory budget of a writer in bytes.
     block_rows : int, optional
-        Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
-        fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and the shards of
-        an array within 256 MiB, both decoded.
+        Rows of a block. Default: the largest power of two from 8 to 256 that fits into `memory`.
+        It also keeps an inner chunk of 128 tokens within 8 MiB, and the shards of an array within
+        256 MiB, both decoded.
     threads : int, optional
-        That encode; without it as many as there are processors, at most 8, and fewer if `memory`
-        does not hold what they need.
+        Number of encoding threads. Default: the number of processors, at most 8, and fewer if
+        `memory` is too small.
     buffers : int
-        Blocks that are held in memory at once.
+        Number of blocks in memory.
     encoding : {'delta', 'replay'}
     rule : OptimizerRule, optional
         By which ``replay`` computes W and the moments; without it they are stored as differences.
@@ -216,7 +215,7 @@ def plan(
     Raises
     ------
     InvalidArgument
-        If a length is not positive, or `memory` is too small (the message says the least).
+        If a length is not positive, or `memory` is too small. The message states the minimum.
     """
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
@@ -225,8 +224,8 @@ def plan(
         needing = [name for name, (entry, _) in kinds.items() if dim in entry.dims]
         if needing and given is None:
             raise InvalidArgument(
-                f"{', '.join(needing)}: got no length of the dimension {dim}; say how many "
-                f"{dim}s a row has room for ({dim}s=…)"
+                f"{', '.join(needing)}: got no length of the dimension {dim}; pass the largest "
+                f"number of {dim}s in a row ({dim}s=…)"
             )
         if given is not None:
             lengths[dim] = given
@@ -234,9 +233,9 @@ def plan(
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if buffers < 1:
-        raise InvalidArgument(f"a writer holds {buffers} blocks, expected at least 1")
+        raise InvalidArgument(f"got {buffers} buffers, expected at least 1")
     if block_rows is not None and block_rows < 1:
-        raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
+        raise InvalidArgument(f"got {block_rows} rows in a block, expected at least 1")
     chosen, threads = threads, threads or default_threads()
     row_bytes = sum(
         math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
@@ -264,7 +263,7 @@ def plan(
 
     rows = block_rows or _MOST_ROWS
     if block_rows is None:
-        # A chunk of few tokens must not be too large, nor what a snapshot of one step decodes.
+        # Limits the size of a chunk of few tokens, and the bytes decoded for a snapshot.
         chunk, snapshot = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
         while rows > FEWEST_ROWS and (
             rows * chunk > _LARGEST_CHUNK or rows * snapshot > _LARGEST_SNAPSHOT
@@ -288,7 +287,7 @@ def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> di
     Parameters
     ----------
     chains : mapping of str to Chain
-        Of the encoding ``delta``.
+        Chains of the encoding ``delta``.
     rule : OptimizerRule, optional
     """
     made = dict(chains)
@@ -302,22 +301,22 @@ def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> di
 
 
 def within(layout: Layout, memory: int, *, threads: int | None) -> Layout:
-    """The layout, with so many encoding threads as so many bytes allow, if none were asked for.
+    """The layout, with fewer encoding threads if `memory` is too small and `threads` is None.
 
     Raises
     ------
     InvalidArgument
-        If a writer takes more nevertheless; the message says the least.
+        If `memory` is still too small. The message states the minimum.
     """
     while threads is None and layout.threads > 1 and layout.memory > memory:
         layout = replace(layout, threads=layout.threads - 1)
     if layout.memory > memory:
         least = math.ceil(layout.memory / (1 << 20))
         raise InvalidArgument(
-            f"the memory budget of {format_bytes(memory)} does not hold {layout.buffers} "
+            f"the memory budget of {format_bytes(memory)} is too small for {layout.buffers} "
             f"block{'s' * (layout.buffers > 1)} of {layout.block_rows} "
-            f"row{'s' * (layout.block_rows > 1)} ({format_bytes(layout.blocks_memory)}) and what "
-            f"encoding them takes; at least {least} MiB is needed, or blocks of fewer rows"
+            f"row{'s' * (layout.block_rows > 1)} ({format_bytes(layout.blocks_memory)}) and their "
+            f"encoding; raise it to at least {least} MiB, or use fewer rows per block"
         )
     return layout
 
@@ -328,9 +327,9 @@ def _division(
     lengths: Mapping[str, int],
     rows: int,
 ) -> tuple[int, dict[str, int]]:
-    """Tokens that a shard of a matrix holds, and how many inner chunks of them each matrix makes.
+    """Tokens of a shard of a matrix, and the number of inner chunks in it for each matrix.
 
-    The tokens are the same for all matrices, so that they are read side by side.
+    The tokens are the same for all matrices, so that these can be read together.
     """
     matrices = {
         name: chains[name]
@@ -354,14 +353,14 @@ def _division(
     def excess(whole: int) -> float:
         return sum(part / counts[name] for name, part in divisors(whole).items())
 
-    # All their numbers of chunks divide one number, and so do the tokens: a few more in all.
+    # The numbers of chunks have a common multiple, which also divides the tokens of a shard.
     highest = max(counts.values())
     common = min(range(highest, 2 * highest), key=excess)
     return math.ceil(size / common) * common, divisors(common)
 
 
 def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> tuple[int, int]:
-    """Number of inner chunks that so many tokens make, and rows of each."""
+    """Number of inner chunks for so many tokens, and rows of each."""
     part, chunk_bytes = rows, _CHUNK
     if coding.token_first:
         chunk_bytes = _CHUNK_OF_HISTORIES
@@ -369,7 +368,7 @@ def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> 
     token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
     count = math.ceil(tokens / min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS)))
     if tokens * rows * math.prod(rest) * 4 > LARGEST_TASK:
-        count += count % 2  # so that half a shard is a task of its own
+        count += count % 2  # an even number, so that half a shard can be a task
     return count, part
 
 
@@ -381,7 +380,7 @@ def _array(
     held: int,
     count: int | None,
 ) -> ArrayLayout:
-    """Layout of a matrix whose shards hold so many tokens, in so many chunks; or of another."""
+    """Layout of an array; for a matrix, with `held` tokens and `count` chunks in a shard."""
     row = tuple(lengths[dim] for dim in entry.dims[1:])
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
@@ -389,7 +388,7 @@ def _array(
         fewest, part = _chunks_of(held if count else tokens, rows, tuple(rest), coding)
         if count is None:
             held, count = tokens, fewest
-        # Even chunks: the last one is short by fewer tokens than there are chunks.
+        # Equal chunks; the last one lacks fewer tokens than there are chunks.
         size = math.ceil(held / count)
         chunk, shard = (part, size, *rest), (rows, size * count, *rest)
     elif entry.dims[1:3] == ("example", "position"):
@@ -402,5 +401,5 @@ def _array(
 
 
 def _even(whole: int, most: int) -> int:
-    """Length of even parts of a whole, at most so long, and at least 1."""
+    """Length of equal parts of a whole, from 1 to `most`."""
     return math.ceil(whole / math.ceil(whole / max(most, 1)))

@@ -286,7 +286,7 @@ ARRAY_MEMBERS = {
     "dimension_names",
     "storage_transformers",
 }
-"""Of the document of an array; a recorder writes all but the last."""
+"""Members of the document of an array. A recorder writes all except the last one."""
 
 _TEXTS = {"long_name", "units", "native_dtype", "coordinates", COPY, COMING}
 

@@ -1,4 +1,4 @@
-"""Assembly of a shard: encoded inner chunks, and behind them what `BlockForm` says of them."""
+"""Assembly of a shard: encoded inner chunks, label and index."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trajstore.codec.computed_rows import ComputedUnit
 __all__ = ["Chunk", "Shard", "UnitChunks", "chunk_windows", "encode_chunk", "shard_digest"]
 
 Chunk = tuple[bytes, bytes]
-"""An encoded inner chunk, and the SHA-256 of it."""
+"""An encoded inner chunk, and its SHA-256."""
 
 
 def encode_chunk(chain: Chain, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> Chunk:
-    """Encode one inner chunk; as `Chain.encode`."""
+    """Encode one inner chunk with `Chain.encode`, and compute its SHA-256."""
     data = chain.encode(bits, shape)
     return data, hashlib.sha256(data).digest()
 
 
 class UnitChunks:
-    """The inner chunks of the arrays that are computed together, encoded when the first is taken.
+    """Inner chunks of the arrays that are computed together, encoded when the first is taken.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class UnitChunks:
     rates : mapping of str to ndarray, (row,)
         Values of each of ``unit.rates``.
     shape : tuple of int
-        Of a whole chunk.
+        Shape of a whole chunk.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class UnitChunks:
         self._lock = Lock()
 
     def take(self, name: str) -> Chunk:
-        """Chunk of an array, once."""
+        """Return the chunk of an array. Each is returned once."""
         with self._lock:
             if self._made is None:
                 self._made = self._unit.encode(self._bits, self._rates, self._shape)
@@ -65,7 +65,7 @@ class UnitChunks:
 
 
 def chunk_windows(form: BlockForm) -> Iterator[tuple[slice, ...]]:
-    """Where each inner chunk lies in a shard, in C order of the chunk grid."""
+    """Window of each inner chunk in a shard, in C order of the chunk grid."""
     for position in itertools.product(*map(range, form.grid)):
         yield tuple(
             slice(at * length, (at + 1) * length)
@@ -74,24 +74,24 @@ def chunk_windows(form: BlockForm) -> Iterator[tuple[slice, ...]]:
 
 
 class Shard:
-    """Consecutive parts of one shard: the inner chunks, each as soon as it is there, and the rest.
+    """Iterates over the parts of one shard: inner chunks as they become available, then the tail.
 
-    Every chunk is stored, also one that equals the fill value: an array of NaN keeps its payloads.
+    Every chunk is stored, even if it equals the fill value, so that NaN keep their payloads.
 
     Parameters
     ----------
     form : BlockForm
     chunks : iterable of Chunk
-        In C order of the chunk grid.
+        Chunks in C order of the chunk grid.
     block, part : int
         Number of the block, and of the shard in it.
     rows : int
-        Of the block that are valid.
+        Number of valid rows of the block.
 
     Attributes
     ----------
     digest : bytes
-        Of what is stored, when all parts have been taken.
+        Digest of the stored chunks, after the iteration.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class Shard:
 
 
 def shard_digest(form: BlockForm, bits: npt.NDArray[Any]) -> bytes:
-    """Digest of the shard that would hold such rows, without writing it.
+    """Digest of the shard of these rows, which is not written.
 
     Parameters
     ----------
     form : BlockForm
     bits : ndarray of ``native.bits``, (row, …)
-        What lies in the shard of each row.
+        Part of each row in the shard.
     """
     return digest_of(
         encode_chunk(form.chain, bits[window], form.chunk)[1] for window in chunk_windows(form)

@@ -1,8 +1,8 @@
-"""The arrays of a run as their shards hold them: native bits, labels, indices.
+"""Stored arrays, read without zarr: native bits, labels, indices.
 
-zarr reads values (`trajstore.codec.block_codec`). This is for whoever needs what zarr does not
-give: exporters and writers that go on take native bits without a detour over float32, `verify` the
-shards themselves, and `open_run` values without the way through zarr's event loop.
+zarr reads values (`trajstore.codec.block_codec`). This module serves other needs. Exporters and
+resuming writers read native bits without a conversion to float32, `verify` reads the shards
+themselves, and `open_run` reads values without zarr's event loop.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ __all__ = ["StoredArray", "block_form", "stored_array"]
 
 Array = npt.NDArray[Any]
 
-# Bytes of a selection, or shards of it, for which a pool of threads is worth its making.
+# Bytes, or number of shards, of a selection above which a pool of threads pays.
 _LARGE = 4 << 20
 _MANY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """One array of a run, with the shape it had when it was opened.
+    """One array of a run, with its shape at the time it was opened.
 
     Attributes
     ----------
     path : Path or RemotePath
-        Of the run.
+        Path of the run.
     name : str
     shape : tuple of int
-        Of the array.
+        Shape of the array.
     form : BlockForm
-        How its shards are stored.
+        Storage form of the shards.
     threads : int
-        That read one selection, if it is large or of many shards.
+        Number of threads that read one selection, if it is large or has many shards.
     """
 
     path: Location
@@ -67,7 +67,7 @@ class StoredArray:
 
     @property
     def chain(self) -> Chain:
-        """Of an inner chunk."""
+        """Encoding of an inner chunk."""
         return self.form.chain
 
     @property
@@ -82,7 +82,7 @@ class StoredArray:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of its values."""
+        """Type of the values."""
         return self.chain.native.stored
 
     @property
@@ -100,36 +100,36 @@ class StoredArray:
         return chunk_key(self.name, block, self.ndim, part)
 
     def bits(self, key: tuple[slice, ...]) -> Array:
-        """Bits of a selection by slices, in the type of the chain, without a detour over float32.
+        """Read the bits of a selection by slices, in the type of the chain.
 
-        Numbers of a step are stored in the wider type: these are the bits of that.
+        Per-step scalars are stored in the wider type, and so are their bits.
 
         Raises
         ------
         FormatError
-            If a shard is missing, broken, or one of another place.
+            If a shard is missing, broken, or the shard of another place.
         """
         return self._read(key, self.chain.native.bits)
 
     def values(self, key: tuple[slice, ...]) -> Array:
-        """Values of a selection by slices, as zarr reads them.
+        """Read the values of a selection by slices, equal to those that zarr reads.
 
         Raises
         ------
         FormatError
-            If a shard is missing, broken, or one of another place.
+            If a shard is missing, broken, or the shard of another place.
         """
         return self._read(key, self.chain.native.stored)
 
     def native_bits(self, rows: slice, native: NativeType) -> Array:
-        """Bits of some rows, in the type that was recorded.
+        """Read the bits of some rows, in the recorded type.
 
         Raises
         ------
         FormatError
-            If a shard is missing, broken, or one of another place.
+            If a shard is missing, broken, or the shard of another place.
         InvalidArgument
-            If a value is not of that type.
+            If a value does not fit into that type.
         """
         if self.chain.native == native:
             return self.bits((rows,))
@@ -137,14 +137,14 @@ class StoredArray:
 
     @contextmanager
     def opened(self, block: int, part: int) -> Iterator[ObjectFile]:
-        """Open file of a shard.
+        """Open the file of a shard.
 
         Raises
         ------
         FormatError
             If it is missing.
         RunNotFound
-            If the whole run has gone.
+            If the whole run was removed.
         """
         path = self.path / self.key(block, part)
         try:
@@ -153,20 +153,20 @@ class StoredArray:
         except FileNotFoundError:
             if isinstance(self.path, Path) and not self.path.exists():
                 raise RunNotFound(
-                    f"{self.path} has gone since it was opened: moved, removed or unmounted"
+                    f"{self.path} was moved, removed or unmounted since it was opened"
                 ) from None
             raise FormatError(
-                f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
-                f"what is whole with: trajstore repair {shlex.quote(str(self.path))}"
+                f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
+                f"with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
 
     def tail(self, file: ObjectFile, block: int, part: int) -> Tail:
-        """Label and index of an open shard.
+        """Read label and index of an open shard.
 
         Raises
         ------
         FormatError
-            If they do not fit their checksums, or the shard is one of another place.
+            If they do not match their checksums, or the shard is that of another place.
         """
         data = file.end(self.form.tail_length)
         try:
@@ -176,12 +176,12 @@ class StoredArray:
             raise FormatError(message) from error
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
-        """Digest that a shard had when it held so many rows, made of these rows.
+        """Digest of a shard reduced to its first `rows` rows, computed from these rows.
 
         Raises
         ------
         FormatError
-            If the shard is missing, broken, or one of another place.
+            If the shard is missing, broken, or the shard of another place.
         """
         first = block * self.shard[0]
         key = [slice(first, first + rows)]
@@ -192,7 +192,7 @@ class StoredArray:
         return shard_digest(self.form, self.bits(tuple(key)))
 
     def _computed_digest(self, key: tuple[slice, ...]) -> bytes:
-        """As `digest_of_rows`, of rows that are computed of other arrays."""
+        """`digest_of_rows` for rows that are computed from other arrays."""
         unit = unit_of(self.chain.rule)
         others = {
             name: self if name == self.name else self._other(self.form.sibling(name, chain))
@@ -252,7 +252,7 @@ class StoredArray:
         out: Array,
     ) -> None:
         within = [pick for pick in taken if pick is not None]
-        # Slices with a step of 1: nothing between first and last is left out.
+        # Slices with a step of 1: all positions between the first and the last are selected.
         along = [range(pick.window.start, pick.window.stop) for pick in within] + rest
         axes = [picks(axis, length) for axis, length in zip(along, self.chunk, strict=True)]
         place = tuple(pick.place for pick in within)
@@ -279,12 +279,12 @@ class StoredArray:
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:
-    """How the blocks of an array are stored, by its metadata.
+    """Storage form of the blocks of an array, from its metadata.
 
     Returns
     -------
     BlockForm or None
-        None if it is not stored as a `RunWriter` stores it; zarr can still read it.
+        None if the layout is not that of `RunWriter`. zarr can still read the array.
     """
     codecs: tuple[Any, ...] = getattr(array.metadata, "codecs", ())
     keys = array.metadata.to_dict().get("chunk_key_encoding")
@@ -295,7 +295,7 @@ def block_form(array: zarr.Array[Any]) -> BlockForm | None:
 
 
 def stored_array(path: RunPath, name: str, array: zarr.Array[Any]) -> StoredArray | None:
-    """An array of a run as its shards hold it; None as for `block_form`."""
+    """Open a stored array of a run; None if `block_form` returns None."""
     form = block_form(array)
     if form is None:
         return None

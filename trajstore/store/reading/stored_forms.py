@@ -1,4 +1,4 @@
-"""Forms of the chunks of a replayed run, and corrections of what its rule gives, counted."""
+"""Counts of the forms of chunks in a run of the encoding ``replay``, and of its corrections."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def stored_forms(path: RunPath) -> dict[str, dict[str, int]]:
     Returns
     -------
     dict of str to dict
-        By array, of those whose chunks have forms: ``chunks`` and how many of them hold
-        ``differences`` along step. The others are computed, or of the gradient predicted over
-        tokens. Of a computed array also ``elements`` that are computed, and how many of them are
-        ``corrected``. Empty for the encoding ``delta``.
+        For each array whose chunks have forms, numbers of ``chunks`` and of those that hold
+        ``differences`` along step. The others are computed, or for the gradient predicted over
+        tokens. For a computed array also numbers of computed ``elements`` and of ``corrected``
+        ones. Empty for the encoding ``delta``.
 
     Raises
     ------

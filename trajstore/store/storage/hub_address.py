@@ -60,7 +60,7 @@ def hub_url(repository: str) -> str:
     Parameters
     ----------
     repository : str
-        As returned by `split_hub_address`.
+        Result of `split_hub_address`.
     """
     name, _, revision = repository.removeprefix("hf://").partition("@")
     written = quote(unquote(revision) or _BRANCH, safe="")  # the name of a branch may have slashes

@@ -1,29 +1,29 @@
 """Writing a run.
 
 ``annotated_run``
-    Annotations: a run gets more coordinates of its tokens; its rows stay.
+    Annotations: more token coordinates for a run, which keeps its rows.
 ``block_commits``
-    The rows of an open run on their way to readers: blocks that are full, and the unfinished one.
+    Buffers and commits of the blocks of an open run, both full and unfinished.
 ``block_writer``
-    From blocks to files, behind the training.
+    Encoding and writing of blocks in background threads.
 ``branched_run``
-    A run that begins with the first rows of another: by hard link, where nothing of them changes.
+    A new run with the first rows of another one, hard-linked where they do not change.
 ``commit``
-    The commit: the documents by which the rows of written shards become part of a run.
+    The commit: it writes the documents that make the rows of written shards part of a run.
 ``commit_timer``
-    When rows are committed that are no whole block yet: so many seconds after the last commit.
+    Commits of unfinished blocks, a given number of seconds after the last commit.
 ``create``
-    Where a run may be created, and its folder: whole and empty, or not there at all.
+    Creation of a run: checks of its path, and atomic creation of its folder.
 ``new_run``
-    What a new run is made of: its coordinates, checked, and all that it holds before a first row.
+    Content of a new run before its first row: documents and checked coordinates.
 ``replay_encoding``
     The rule by which a new run computes W and the moments.
 ``resumed_run``
-    A run that is there, as a writer goes on with it: what is kept of it, and how it is stored.
+    A stored run that a writer resumes: its kept rows and its layout.
 ``shared_run``
-    A run that several processes write: planned, begun and committed by the first of them.
+    A run that several processes write. The first one plans, creates and commits it.
 ``token_share``
     The tokens of a run that one of several processes writes.
 ``writer``
-    `RunWriter`: rows in, blocks out, each with an atomic commit.
+    `RunWriter`: it takes rows and writes blocks, each with an atomic commit.
 """

@@ -1,9 +1,9 @@
-"""From blocks to files, behind the training.
+"""Encoding and writing of blocks in background threads.
 
-A block is encoded chunk by chunk in a pool of threads; one more thread writes the shards in order
-and commits them, while the pool goes on with the next block, if it is full. numpy's loops, Blosc
-and the file system let go of the interpreter's lock, so the training runs on meanwhile. What is in
-flight is bounded: a few encoded chunks, and the blocks that the writer has buffers for.
+A pool of threads encodes a block chunk by chunk. Another thread writes the shards in order and
+commits them, while the pool encodes the next block, if it is full. NumPy's loops, Blosc and the
+file system release the interpreter's lock, so the training continues meanwhile. The memory is
+bounded: a few encoded chunks, and the buffered blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trajstore.values.native_types import widen
 
 __all__ = ["BlockWriter"]
 
-_UPLOADS = 4  # shards on their way to an object store, each in memory whole
+_UPLOADS = 4  # simultaneous uploads to an object store, each with a whole shard in memory
 
 Block = Mapping[str, npt.NDArray[Any]]
 Task = Callable[[], Chunk]
@@ -46,21 +46,21 @@ class BlockWriter:
     ----------
     path : Path or RemotePath
     layout : Layout
-        Also how many threads encode.
+        Layout, with the number of encoding threads.
     commit : callable
-        Makes everything written so far visible; called in the writing thread with what `submit`
-        was given, and of the block its rows and shards, or None where there was none.
+        Makes everything written so far visible. Called in the writing thread with the `change` of
+        `submit`, and with the rows and shards of the block, or None without a block.
     fsync : bool
-        Have every shard survive a loss of power before it is committed.
+        Flush every shard to disk before it is committed.
     on_failure : callable, optional
-        Called in the writing thread when a block could not be written, with the error.
+        Called in the writing thread with the error if a block could not be written.
 
     Attributes
     ----------
     bytes_written : int
-        Of all shards so far, of a block that was written more than once those that are there.
+        Bytes of all shards so far. Replaced shards of a growing block are not counted.
     failure : BaseException or None
-        What stopped it. Nothing is written or committed afterwards.
+        The error that stopped the writer. Nothing is written or committed after it.
     """
 
     def __init__(
@@ -80,40 +80,40 @@ class BlockWriter:
         self._commit = commit
         self._on_failure = on_failure
         self._fsync = fsync
-        self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
+        self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
         self._last: Future[None] | None = None
-        self._number, self._block_bytes = -1, 0  # of the block that was written last
+        self._number, self._block_bytes = -1, 0  # of the last written block
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
         self._uploads: ThreadPoolExecutor | None = None
-        self._tags: dict[RemotePath, str] = {}  # of the objects that may be replaced
+        self._tags: dict[RemotePath, str] = {}  # tags of replaceable objects
         if isinstance(path, RemotePath):
             self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
             self._tags = path.tags()
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was submitted is done."""
+        """True if everything submitted is done."""
         return self._last is None or self._last.done()
 
     def submit(self, number: int, block: Block | None, change: Any) -> Future[None]:
-        """Write a block, and commit.
+        """Write a block and commit, in the background.
 
         Parameters
         ----------
         number : int
-            Of the block. One that has grown since it was written takes its own place.
+            Number of the block. A block that has grown replaces its earlier version.
         block : mapping of str to ndarray or None
-            Native bits of every array, of all its rows or the first ones, which must stay as they
-            are until the future is done; without it there is only a commit.
+            Native bits of every array, with all rows of the block or the first ones. They must not
+            change until the future is done. With None, there is only a commit.
         change : Any
             Argument of `commit`.
 
         Returns
         -------
         Future
-            Its exception is the failure.
+            Its exception is `failure`.
         """
         if block is not None:
             self._blocks.append(self._tasks(block))
@@ -131,8 +131,8 @@ class BlockWriter:
 
     def _run(self, before: Future[None] | None, number: int, rows: int | None, change: Any) -> None:
         if before is not None:
-            # Done already, but when the interpreter is ending: then this is the caller's thread,
-            # and the writing thread may still be at the block before.
+            # It is already done, except while the interpreter exits: then this is the caller's
+            # thread, and the writing thread may still be writing the previous block.
             wait([before])
         if self.failure is not None:
             raise self.failure
@@ -153,7 +153,7 @@ class BlockWriter:
             raise
 
     def _forget(self) -> None:
-        """Let go of what nobody will write."""
+        """Discard blocks and chunks that will not be written."""
         self._blocks.clear()
         for future in self._ahead:
             future.cancel()
@@ -173,7 +173,7 @@ class BlockWriter:
     def _shards(
         self, run: Place, number: int, rows: int, digests: list[ShardDigest]
     ) -> Iterator[tuple[Place, Shard]]:
-        """Shards of a block, one after the other; the digest of each is added when it is taken."""
+        """Yield the shards of a block in order. The digest of each is added after its use."""
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
@@ -193,7 +193,7 @@ class BlockWriter:
         return size + sum(upload.result() for upload in uploads)
 
     def _upload(self, path: RemotePath, data: bytes) -> int:
-        """Put a shard in place of what this writer, or the one before it, has put there."""
+        """Upload a shard. It may replace only an object of this writer or of the previous one."""
         tag = self._tags.get(path)
         try:
             self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
@@ -202,7 +202,7 @@ class BlockWriter:
         return len(data)
 
     def _encoded(self) -> Chunk:
-        """Next chunk; a few that come after it, also of the next block, are then being encoded."""
+        """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
         while len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
             task = self._next_task()
             if task is None:

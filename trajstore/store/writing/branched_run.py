@@ -1,7 +1,7 @@
-"""A run that begins with the first rows of another: by hard link, where nothing of them changes.
+"""A new run with the first rows of another one, hard-linked where they do not change.
 
-Objects of a store are replaced whole and never written into, so two runs may share a file: whoever
-goes on with one, cuts it or repairs it leaves the other as it is.
+Objects of a store are replaced and never modified, so two runs may share a file. Resuming, cutting
+or repairing one of them does not change the other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Array = npt.NDArray[Any]
 
 
 def holds_exactly(native: str, wider: str) -> bool:
-    """Whether every value of a type is one of another, as runs store them.
+    """True if the second type holds every value of the first one exactly, as runs store them.
 
     >>> holds_exactly("bfloat16", "float32"), holds_exactly("float32", "bfloat16")
     (True, False)
@@ -65,40 +65,40 @@ def branch_run(
     memory: int | str,
     on_note: Callable[[str], None] | None = None,
 ) -> None:
-    """Make a run of the first rows of another, to be gone on with; its status is ``interrupted``.
+    """Create a run from the first rows of another one. Its status is ``interrupted``.
 
-    It has the blocks, the coordinates and the encoding of the other. Whole blocks of variables that
-    keep their type are hard links, or copies where the file system makes none. What gets a wider
-    type is encoded anew, block by block, and so is the last block if it is not whole. Arrays that
-    are computed are encoded anew, together, where the optimizer's rule or a type changes. Nothing
-    is flushed: `staged_run` does that, when it puts a run in its place.
+    It has the block size, the coordinates and the encoding of the source. Full blocks of variables
+    that keep their type are hard links, or copies if the file system does not support links.
+    Variables with a wider type are encoded again, block by block, and so is the last block if it is
+    not full. Computed arrays are encoded again, together, if the optimizer's rule or a type
+    changes. Nothing is flushed here; `staged_run` flushes the run before it renames it.
 
     Parameters
     ----------
     source : path-like
-        A local run, which is only read.
+        A local run, which does not change.
     target : path-like
-        Nothing must be there; its parent folder must.
+        Must not exist. Its parent folder must exist.
     rows : int
-        How many rows, of those that are committed.
+        Number of committed rows to keep.
     types : mapping of str to str
-        Native type of each variable that it shall hold.
+        Native type of each variable to keep.
     attributes : mapping
-        Attributes of the root that take the place of those of the other, such as ``config``.
+        Attributes of the root that replace those of the source, such as ``config``.
     memory : int or str
-        Bytes for all buffers together.
+        Memory budget in bytes for all buffers together.
     on_note : callable, optional
-        Called with the reason if ``replay`` cannot compute W and the moments; logged without it.
+        Called with the reason if ``replay`` cannot compute W and the moments (default: log it).
 
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run at `source`, or one that this version cannot add to.
+        If there is no run at `source`, or this version cannot add to it.
     InvalidArgument
-        If it has fewer rows, a variable is not there, a type does not hold its values, or the
-        memory is too small.
+        If the source has fewer rows or lacks a variable, a type does not hold its values, or
+        `memory` is too small.
     RunExists
-        If something is at `target`.
+        If `target` exists.
 
     Examples
     --------
@@ -126,31 +126,31 @@ def _check_types(stored: ResumedRun, types: Mapping[str, str]) -> None:
     for name, wanted in types.items():
         if name not in stored.layout.arrays:
             raise InvalidArgument(
-                f"{stored.path} does not hold {name}, got it among the variables to be kept; it "
-                f"holds {', '.join(key for key in stored.layout.arrays if key != STEP.name)}"
+                f"{stored.path} does not hold {name}, expected one of "
+                f"{', '.join(key for key in stored.layout.arrays if key != STEP.name)}"
             )
         native = stored.layout.arrays[name].native.name
         if not holds_exactly(native, wanted):
             raise InvalidArgument(
                 f"{name} is {native} in {stored.path}, and {wanted} does not hold all its values; "
-                "nothing is rounded"
+                "choose a type that does, as values are never rounded"
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Branch:
-    """A run that is being made of the first rows of another.
+    """A new run from the first rows of another one, during its creation.
 
     Attributes
     ----------
     stored : ResumedRun
-        The other, with the rows that are kept.
+        The source, with the kept rows.
     path : Path
     metadata : RunMetadata
     kept : tuple of str
-        Arrays that grow with the rows, and stay as they are.
+        Arrays along ``step`` whose full blocks are linked.
     changed : Layout
-        Of those that are encoded anew.
+        Layout of the arrays that are encoded again.
     """
 
     stored: ResumedRun
@@ -191,10 +191,10 @@ class _Branch:
             encoding=fixed["encoding"],
             rule=rule,
         )
-        anew = _encoded_anew(stored.layout, layout)
+        anew = _changed_arrays(stored.layout, layout)
         runs = _runs_of_branch(stored)
-        arrays_anew = {name: array for name, array in layout.arrays.items() if name in anew}
-        changed = replace(layout, arrays=arrays_anew, runs=runs)
+        changed_arrays = {name: array for name, array in layout.arrays.items() if name in anew}
+        changed = replace(layout, arrays=changed_arrays, runs=runs)
         kept = tuple(name for name in layout.arrays if name not in anew)
         arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
         arrays |= series_metadata(changed, coordinates)
@@ -211,9 +211,9 @@ class _Branch:
         )
 
     def write_blocks(self) -> None:
-        """Take over what is there as a whole, and commit it."""
+        """Link or encode the full blocks, and commit them."""
         source = self.stored.path
-        assert isinstance(source, Path)  # a branch is made of a local run
+        assert isinstance(source, Path)  # only local runs can be sources
         blocks = self.stored.rows // self.stored.layout.block_rows
         for name in self.metadata.names():
             if coordinate(name):
@@ -243,14 +243,14 @@ class _Branch:
         committer.commit((whole, "interrupted"))
 
     def _groups(self) -> list[list[str]]:
-        """Names of the changed arrays, those that are encoded together in one list."""
+        """Names of the changed arrays, grouped by joint encoding."""
         unit = _unit(self.changed)
         together = [name for name in self.changed.arrays if unit and name in unit.chains]
         alone = [[name] for name in self.changed.arrays if name not in together]
         return [together, *alone] if together else alone
 
     def write_rest(self, memory: int | str) -> None:
-        """Write the rows of the last block, if it is not whole."""
+        """Write the rows of the last block, if it is not full."""
         first = self.stored.rows - self.stored.rows % self.stored.layout.block_rows
         if first == self.stored.rows:
             return
@@ -282,7 +282,7 @@ class _Branch:
         return slice(block * length, (block + 1) * length)
 
     def _bits(self, name: str, rows: slice, wanted: NativeType) -> Array:
-        """Bits of some rows, in the type that they shall have."""
+        """Bits of some rows, in the wanted type."""
         native = self.stored.layout.arrays[name].native
         array = replace(self.stored.arrays[name], threads=default_threads())
         bits = array.native_bits(rows, native)
@@ -290,13 +290,13 @@ class _Branch:
 
 
 def _unit(layout: Layout) -> ComputedUnit | None:
-    """The arrays of a layout that are computed, and what from."""
+    """The computed unit of a layout, or None."""
     rules = (array.chain.rule for array in layout.arrays.values())
     return next((unit_of(rule) for rule in rules if rule), None)
 
 
-def _encoded_anew(stored: Layout, wanted: Layout) -> set[str]:
-    """Names of the arrays whose blocks a branch does not take over."""
+def _changed_arrays(stored: Layout, wanted: Layout) -> set[str]:
+    """Names of the arrays that are encoded again."""
     anew = {
         name for name, array in wanted.arrays.items() if array.native != stored.arrays[name].native
     }
@@ -324,15 +324,15 @@ def _room(stored: ResumedRun) -> dict[str, Any]:
 
 
 def _runs_of_branch(stored: ResumedRun) -> Runs:
-    """Whose blocks the branch holds: those it takes over keep the identity they have."""
+    """Identities of the blocks of the new run. Linked blocks keep their identity."""
     blocks = stored.rows // stored.layout.block_rows
-    # A run that was cut below its first own block, or took a wider type, has blocks before that.
+    # A run that was cut before its own first block, or got a wider type, has entries beyond.
     before = ((min(number, blocks), run) for number, run in stored.layout.runs)
     return (*before, (blocks, new_identity()))
 
 
 def _with_runs(document: dict[str, Any], runs: Runs) -> dict[str, Any]:
-    """The document of an array, of a run of that identity."""
+    """Document of an array, for a run of that identity."""
     codecs = [
         codec | {"configuration": codec["configuration"] | {"runs": [list(e) for e in runs]}}
         if codec["name"] == BLOCK

@@ -1,6 +1,6 @@
-"""What a new run is made of: its coordinates, checked, and all that it holds before a first row.
+"""Content of a new run before its first row: documents and checked coordinates.
 
-zarr-python itself writes the documents and the coordinates, into memory.
+zarr-python writes both into memory.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def token_coordinates(
     populations: Mapping[str, npt.ArrayLike] | None = None,
     **others: npt.ArrayLike | None,
 ) -> dict[str, npt.ArrayLike]:
-    """Coordinates along ``token`` of a run that is to be made, without those that are None.
+    """Coordinates along ``token`` of a new run, without those that are None.
 
     Parameters
     ----------
     token : array_like of int, (token,)
     populations : mapping of str to array_like of bool, (token,), optional
-        By the names of their coordinates, ``is_NAME``.
+        Masks by the names of their coordinates, ``is_NAME``.
     **others : array_like, (token,), or None
-        By name of the schema.
+        Values by their names in the schema.
 
     Raises
     ------
     InvalidArgument
-        If the ids are no distinct integers, there are not as many values of another, or one is no
-        population.
+        If the ids are not distinct integers, another coordinate has a different length, or a
+        population is not a mask with a valid name.
     """
     ids = np.asarray(token)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(np.unique(ids)) != ids.size:
@@ -79,8 +79,8 @@ def token_coordinates(
     for name, mask in (populations or {}).items():
         if name in COORDINATES or coordinate(name) is None or np.asarray(mask).dtype != bool:
             raise InvalidArgument(
-                f"populations: got {name!r} of {np.asarray(mask).dtype}, expected truth values "
-                f"under a name of their own that begins with {POPULATION}"
+                f"populations: got {name!r} of {np.asarray(mask).dtype}, expected bool values "
+                f"with a new name that begins with {POPULATION}"
             )
     given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
     for name, values in given.items():
@@ -88,7 +88,7 @@ def token_coordinates(
             continue
         if np.shape(values) != ids.shape:
             raise InvalidArgument(
-                f"{name}: got shape {np.shape(values)}, expected {ids.shape} as token has"
+                f"{name}: got shape {np.shape(values)}, expected {ids.shape}, the shape of token"
             )
         coordinates[name] = values
     return coordinates
@@ -97,42 +97,42 @@ def token_coordinates(
 def parameter_coordinate(
     names: Sequence[str] | None, variables: Collection[str]
 ) -> dict[str, npt.ArrayLike]:
-    """Coordinate of a model's parameters, where a run that is to be made has variables of them.
+    """Coordinate of a model's parameters, if a new run has variables of them.
 
     Parameters
     ----------
     names : sequence of str or None
     variables : collection of str
-        Of the run.
+        Variables of the run.
 
     Raises
     ------
     InvalidArgument
-        If they are missing, or one is there twice.
+        If they are missing, or two are equal.
     """
     held = [name for name in MODEL if name in variables]
     if not held:
         return {}
     if not names or len(set(names)) != len(names):
         raise InvalidArgument(
-            f"parameter: got {len(names or ())} names of parameters, expected distinct ones, at "
-            f"least one, as the run is to hold {', '.join(held)}"
+            f"parameter: got {len(names or ())} names of parameters, expected at least one and all "
+            f"distinct, for {', '.join(held)}"
         )
     return {"parameter": list(names)}
 
 
 def check_variables(names: Collection[str]) -> None:
-    """Refuse a run that would not hold the recorded parameter.
+    """Raise an error if a new run would not hold the recorded parameter.
 
     Raises
     ------
     InvalidArgument
-        If there is none of ``W``, ``delta`` and ``cells``.
+        If ``W``, ``delta`` and ``cells`` are all missing.
     """
     if not any(name in names for name in TRAJECTORIES):
         raise InvalidArgument(
-            "a run always holds W, or its changes as delta, or its cells, got only "
-            f"{', '.join(names) or '—'}"
+            f"got the variables {', '.join(names) or '—'}, expected at least one of W, delta and "
+            "cells"
         )
 
 
@@ -144,19 +144,19 @@ def new_run(
     attributes: Mapping[str, Any] | None,
     encoding: str,
 ) -> tuple[RunMetadata, dict[str, bytes]]:
-    """Everything that a run holds before its first row.
+    """Content of a run before its first row.
 
     Parameters
     ----------
     layout : Layout
     coordinates : mapping of str to array_like
-        As `token_coordinates` and `parameter_coordinate` return them.
+        Results of `token_coordinates` and `parameter_coordinate`.
     config : mapping or None
         Configuration of the run, JSON values only.
     attributes : mapping or None
-        Further attributes of the root.
+        Other attributes of the root.
     encoding : str
-        Of `ENCODINGS`.
+        One of `ENCODINGS`.
 
     Returns
     -------
@@ -176,7 +176,7 @@ def new_run(
         **(attributes or {}),
     }
     for fault in attribute_faults(fixed):
-        raise InvalidArgument(f"a run cannot have that: {fault}")
+        raise InvalidArgument(f"invalid attributes of a run: {fault}")
     own, chunks = coordinate_objects(coordinates)
     return RunMetadata(series_metadata(layout, coordinates) | own, fixed), chunks
 
@@ -206,7 +206,7 @@ def coordinate_objects(
     Parameters
     ----------
     coordinates : mapping of str to array_like
-        Their values, by name of the schema.
+        Values, by their names in the schema.
     """
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
@@ -243,7 +243,7 @@ def _create(
     if entry is not STEP:
         attributes["native_dtype"] = array.native.name
     if "token" in entry.dims and auxiliary:
-        attributes["coordinates"] = " ".join(auxiliary)  # CF: xarray makes them coordinates
+        attributes["coordinates"] = " ".join(auxiliary)  # CF, so that xarray adds the coordinates
     root.create_array(
         name,
         shape=(array.shard[0], *array.row),

@@ -1,4 +1,4 @@
-"""The encoding ``replay`` of a new run: by which rule its arrays are computed, or why by none."""
+"""The encoding ``replay`` of a new run: the rule of its computed arrays, if there is one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_encoding(encoding: str, *, shared: bool = False) -> None:
-    """Insist on an encoding that a new run can have.
+    """Raise an error unless a new run can have the encoding.
 
     Parameters
     ----------
     encoding : str
     shared : bool
-        Whether several processes write the run.
+        True if several processes write the run.
 
     Raises
     ------
@@ -45,18 +45,18 @@ def replay_rule(
     variables: Mapping[str, str],
     on_note: Callable[[str], None] | None = None,
 ) -> OptimizerRule | None:
-    """Rule by which a run of the encoding ``replay`` computes W and the moments.
+    """Rule with which a run of the encoding ``replay`` computes W and the moments.
 
-    None if it stores them as differences, after a note of the reason.
+    None if it stores them as differences. A note then states the reason.
 
     Parameters
     ----------
     attributes : mapping, optional
-        Of the root; ``optimizer`` and ``recording`` are what matters.
+        Attributes of the root. ``optimizer`` and ``recording`` are used.
     variables : mapping of str to str
         Native type of each variable.
     on_note : callable, optional
-        Called with the note; logged without it.
+        Called with the note (default: log it).
     """
     try:
         return _rule(attributes or {}, variables)

@@ -1,11 +1,11 @@
-"""`RunWriter`: rows in, blocks out, each with an atomic commit.
+"""`RunWriter`: it takes rows and writes blocks, each with an atomic commit.
 
-The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills the places itself). `block_commits` writes and commits the
-blocks. Whatever happens in between, a reader sees the rows of the last commit and nothing else.
+The arrays of a row are copied once, into their place in the block buffer, by `append` or by a
+caller that fills the places itself. `block_commits` writes and commits the blocks. Readers see the
+rows of the last commit only.
 
-A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
-past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
+`resume` opens an existing run for more rows. Readers ignore data after its last commit, or after
+the row it is cut to. The writer overwrites it, and removes the rest at the end.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = ["RunWriter"]
 
 
 class RunWriter:
-    """Appends rows to a run, which nobody else can write to meanwhile.
+    """Appends rows to a run, and holds its lock.
 
-    Made by `create` or `resume`; a context manager that closes the run as ``complete``, or as
-    ``interrupted`` when it is left by an exception. A new one without a row is removed then.
+    Created by `create` or `resume`. As a context manager it closes the run as ``complete``, or as
+    ``interrupted`` after an exception. In that case a new run without rows is removed.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class RunWriter:
     bytes_written : int
         Bytes of the shards on disk.
     seconds_waited : float
-        How long `append` has waited for the disk, because all buffers were full.
+        Time that `append` waited for the disk because all buffers were full.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class RunWriter:
         self._blocks = blocks
         self._lock = lock
         self._last_step = -1
-        self._given = 0  # rows whose places are with the caller
+        self._given = 0  # rows whose places the caller has
         self._is_new = is_new
         self._status: Status = "recording"
         self._row_bytes = sum(
@@ -125,7 +125,7 @@ class RunWriter:
 
     @property
     def seconds_waited(self) -> float:
-        """How long `append` has waited for the disk, because all buffers were full."""
+        """Time that `append` waited for the disk because all buffers were full."""
         return self._blocks.seconds_waited
 
     @classmethod
@@ -156,14 +156,12 @@ class RunWriter:
         encoding: Encoding = "delta",
         on_note: Callable[[str], None] | None = None,
     ) -> Self:
-        """Make an empty run.
-
-        It appears at `path` whole, with no rows, or not at all.
+        """Create a run without rows. It appears at `path` atomically.
 
         Parameters
         ----------
         path : path-like or str
-            A local folder, by custom ``NAME.zarr``, or an address such as ``s3://bucket/NAME.zarr``.
+            A local folder, usually ``NAME.zarr``, or an address such as ``s3://bucket/NAME.zarr``.
         token : array_like of int, (token,)
             Vocabulary ids of the recorded tokens.
         hidden : int
@@ -171,50 +169,51 @@ class RunWriter:
         variables : mapping of str to str
             Native type (bfloat16, float16, float32, float64) of each variable to record.
         examples, positions : int, optional
-            Lengths of ``example`` and ``position``, where a variable has them.
+            Lengths of ``example`` and ``position``, if a variable has them.
         is_dead, token_count, token_text : array_like, (token,), optional
             Coordinates.
         parameter : sequence of str, optional
-            Names of the model's parameters, where there are variables of each of them.
+            Names of the model's parameters, if there are variables of them.
         populations : mapping of str to array_like of bool, (token,), optional
-            Further groups of tokens, by the names of their coordinates, ``is_NAME``.
+            Masks of further groups of tokens, by the names of their coordinates, ``is_NAME``.
         config : mapping, optional
             Configuration of the run, JSON values only.
         attributes : mapping, optional
-            Further attributes of the root, such as ``optimizer`` and ``provenance``.
+            Other attributes of the root, such as ``optimizer`` and ``provenance``.
         memory : int or str, default 1 GiB
-            Bytes for all buffers together.
+            Memory budget in bytes for all buffers together.
         block_rows : int, optional
-            Rows of a block; planned from `memory` without it.
+            Rows of a block (default: planned from `memory`).
         threads : int, optional
-            That encode; without it as many as there are processors, at most 8.
+            Number of encoding threads (default: the number of processors, at most 8).
         buffers : int, default 2
-            Blocks held in memory. With 1, which takes half of it, a full block is written before
-            the next one is begun.
+            Blocks in memory. With 1, memory is halved, and a full block is written before the next
+            one begins.
         overwrite : bool
-            Replace a run that is there.
+            Replace an existing run.
         commit_every : float, optional
-            Seconds after a commit at which rows are committed that are no whole block yet; None
-            for whole blocks only. `append` does not wait for that. Where it takes more than
-            a fifth of that time, it is done less often.
+            Seconds from a commit to that of the unfinished block; None to commit full blocks only.
+            `append` does not wait for it. If it takes more than a fifth of this time, the interval
+            grows.
         fsync : bool
-            Have every commit survive a loss of power, not only the death of the process.
+            Flush every commit to disk, so that it survives a loss of power.
         share : TokenShare, optional
-            Of the tokens, where several processes write the run, all of which call this; rows then
-            hold the tokens of this one. `memory` is that of each. Only whole blocks are committed.
+            Tokens of this process, if several write the run. All call this method, and rows hold
+            the tokens of one process. `memory` is per process. Only full blocks are committed.
         encoding : {'delta', 'replay'}
-            Store each array by itself; or the gradient, and compute W and Adam's moments of it
-            (docs/reference/format.md), which takes the attribute ``optimizer``.
+            ``delta`` stores each array independently. ``replay`` stores the gradient, and computes
+            W and Adam's moments from it (docs/reference/format.md). It needs the attribute
+            ``optimizer``.
         on_note : callable, optional
-            Called with the reason if ``replay`` cannot compute them, and stores them as
-            differences; logged without it.
+            Called with the reason if ``replay`` cannot compute them and stores differences
+            (default: log it).
 
         Raises
         ------
         RecordingError
-            If another process that shares in the run cannot begin it.
+            If another process of the run cannot start it.
         RunExists
-            If something is at `path`.
+            If `path` exists.
         RunLocked
             If another process writes to it.
         InvalidArgument
@@ -293,13 +292,13 @@ class RunWriter:
             try:
                 announce_run(share, layout)
             except BaseException:
-                run._let_go(remove_empty=True)
+                run._release(remove_empty=True)
                 raise
         return run
 
     @classmethod
     def _joined(cls, path: RunPath, share: TokenShare, *, fsync: bool) -> Self:
-        """In another process than the first: its part of the run that the first has made."""
+        """Join, in another process, the run that the first one created."""
         with joined_run(path, share) as (place, own):
             blocks = BlockCommits(place, own, None, commit_every=None, fsync=fsync, share=share)
             return cls(place, own, blocks, None, is_new=False)
@@ -317,32 +316,32 @@ class RunWriter:
         fsync: bool = True,
         share: TokenShare | None = None,
     ) -> Self:
-        """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
+        """Open a run for more rows, after its last commit or after its first `rows` rows.
 
-        What writers that died have left is swept. Its status is ``recording`` again.
+        Remains of dead writers are removed. The status becomes ``recording``.
 
         Parameters
         ----------
         path : path-like or str
             A run, local or in an object store.
         rows : int, optional
-            Keep so many; all that are committed without it.
+            Number of rows to keep (default: all committed rows).
         attributes : mapping, optional
-            Attributes of the root that take the place of those it has, such as ``config``.
+            Attributes of the root that replace present ones, such as ``config``.
         memory, threads, commit_every, fsync, share
-            As for `create`. The blocks stay as large as they are, and `memory` holds two of them.
+            See `create`. The size of the blocks does not change, and `memory` must hold two.
 
         Raises
         ------
         RunNotFound, FormatError
-            If there is no run, or one that this version cannot add to.
+            If there is no run, or this version cannot add to it.
         RunLocked
             If another process writes to it.
         InvalidArgument
-            If `rows` are not there, `memory` does not hold its blocks, or they cannot be shared
-            by so many processes.
+            If the run has fewer rows, `memory` is too small for its blocks, or the blocks cannot be
+            divided over the number of processes.
         RecordingError
-            If another process that shares in the run cannot go on with it.
+            If another process of the run cannot resume it.
         """
         check_commit_every(commit_every)
         commits = share is None or share.is_first
@@ -354,7 +353,7 @@ class RunWriter:
                     lock = RunLock.acquire(path)
                     sweep(path)
                     if fsync and isinstance(path, Path):
-                        # What is kept is promised again, and may have been written without.
+                        # The kept rows may have been written without fsync.
                         flush([path.parent])
                         flush_tree(path)
                 kept = resumed_run(
@@ -388,56 +387,56 @@ class RunWriter:
         return run
 
     def next_row(self) -> dict[str, npt.NDArray[Any]]:
-        """Places of the next row's values, to be filled without another copy.
+        """Places of the next row's values, which the caller fills without another copy.
 
         Returns
         -------
         dict of str to ndarray
-            Writable views of native bits, one per variable; they hold garbage until filled, and
-            are the writer's own after `commit_row`.
+            Writable views of native bits, one per variable, uninitialized. After `commit_row` they
+            must not be changed.
         """
         return {name: rows[0, ...] for name, rows in self.next_rows(1).items()}
 
     def next_rows(self, most: int) -> dict[str, npt.NDArray[Any]]:
-        """Places of the next rows' values: so many, or as many as are left of the block.
+        """Places of the next rows' values, up to the end of the block.
 
         Parameters
         ----------
         most : int
-            At least 1.
+            Largest number of rows, at least 1.
 
         Returns
         -------
         dict of str to ndarray, (row, …)
-            As `next_row`, for `commit_rows`.
+            Views as of `next_row`, for `commit_rows`.
         """
         self._check_open()
         places = self._blocks.places(most)
         self._given = len(next(iter(places.values())))
-        places.pop(STEP.name, None)  # which not every process has that shares in a run
+        places.pop(STEP.name, None)  # only the first process of a shared run has it
         return places
 
     def commit_row(self, step: int) -> None:
-        """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
+        """Add the row of `next_row`, with every variable filled, as the state after `step`.
 
         Raises
         ------
         InvalidArgument
-            If `step` does not come after the last one.
+            If `step` is not larger than the last one.
         """
         self.commit_rows([step])
 
     def commit_rows(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Take rows that `next_rows` gave out, the first of them or all, as those after `steps`.
+        """Add the first rows of `next_rows`, or all of them, as the states after `steps`.
 
         Raises
         ------
         InvalidArgument
-            If a step does not come after the one before, or there are more than were given out.
+            If the steps do not increase, or there are more steps than places.
         """
         self._check_open()
         if len(steps) > self._given:
-            raise InvalidArgument(f"got {len(steps)} rows where {self._given} were given out")
+            raise InvalidArgument(f"got {len(steps)} steps, expected at most {self._given}")
         last = self._last_step
         for step in steps:
             if step <= last:
@@ -451,20 +450,20 @@ class RunWriter:
     def stretches(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
     ) -> Iterator[tuple[slice, dict[str, npt.NDArray[Any]]]]:
-        """Places for the rows of many steps, as many at a time as lie in one block.
+        """Yield places for the rows of many steps, in parts that lie in one block each.
 
         Parameters
         ----------
         steps : ndarray of int
         most : int, optional
-            Rows at a time.
+            Largest number of rows in a part.
 
         Yields
         ------
         at : slice
-            Of `steps`.
+            Range of `steps`.
         places : dict of str to ndarray, (row, …)
-            As from `next_rows`; they are committed when the next ones are asked for.
+            Views as of `next_rows`. They are committed when the next part is requested.
         """
         start = 0
         while start < len(steps):
@@ -480,23 +479,23 @@ class RunWriter:
         Parameters
         ----------
         step : int
-            Optimizer steps taken; strictly increasing.
+            Number of optimizer steps taken; strictly increasing.
         **values : array_like
             Every variable of the run: values of its native type (NumPy, ml_dtypes or torch),
-            uint16 bits for a 16-bit type, or float32 that is exactly representable.
+            uint16 bits for a 16-bit type, or exactly representable float32.
 
         Raises
         ------
         InvalidArgument
             If a variable is missing or unknown, a shape is wrong, or a value would be rounded.
-            The run is as before.
+            The run does not change.
         """
         row = self.next_row()
         if values.keys() != row.keys():
             missing = ", ".join(row.keys() - values.keys()) or "none"
             unknown = ", ".join(values.keys() - row.keys()) or "none"
             raise InvalidArgument(
-                f"a row of this run holds {', '.join(row)}; missing: {missing}; unknown: {unknown}"
+                f"a row of this run has {', '.join(row)}; missing: {missing}; unknown: {unknown}"
             )
         for name, value in values.items():
             bits = as_bits(value, self.layout.arrays[name].native, name)
@@ -506,14 +505,14 @@ class RunWriter:
         self.commit_row(step)
 
     def close(self, status: Literal["complete", "interrupted"] = "complete") -> None:
-        """Commit every row, also of the last, partial block, and set the status.
+        """Commit all rows, including those of the unfinished block, and set the status.
 
-        Twice does no harm.
+        A second call has no effect.
 
         Raises
         ------
         OSError
-            If a block could not be written; what was committed before stays.
+            If a block could not be written. Rows committed before are kept.
         """
         self._close(status)
 
@@ -532,13 +531,13 @@ class RunWriter:
             else:
                 self._close("interrupted", remove_empty=self._is_new)
         except BaseException as failure:
-            if failure is not error:  # which is on its way already
+            if failure is not error:  # `error` is already being raised
                 raise
 
     def _close(self, status: Status, *, remove_empty: bool = False) -> None:
-        """As `close`; a run that has come to no row is removed, if so wanted.
+        """Close the run as `close` does; with `remove_empty`, remove a run without rows.
 
-        So a first row that was refused leaves no run that the next try would have to overwrite.
+        So after an invalid first row, the next attempt need not overwrite a run.
         """
         if self._status != "recording":
             return
@@ -553,19 +552,22 @@ class RunWriter:
             self._blocks.give_up()
             raise
         finally:
-            self._let_go(remove_empty=remove_empty)
+            self._release(remove_empty=remove_empty)
 
-    def _let_go(self, *, remove_empty: bool) -> None:
+    def _release(self, *, remove_empty: bool) -> None:
         self._status = "interrupted" if self._status == "recording" else self._status
         try:
             self._blocks.close()
         finally:
-            with self._lock or contextlib.nullcontext():  # lets go of it
+            with self._lock or contextlib.nullcontext():  # releases the lock
                 empty = remove_empty and not self.rows
                 if empty and self._lock is not None and self._lock.is_held():
                     remove_folder(self.path)
 
     def _check_open(self) -> None:
         if self._status != "recording":
-            raise WriterClosed(f"{self.path} is closed as {self._status}")
+            raise WriterClosed(
+                f"the writer of {self.path} is closed, with the status {self._status}; open it "
+                "again with RunWriter.resume"
+            )
         self._blocks.check()

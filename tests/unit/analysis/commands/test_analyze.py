@@ -154,7 +154,7 @@ def test_a_population_name_without_a_definition_is_refused(tmp_path: Path) -> No
         assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE" in reported
         assert reported.endswith("--set population=dead\n")
     reported = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
-    assert "got 'population', expected name=value" in reported
+    assert "got 'population', expected an option of clusters" in reported
     reported = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
     assert reported.endswith("record it with --record all,batch\n")
 

@@ -152,7 +152,7 @@ def test_what_is_refused(run, several):
     runs = xr.concat([run, run], "run").assign_coords(run=["a", "b"])
     with pytest.raises(InvalidArgument, match=r"regimes cannot show these runs in one axes"):
         FIGURES["regimes"](runs, Canvas().subplots())
-    with pytest.raises(InvalidArgument, match="got 1 labels for 2 runs"):
+    with pytest.raises(InvalidArgument, match="got 1 labels, expected one per run"):
         FIGURES["loss"](runs, Canvas().subplots(), labels=["a"])
     other = {"other": run.isel(step=slice(0, 9)), "labels": ["a", "a"]}
     with pytest.raises(InvalidArgument, match="different steps"):

@@ -78,7 +78,7 @@ def test_no_dead_ones_none_known_and_none_that_move(name, run):
 @pytest.mark.parametrize("name", ALONE)
 def test_options_that_it_does_not_have_are_refused(name, run):
     figure = FIGURES[name]
-    with pytest.raises(InvalidArgument, match=r"'colour_map'.*, expected some of other, style"):
+    with pytest.raises(InvalidArgument, match=r"'colour_map'.* options among other, style"):
         figure(run, colour_map="jet")
     with pytest.raises(InvalidArgument, match="expected light or dark"):
         figure(run, Canvas().subplots(), style="blue")
@@ -107,7 +107,7 @@ def test_kinds_by_name():
     ]
     assert [figure.name for figure in figures_named(["loss", "all"])] == ALONE
     assert len(figures_named(["all"], runs=2)) == len(FIGURES)
-    with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.*, expected some of all, loss"):
+    with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.* one or more of all, loss"):
         figures_named(["lss"])
 
 

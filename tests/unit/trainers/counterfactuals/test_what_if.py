@@ -382,11 +382,11 @@ def test_the_configuration_changes_only_where_it_was_asked(tmp_path: Path) -> No
 BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception], str]] = {
     "no gradients": ({"record": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
     "every": ({"every": 2}, [], {}, CannotReplay, "record with every=1"),
-    "step": ({}, [], {"from_step": 99}, StepNotFound, "no row of step 99"),
+    "step": ({}, [], {"from_step": 99}, StepNotFound, "step 99 was not recorded"),
     "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "unknown field optimizer.nope"),
-    "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "does not change recorded"),
+    "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "cannot change model.hidden"),
     "earlier name": (
-        {}, ["initialisation.sigma=1"], {}, InvalidArgument, "initialization.sigma does not change",
+        {}, ["initialisation.sigma=1"], {}, InvalidArgument, "cannot change initialization.sigma",
     ),
     "form": ({}, ["lr"], {}, InvalidArgument, "expected section.field=value"),
     "momentum": ({}, ["optimizer.momentum=0.5"], {}, InvalidArgument, "momentum"),

@@ -193,7 +193,7 @@ def test_files_and_back(tmp_path: Path) -> None:
     hdf5 = export(path, tmp_path / "run.h5", format="hdf5")
     back = import_file(hdf5, tmp_path / "back.zarr")
     assert not set(MODEL) & set(back.variables)
-    assert any("left out: param_grad_norm" in note for note in back.notes)
+    assert any("omitted: param_grad_norm" in note for note in back.notes)
 
 
 def test_damaged_names_are_seen(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def agree(one: Path, other: Path) -> xr.Dataset:
     return b
 
 
-SEAMS = {
+PLACES = {
     "at the first step": 1,
     "within a block and an epoch": 5,
     "at the end of an epoch": EPOCH,
@@ -158,7 +158,7 @@ QUICK = {
             marks=[] if (name, place) in QUICK else [pytest.mark.nightly],
         )
         for name in VARIANTS
-        for place, step in SEAMS.items()
+        for place, step in PLACES.items()
     ],
 )
 def test_a_seam_leaves_no_trace(

@@ -158,5 +158,5 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(InvalidArgument, match="has no token id"):
         read_tokens(file)
-    with pytest.raises(InvalidArgument, match="is not all, dead or live"):
+    with pytest.raises(InvalidArgument, match="expected all, dead, live or a text file"):
         read_tokens(tmp_path / "nowhere")

@@ -91,7 +91,7 @@ def refused(data: bytes, message: str, form: BlockForm = FORM, place: Any = (5, 
 )
 def test_a_block_of_another_place_is_refused(make: Callable[[], bytes], found: str) -> None:
     """The message names both."""
-    refused(make(), f"^it is {found}, where W, block 5, part 1 of run 2b2b2b2b belongs$")
+    refused(make(), f"^it is {found}, expected W, block 5, part 1 of run 2b2b2b2b$")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_block_that_was_stored_otherwise_is_refused(change: dict[str, Any]) ->
     assert other.settings != FORM.settings
     label = other.label(block=5, part=1, rows=8, digest=b"d" * 32)
     index = [(0, 10)] * int(np.prod(FORM.grid))
-    refused(FORM.tail(index, label), "the metadata say something else than those")
+    refused(FORM.tail(index, label), "the metadata differs from that")
 
 
 def test_the_identity_is_no_setting() -> None:
@@ -136,16 +136,14 @@ def test_a_fork_has_the_blocks_of_the_run_it_was_made_of_up_to_its_own() -> None
         if fits:
             assert tail_of(data, fork, (block, 1)).label
         else:
-            refused(
-                data, f"where W, block {block}, part 1 of run 2b2b2b2b belongs", fork, (block, 1)
-            )
+            refused(data, f"expected W, block {block}, part 1 of run 2b2b2b2b", fork, (block, 1))
     assert fork.label(block=7, part=0, rows=8, digest=b"").run == OWN  # type: ignore[union-attr]
 
 
 def test_without_a_place_array_and_run_still_have_to_fit() -> None:
     assert tail_of(written(block=3), place=None).label
     refused(written(replace(FORM, array="grad")), "it is grad", place=None)
-    refused(written(replace(FORM, runs=((0, OTHER),))), "of run 3c3c3c3c, where", place=None)
+    refused(written(replace(FORM, runs=((0, OTHER),))), "of run 3c3c3c3c, expected", place=None)
 
 
 def test_a_copy_of_another_program_fits_everywhere_in_its_array() -> None:
@@ -160,7 +158,9 @@ def test_rows_that_it_does_not_hold_are_refused() -> None:
     data = written(rows=5)
     assert (read(data, (range(5), range(6), range(2))) == BITS[:5]).all()
     for rows in (range(6), range(5, 6), range(7, 0, -3)):
-        with pytest.raises(ValueError, match=f"^it holds 5 rows, of which {max(rows) + 1} are wan"):
+        with pytest.raises(
+            ValueError, match=f"^it holds 5 rows, expected at least {max(rows) + 1}$"
+        ):
             read(data, (rows, range(6), range(2)))
 
 
@@ -181,7 +181,7 @@ def test_chunks_that_are_not_there_or_broken_are_named() -> None:
     broken[offset + length // 2] ^= 1
     whole = (range(8), range(6), range(2))
     expected = (
-        rf"^bytes {offset} to {offset + length}: a broken chunk \(the checksum does not fit\)$"
+        rf"^bytes {offset} to {offset + length}: a broken chunk \(the checksum does not match\)$"
     )
     with pytest.raises(ValueError, match=expected):
         read(bytes(broken), whole)

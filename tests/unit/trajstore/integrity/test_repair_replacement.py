@@ -141,7 +141,7 @@ def test_a_damaged_coordinate_is_dropped(run: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["loss"], "cannot drop loss: it is whole; damaged are: W, token"),
+        (["loss"], "cannot drop loss: it is not damaged; damaged arrays: W, token"),
         (["nothing"], "cannot drop nothing: it is not an array of the run"),
         (["token"], "cannot drop token: every run of these arrays needs it"),
         (["W"], "cannot drop W: a run needs one of W, delta, cells"),

@@ -225,7 +225,7 @@ def test_rows_that_a_block_does_not_hold_are_an_error(small_run: tuple[Path, Any
     array = reader(small_run[0])
     longer = replace(array, shape=(12, *array.shape[1:]))
     assert longer.bits((slice(8, 11),)).shape[0] == 3
-    with pytest.raises(FormatError, match=r"^W, block 2, it holds 3 rows, of which 4 are wanted"):
+    with pytest.raises(FormatError, match=r"^W, block 2, it holds 3 rows, expected at least 4"):
         longer.bits((slice(8, 12),))
 
 

@@ -92,7 +92,7 @@ def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(tmp_path: Pat
     file = trajstore.export(tmp_path / "run.zarr", tmp_path / "run.h5", format="hdf5")
     done = trajstore.import_file(file, tmp_path / "again.zarr")
     assert set(done.variables) == {"W", "hidden_trace"}
-    assert any("left out: " in note and "hidden_states" in note for note in done.notes)
+    assert any("omitted: " in note and "hidden_states" in note for note in done.notes)
 
 
 def test_the_room_must_be_told(tmp_path: Path) -> None:
