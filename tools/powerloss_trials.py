@@ -86,7 +86,7 @@ def _append(run: RunWriter, steps: range, version: int) -> None:
     for step in steps:
         run.append(**_row(step, version))
         while step % 3 == 1 and run.committed_rows < run.rows:
-            time.sleep(0.001)
+            time.sleep(0.001)  # the writer commits by time, and reports nothing
 
 
 def _resume(*, rows: int | None = None, version: int = 0, fsync: bool = True) -> None:

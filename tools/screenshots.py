@@ -45,7 +45,7 @@ def watch() -> str:
                 console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
                 console.print(view(RUN, look, COLUMNS))
                 drawing = console.export_svg(title=f"trajstore watch {RUN}")
-            time.sleep(0.2)
+            time.sleep(0.2)  # between two views; the recording commits every second
     if training.returncode or not drawing:
         raise SystemExit(f"trajstore {shlex.join(options)} failed")
     return drawing

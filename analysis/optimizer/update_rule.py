@@ -126,7 +126,8 @@ class AdamRule:
             root = np.sqrt(1 - self.beta2**step)
             below = self._staged(np.sqrt(exp_avg_sq), native)
             below = self._staged(below / root.astype(kind), native)
-            below = self._staged(below + kind(self.eps), native)
+            eps = self._staged(np.array([self.eps], kind), native)[0]  # torch rounds it first
+            below = self._staged(below + eps, native)
             change: Array = scale.astype(kind) * exp_avg / below
             if self.weight_decay:
                 decayed = self._staged(W * (1 - lr * self.weight_decay).astype(kind), native)

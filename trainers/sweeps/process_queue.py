@@ -159,7 +159,7 @@ def run_jobs(
             left = ("running",) if stopping else ("waiting", "busy", "running")
             if not any(job.state in left for job in jobs):
                 return
-            time.sleep(_INTERVAL)
+            time.sleep(_INTERVAL)  # processes of several kinds have no common wait on all systems
     finally:
         for job in jobs:
             job.close_input()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trajstore import analysis, open_run
-from trajstore.analysis.optimizer.update_rule import AdamRule
+from trajstore.analysis.optimizer.update_rule import AdamRule, next_weights
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.rounding import round_to
 from trajstore.values.ulp_lattice import spacing
@@ -210,3 +210,19 @@ def test_older_attributes_have_no_word_on_decoupling():
     for kind, expected in (("AdamW", 0.1), ("Adam", 0.0)):
         rule = AdamRule.of({"class": kind, "hyperparameters": hyperparameters})
         assert rule.weight_decay == expected
+
+
+def test_eps_is_rounded_before_it_is_added():
+    """Of gradients so small that it is most of what W is divided by."""
+    torch.manual_seed(0)
+    W = torch.nn.Parameter((torch.randn(64, 64) / 500).bfloat16())
+    optimizer = torch.optim.AdamW([W], lr=1e-3, weight_decay=0.0)
+    before = W.detach().float().numpy()
+    W.grad = (torch.randn(64, 64) * 1e-7).bfloat16()
+    optimizer.step()
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    rule = AdamRule.of({"class": "AdamW", "hyperparameters": group})
+    moments = [optimizer.state[W][name].float().numpy() for name in ("exp_avg", "exp_avg_sq")]
+    change = rule.change(before, *moments, np.float64(1e-3), np.int64(1), "bfloat16")
+    made = next_weights(before, change, "bfloat16")
+    np.testing.assert_array_equal(made, W.detach().float().numpy())
