@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -188,40 +188,26 @@ class OptimizerRule:
         -------
         dict of str to ndarray of stored values
         """
-        lr, step = rates.lr, rates.step
+        lr = rates.lr
         grad = self._taken(grad, rates.clip, natives["grad"])
+        rounded: Callable[[Array, str], Array] = cast
         if self.rounds_once:
-            return self._rounded_once(before, grad, natives, lr, step)
-        native = natives["W"]
-        W = before["W"]
+            wide = np.result_type(*before.values(), grad)
+            before = {name: values.astype(wide) for name, values in before.items()}
+            grad = grad.astype(wide)
+            rounded = _unrounded
+        W, native = before["W"], natives["W"]
         if self.weight_decay and self.decoupled:
-            W = cast(W * _scalar(1 - lr * self.weight_decay, W), native)
+            W = rounded(W * _scalar(1 - lr * self.weight_decay, W), native)
         elif self.weight_decay:
-            grad = cast(_fused(W, self._factor(self.weight_decay, W, native), grad), native)
+            # torch.add rounds its factor to the type of the parameter first.
+            decay = rounded(np.array([self.weight_decay], W.dtype), native)[0]
+            grad = rounded(_fused(W, decay, grad), native)
         if self.kind == "sgd":
-            return {"W": cast(_fused(grad, self._factor(-lr, W, native), W), native)}
-        return self._adam(W, before, grad, natives, lr, step, cast)
-
-    def _rounded_once(
-        self,
-        before: Mapping[str, Array],
-        grad: Array,
-        natives: Mapping[str, str],
-        lr: float,
-        step: int,
-    ) -> dict[str, Array]:
-        wide = np.result_type(*before.values(), grad).type
-        W = before["W"].astype(wide)
-        grad = grad.astype(wide)
-        if self.weight_decay and self.decoupled:
-            W = W * _scalar(1 - lr * self.weight_decay, W)
-        elif self.weight_decay:
-            grad = _fused(W, self.weight_decay, grad)
-        if self.kind == "sgd":
-            made = {"W": _fused(grad, -lr, W)}
+            rate = rounded(np.array([-lr], W.dtype), native)[0]
+            made = {"W": _fused(grad, rate, W)}
         else:
-            widened = {name: values.astype(wide) for name, values in before.items()}
-            made = self._adam(W, widened, grad, natives, lr, step, lambda values, _: values)
+            made = self._adam(W, before, grad, natives, rates, rounded)
         return {name: cast(values, natives[name]) for name, values in made.items()}
 
     def _adam(
@@ -230,9 +216,8 @@ class OptimizerRule:
         before: Mapping[str, Array],
         grad: Array,
         natives: Mapping[str, str],
-        lr: float,
-        step: int,
-        rounded: Any,
+        rates: Rates,
+        rounded: Callable[[Array, str], Array],
     ) -> dict[str, Array]:
         first, second = natives["exp_avg"], natives["exp_avg_sq"]
         exp_avg, exp_avg_sq = before["exp_avg"], before["exp_avg_sq"]
@@ -244,21 +229,16 @@ class OptimizerRule:
         exp_avg_sq = rounded(exp_avg_sq * _scalar(self.beta2, exp_avg_sq), second)
         scaled = grad * _scalar(1 - self.beta2, grad)
         exp_avg_sq = rounded(_sum(scaled, grad, exp_avg_sq), second)
-        correction, root = self.corrections(step)
+        correction, root = self.corrections(rates.step)
         if not correction or not root > 0:  # of β = 1: torch raises
             nan = np.full_like(W, np.nan)
             return {"W": nan, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         below = rounded(np.sqrt(exp_avg_sq), second)
         below = rounded(below / _scalar(root, below), second)
         below = rounded(below + rounded(_scalar(self.eps, below), second), second)
-        scale = _scalar(-lr / correction, exp_avg)
-        W = rounded(W + scale * exp_avg / below, natives["W"])
+        scale = _scalar(-rates.lr / correction, exp_avg)
+        W = W + scale * exp_avg / below
         return {"W": W, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-
-    @staticmethod
-    def _factor(value: float, like: Array, native: str) -> float:
-        """The factor of `torch.add`, which is rounded to the type of the parameter first."""
-        return float(cast(np.array([value], like.dtype), native)[0])
 
     def _taken(self, grad: Array, clip: float, native: str) -> Array:
         """The gradient as the optimizer takes it."""
@@ -272,6 +252,10 @@ class OptimizerRule:
 def _power(base: float, exponent: int) -> float:
     """The nearest float64; that of the C library differs between machines."""
     return float(_DIGITS.power(Decimal(base), exponent))
+
+
+def _unrounded(values: Array, native: str) -> Array:
+    return values
 
 
 def _scalar(value: float, like: Array) -> Any:
