@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zarr
 from checkpoints import write_checkpoint
-from damage import contents, cut, edit, flip, wide_run
+from damage import contents, cut, edit, flip
 from disk import Disk
 
 from trajstore import (
@@ -29,17 +29,6 @@ from trajstore import (
 DATA = Path(__file__).parents[3] / "data"
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
 BLOCK = 4
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
-
-
-@pytest.fixture
-def run(tmp_path: Path, whole: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
 
 
 def attributes(run: Path) -> dict[str, Any]:

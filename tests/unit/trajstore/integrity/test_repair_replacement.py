@@ -11,23 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import contents, flip, shard_index, wide_run
+from damage import contents, flip, shard_index
 from disk import Disk
 
 from trajstore import InvalidArgument, RunWriter, open_run, repair, verify
 
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
-
-
-@pytest.fixture
-def run(tmp_path: Path, whole: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
 
 
 def break_chunk(run: Path, name: str, block: int, chunk: int = 0) -> None:

@@ -29,17 +29,6 @@ from trajstore.integrity import metadata_checks as inspection
 DATA = Path(__file__).parents[3] / "data"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
-
-
-@pytest.fixture
-def run(tmp_path: Path, whole: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
-
-
 def only(found: Verification) -> Any:
     assert len(found.problems) == 1, [str(problem) for problem in found.problems]
     return found.problems[0]

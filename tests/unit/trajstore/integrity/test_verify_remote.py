@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import contents, cut, edit, flip, wide_run
+from damage import contents, cut, edit, flip
 from object_stores import copied, s3_server, to_s3, web_server
 
 from trajstore import (
@@ -28,17 +28,6 @@ from trajstore.store.storage import object_file, remote_path
 from trajstore.store.storage.remote_path import RemotePath, location
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
-
-
-@pytest.fixture
-def run(tmp_path: Path, whole: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
 
 
 @pytest.fixture
