@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "LARGEST_DOCUMENT",
     "Document",
+    "canonical",
     "differences",
     "document_bytes",
     "parse",
@@ -90,6 +91,17 @@ def _distinct(pairs: list[tuple[str, Any]]) -> Document:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON value")
+
+
+def canonical(value: Any) -> str:
+    """JSON text that is the same for equal values: docs/reference/format.md, *Canonical JSON*.
+
+    Raises
+    ------
+    ValueError
+        If a number is NaN or infinite.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def same(one: Any, other: Any) -> bool:

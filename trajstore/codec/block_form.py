@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from trajstore.codec.computed_rows import GRADIENT, cache, unit_of, windows_of
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, picks, positions
 from trajstore.errors import FormatError
+from trajstore.strict_json import canonical
 from trajstore.threads import default_threads, submit
 from trajstore.values.native_types import widen
 
@@ -135,8 +135,7 @@ class BlockForm:
             "shape": list(self.shape),
             "chunk_shape": list(self.chunk),
         }
-        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).digest()
+        return hashlib.sha256(canonical(facts).encode()).digest()
 
     def tail(self, entries: Sequence[tuple[int, int]], label: BlockLabel) -> bytes:
         """Bytes after the inner chunks, which have these offsets and lengths."""

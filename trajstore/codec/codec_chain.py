@@ -25,9 +25,10 @@ from trajstore.codec.crc32c_check import checksum
 from trajstore.codec.delta import fold
 from trajstore.codec.predicted_rows import coefficients_and_differences
 from trajstore.codec.scratch_memory import scratch
+from trajstore.strict_json import canonical
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 
-__all__ = ["DIFFERENCES", "LENGTH", "OWN_FORM", "Chain", "canonical", "chain", "padded"]
+__all__ = ["DIFFERENCES", "LENGTH", "OWN_FORM", "Chain", "chain", "padded"]
 
 Compressor = Literal["lz4", "zstd"]
 Kind = Literal["delta", "plain", "predicted", "computed"]
@@ -217,11 +218,6 @@ class Chain:
     def order(self, ndim: int) -> tuple[int, ...]:
         """Order of the axes of a chunk in the compressed bytes."""
         return (1, 0, *range(2, ndim)) if self.token_first else tuple(range(ndim))
-
-
-def canonical(value: Any) -> str:
-    """Canonical JSON text: equal values have equal texts."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def padded(bits: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:

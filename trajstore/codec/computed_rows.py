@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
-from trajstore.codec.codec_chain import Chain, canonical
+from trajstore.codec.codec_chain import Chain
+from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
 from trajstore.values.rounding import check_subnormals, result_bits

@@ -12,7 +12,6 @@ Source: docs/reference/format.md, *Fingerprint*.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any
 from trajstore.schema import STEP, VARIABLES, coordinate
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.remote_path import Location
+from trajstore.strict_json import canonical
 
 __all__ = [
     "CHANGING",
@@ -176,5 +176,4 @@ def _fixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sha256_of(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(canonical(value).encode()).digest()
