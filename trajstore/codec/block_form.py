@@ -296,15 +296,9 @@ class BlockForm:
                 return
             rows = unit.computed(picks, entry)[self.array][picks[0].window.start :]
             values = rows[: picks[0].window.stop - picks[0].window.start]
-            for axis, pick in enumerate(picks):
-                if pick.taken is not None:
-                    values = values.take(pick.taken, axis)
             if out.itemsize != values.itemsize:
                 values = widen(values, self.chain.native)
-            place = tuple(pick.place for pick in picks)
-            if not all(isinstance(each, slice) for each in place):
-                place = np.ix_(*[positions(each) for each in place])
-            out[place] = values.view(out.dtype)
+            _place(values.view(out.dtype), picks, out)
         except FormatError:  # of another array
             raise
         except (ValueError, RuntimeError, OverflowError) as error:
@@ -456,6 +450,14 @@ def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Arr
         return
     values = np.empty([item.stop - item.start for item in window], out.dtype)
     decoder.decode(data, window, values)
+    _place(values, picks, out)
+
+
+def _place(values: Array, picks: Sequence[Pick], out: Array) -> None:
+    """Write the picked values of a window to their places."""
+    if all(pick.taken is None for pick in picks):
+        out[tuple(pick.place for pick in picks)] = values
+        return
     for axis, pick in enumerate(picks):
         if pick.taken is not None:
             values = values.take(pick.taken, axis)
