@@ -305,7 +305,7 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
         read.append(length)
         return real(file, length, offset)
 
-    monkeypatch.setattr("trajstore.codec.block_codec.os.pread", pread)
+    monkeypatch.setattr("trajstore.codec.selected_block.os.pread", pread)
     tokens = [TOKENS - 1, 0]
     same(array.oindex[9, tokens], values[9, tokens])
     assert read.count(form.tail_length) == 2
@@ -315,7 +315,7 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
 def test_of_another_store_only_ranges_are_requested(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.codec.block_codec._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.selected_block._SMALL", 0)
     path, values = stored
     array = opened(path, "ranges")
     form = array.metadata.codecs[0].form(array.chunks)
@@ -339,8 +339,8 @@ def test_of_another_store_only_ranges_are_requested(
 def test_ranges_far_apart_are_requested_each(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.codec.block_codec._GAP", 0)
-    monkeypatch.setattr("trajstore.codec.block_codec._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.selected_block._GAP", 0)
+    monkeypatch.setattr("trajstore.codec.selected_block._SMALL", 0)
     path, values = stored
     array = opened(path, "ranges")
     asked = array.store.asked  # type: ignore[attr-defined]
@@ -468,7 +468,7 @@ def test_an_object_that_goes_away_while_it_is_read(
     small: Stored, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranges come after its tail; an open file stays."""
-    monkeypatch.setattr("trajstore.codec.block_codec._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.selected_block._SMALL", 0)
     path, values = small
     array = opened(path, kind)
     real = BlockForm.read_tail
