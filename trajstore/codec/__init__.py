@@ -10,6 +10,7 @@ intermediate results; each thread reuses its own.
 ``computed_rows`` computes W and the moments from the gradient and stored corrections;
 ``adam_loop`` is its compiled loop.
 
-zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It reads only the
-parts of chunks that a selection needs (``selected_parts``).
+zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It passes each
+selection to ``selected_block``, which reads only the parts of chunks that it needs
+(``selected_parts``).
 """

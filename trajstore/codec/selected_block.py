@@ -1,8 +1,8 @@
 """A selection of one block, read from its object and decoded.
 
 Label and index come from the end of the object; a block of another place is an error. Only the
-inner chunks of the selection are read. A local file is read in the thread that decodes it. Rows that are
-computed from other arrays need the objects of these, too.
+inner chunks of the selection are read. A local file is read in the thread that decodes it. Rows
+that are computed from other arrays need the objects of these, too.
 """
 
 from __future__ import annotations
