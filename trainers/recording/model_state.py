@@ -87,7 +87,7 @@ class ModelState:
         self._model = unwrap(model)
         self._optimizer = optimizer
         self._variables = frozenset(variables)
-        named = {
+        named: dict[str, torch.Tensor] = {
             name_outside_compile(name): tensor for name, tensor in self._model.named_parameters()
         }
         self.names = tuple(named)
