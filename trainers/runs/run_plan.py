@@ -20,7 +20,7 @@ from trajstore.populations.files import populations_from
 from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
-    MODEL,
+    OF_PARAMETERS,
     POPULATION,
     TIERS,
     VARIABLES,
@@ -38,6 +38,8 @@ from trajstore.values.optimizer_rule import OptimizerRule
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS_OF_ALL = tuple(f"params_{name}" for name in _MOMENTS)
+_GROUPS = 2  # of the optimizer: with and without weight decay
 
 # Ratio of native bytes to bytes on disk. bfloat16: measured on the first 32 rows of Wordybird 1b on
 # real text (blocks of 16 rows). Later steps change less and compress better, as does Gatsby (5 to 6
@@ -183,11 +185,14 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
     types |= {"batch": "float64", "hidden_states": weights}
-    absent: set[str] = set()
+    types |= dict.fromkeys(("params", "params_grad"), weights)
+    types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
+    types |= dict.fromkeys(("params_lr", "params_count", "scale"), "float64")
+    absent = {"random_state", "buffers"}  # the models have no dropout, and their buffers are fixed
     if config.optimizer.name == "sgd":
-        absent |= set(_MOMENTS)
+        absent |= {*_MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
     if training.autocast != "float16":
-        absent.add("skipped")
+        absent |= {"skipped", "scale"}
     named = set(config.recording.record) - set(TIERS)
     return {
         name: types[name]
@@ -271,6 +276,7 @@ def plan(
         examples=config.examples,
         positions=model.context,
         parameters=model.parameters,
+        lengths={"element": model.other_elements, "group": _GROUPS},
         memory=parse_bytes(recording.memory),
         block_rows=recording.block_rows,
         encoding=recording.encoding,
@@ -282,7 +288,7 @@ def plan(
     for population in populations_from(recording.populations):
         coordinates.append(f"{POPULATION}{population}")
         native[coordinates[-1]] = tokens
-    if not types.keys().isdisjoint(MODEL):
+    if not types.keys().isdisjoint(OF_PARAMETERS):
         coordinates.append("parameter")
         native["parameter"] = model.parameters * _ITEMSIZE["parameter"]
     blocks = math.ceil(rows / layout.block_rows)
