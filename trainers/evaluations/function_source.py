@@ -28,9 +28,7 @@ def load_function(source: str) -> Callable[..., Any]:
     """
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        raise InvalidArgument(
-            f"got {source!r}, expected FILE.py:function, such as probe.py:probe"
-        )
+        raise InvalidArgument(f"got {source!r}, expected FILE.py:function, such as probe.py:probe")
     module = _file(place) if place.endswith(".py") else _module(place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -54,7 +52,8 @@ def _file(place: str) -> ModuleType:
     if not path.is_file():
         raise InvalidArgument(f"there is no file {place}; give FILE.py:function")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # its name ends in .py
+    assert spec is not None  # its name ends in .py
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # for dataclasses, which look up their module
     if str(path.parent) not in sys.path:

@@ -159,9 +159,7 @@ class ResultStore:
         else:
             encoding = {name: {"chunks": _chunks(one)} for name, one in ds.variables.items()}
             encoding = {name: one for name, one in encoding.items() if one["chunks"]}
-            ds.to_zarr(
-                self.path, mode="w", zarr_format=3, consolidated=False, encoding=encoding
-            )
+            ds.to_zarr(self.path, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
         self._written += ds.sizes[STEP.name]
         self._waiting.clear()
         zarr.open_group(self.path, mode="r+", use_consolidated=False).attrs[_ROWS] = self._written
@@ -195,4 +193,7 @@ def _chunks(variable: xr.Variable) -> tuple[int, ...]:
     if variable.dims[:1] != (STEP.name,):
         return ()
     row = math.prod(variable.shape[1:]) * max(variable.dtype.itemsize, 8)
-    return (min(_MOST_ROWS, max(1, _CHUNK // max(row, 1))), *(max(n, 1) for n in variable.shape[1:]))
+    return (
+        min(_MOST_ROWS, max(1, _CHUNK // max(row, 1))),
+        *(max(n, 1) for n in variable.shape[1:]),
+    )

@@ -58,7 +58,7 @@ def in_processes(
         ) from error
     length = max(1, min(_LONGEST, len(steps) // (_AHEAD * jobs)))
     pieces = [steps[start : start + length] for start in range(0, len(steps), length)]
-    threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, default_threads() // jobs)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, default_threads() // jobs)
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -90,9 +90,7 @@ def _in_order(pipes: Sequence[Connection], pieces: Sequence[Sequence[int]]) -> I
         yielded = 0
         while yielded < len(steps):
             for pipe in pipes:
-                if pipe not in piece_of and given < min(
-                    len(pieces), current + _AHEAD * len(pipes)
-                ):
+                if pipe not in piece_of and given < min(len(pieces), current + _AHEAD * len(pipes)):
                     _send(pipe, pieces[given])
                     piece_of[pipe] = given
                     given += 1
@@ -100,9 +98,8 @@ def _in_order(pipes: Sequence[Connection], pieces: Sequence[Sequence[int]]) -> I
                 pipe = cast(Connection, ready)
                 piece = piece_of[pipe]
                 results[piece].append(_received(pipe, pieces[piece]))
-                if len(results[piece]) == len(pieces[piece]):
-                    del piece_of[pipe]
-                elif isinstance(results[piece][-1], Exception):
+                failed = isinstance(results[piece][-1], Exception)
+                if failed or len(results[piece]) == len(pieces[piece]):
                     del piece_of[pipe]
             while yielded < len(results[current]):
                 result = results[current][yielded]

@@ -11,7 +11,11 @@ import torch
 from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.models.recorded_parameters import RunParameters, StoredParameter, variable_of
+from trajstore.trainers.models.recorded_parameters import (
+    RunParameters,
+    StoredParameter,
+    variable_of,
+)
 from trajstore.trainers.replay.parameter_placement import tensor_of
 
 __all__ = ["optimizer_state_at"]
@@ -74,10 +78,10 @@ def _check_state(stored: RunParameters, groups: Any) -> None:
         missing = ["parameter groups"]
     elif name in ("Adam", "AdamW"):
         missing = [one for one in stored.variables("exp_avg") if one not in stored]
-        if any(group.get("amsgrad") for group in groups):
+        if any(group["hyperparameters"].get("amsgrad") for group in groups):
             missing.append("max_exp_avg_sq")
     elif name == "SGD":
-        if any(group.get("momentum") for group in groups):
+        if any(group["hyperparameters"].get("momentum") for group in groups):
             missing = ["momentum_buffer"]
     else:
         missing = ["state"]
@@ -114,7 +118,8 @@ def _groups(
     rates = stored.value("params_lr", step).tolist()
     found, first = [], 0
     for group, rate, length in zip(groups, rates, lengths, strict=True):
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items()}
+        settings = group["hyperparameters"].items()
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
         if not math.isnan(rate):  # NaN at step 0, which took no step
             values["lr"] = rate
         found.append({**values, "params": list(range(first, first + length))})

@@ -215,27 +215,21 @@ def _block_rows(array: Any) -> int:
 
 
 def _stored(entry: Mapping[str, Any], group: Any, run: RunPath) -> StoredParameter:
-    """Return an entry of the attribute ``parameters``, checked against the stored arrays."""
-    try:
-        one = StoredParameter(
-            name=str(entry["name"]),
-            tied=tuple(map(str, entry.get("tied", ()))),
-            shape=tuple(map(int, entry["shape"])),
-            native=native_type(entry["dtype"]),
-            variable=str(entry["variable"]),
-            offset=int(entry.get("offset", 0)),
-            group=entry["group"],
-            requires_grad=bool(entry["requires_grad"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+    """Return an entry of the attribute ``parameters``, whose form was checked on opening."""
+    one = StoredParameter(
+        name=entry["name"],
+        tied=tuple(entry.get("tied", ())),
+        shape=tuple(entry["shape"]),
+        native=native_type(entry["dtype"]),
+        variable=entry["variable"],
+        offset=entry.get("offset", 0),
+        group=entry["group"],
+        requires_grad=entry["requires_grad"],
+    )
+    stored = math.prod(group[one.variable].shape[1:]) if one.variable in group else 0
+    if one.offset + math.prod(one.shape) > stored:
         raise FormatError(
-            f"{run}: the attribute parameters has the entry {entry!r}, expected name, shape, "
-            "dtype, variable, group and requires_grad"
-        ) from error
-    size, end = math.prod(one.shape), math.prod(group[one.variable].shape[1:])
-    if one.variable not in group or not 0 <= one.offset <= one.offset + size <= end:
-        raise FormatError(
-            f"{run}: {one.name} has {size} elements from {one.offset} on, but {one.variable} has "
-            f"{end}"
+            f"{run}: {one.name} ends at element {one.offset + math.prod(one.shape)} of "
+            f"{one.variable}, which has {stored}; the run is damaged"
         )
     return one

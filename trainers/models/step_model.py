@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import transformers
 
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.models.recorded_parameters import Row, RunParameters, StoredParameter
@@ -21,9 +20,7 @@ Constructor = Callable[[], torch.nn.Module]
 """Builds the model of a run; its weights are replaced."""
 
 
-def model_at(
-    run: RunPath, step: int, *, constructor: Constructor | None = None
-) -> torch.nn.Module:
+def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None) -> torch.nn.Module:
     """Return the model as it was after a step, in evaluation mode, on the CPU.
 
     Weights and recorded buffers have the recorded bits. Tied weights are tied.
@@ -137,8 +134,10 @@ class StepModel:
     def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
-        self.variables = stored.variables()
+        self._buffers = _buffers(stored, self.module)
+        self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
         self._parameters = _matched(stored, self.module)
+        self._buffer_type = stored.native("buffers") if self._buffers else None
         for one, tensor in self._parameters:
             tensor.data = tensor.data.to(getattr(torch, one.native.name))
             tensor.requires_grad_(one.requires_grad)
@@ -149,6 +148,9 @@ class StepModel:
         for one, tensor in self._parameters:
             tensor.copy_(tensor_of(one.bits(row), one.native))
             tensor.grad = None
+        for entry, buffer in self._buffers:
+            values = row["buffers"][entry["offset"] : entry["offset"] + buffer.numel()]
+            buffer.copy_(tensor_of(values, self._buffer_type).view(buffer.shape))
         self.module.eval()
 
 
@@ -225,6 +227,29 @@ def _matched(
             f"the parameters of {type(model).__name__} differ from those of {stored.run}: "
             f"{'; '.join(wrong[:3])}{more}; {_remedy(stored)}"
         )
+    return found
+
+
+def _buffers(
+    stored: RunParameters, model: torch.nn.Module
+) -> list[tuple[Mapping[str, Any], torch.Tensor]]:
+    """Pair each recorded buffer with that of the model.
+
+    Raises
+    ------
+    InvalidArgument
+        If the model lacks it, or it has another shape.
+    """
+    by_name = dict(model.named_buffers())
+    found = []
+    for entry in stored.attributes.get("buffers", []):
+        buffer = by_name.get(entry["name"])
+        if buffer is None or list(buffer.shape) != entry["shape"]:
+            raise InvalidArgument(
+                f"{type(model).__name__} has no buffer {entry['name']} of shape "
+                f"{tuple(entry['shape'])}, which {stored.run} holds; {_remedy(stored)}"
+            )
+        found.append((entry, buffer))
     return found
 
 
