@@ -15,7 +15,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.evaluations.on_texts import context_of, logits_of, prediction_offset
-from trajstore.trainers.models.run_tokenizer import run_tokenizer
+from trajstore.trainers.step_models.run_tokenizer import run_tokenizer
 from trajstore.trainers.texts.tokenizer import Tokenizer
 
 __all__ = ["Attention", "Generation", "LogitLens", "attention", "generation", "logit_lens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.models.run_tokenizer import run_tokenizer
+from trajstore.trainers.step_models.run_tokenizer import run_tokenizer
 from trajstore.trainers.texts.corpus import tokenize_file
 
 __all__ = [
@@ -141,7 +142,7 @@ class TextLoss:
     offset: int
 
     def __str__(self) -> str:
-        return f"loss on {len(self.ids)} tokens"
+        return f"loss on {_identity(self.ids)}"
 
     @torch.no_grad()
     def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class HiddenCosine:
     ids: npt.NDArray[np.int64]
 
     def __str__(self) -> str:
-        return f"hidden-cosine on {len(self.ids)} tokens"
+        return f"hidden-cosine on {_identity(self.ids)}"
 
     @torch.no_grad()
     def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
@@ -203,6 +204,11 @@ class HiddenCosine:
             ),
             "hidden_mean_norm": float(mean.norm()),
         }
+
+
+def _identity(ids: npt.NDArray[np.int64]) -> str:
+    """Return a name of a text, which differs for different texts."""
+    return f"{len(ids)} tokens (sha256 {hashlib.sha256(ids.tobytes()).hexdigest()[:12]})"
 
 
 def logits_of(output: Any) -> torch.Tensor:

@@ -84,29 +84,31 @@ def in_processes(
 def _in_order(pipes: Sequence[Connection], pieces: Sequence[Sequence[int]]) -> Iterator[xr.Dataset]:
     """Distribute the steps, and yield the results in order."""
     results: list[list[Any]] = [[] for _ in pieces]
+    idle = list(pipes)
     piece_of: dict[Connection, int] = {}
     given = 0
     for current, steps in enumerate(pieces):
-        yielded = 0
-        while yielded < len(steps):
-            for pipe in pipes:
-                if pipe not in piece_of and given < min(len(pieces), current + _AHEAD * len(pipes)):
+        for place in range(len(steps)):
+            while len(results[current]) <= place:
+                # At most a few pieces wait in memory for an earlier one.
+                while idle and given < min(len(pieces), current + _AHEAD * len(pipes)):
+                    pipe = idle.pop()
                     _send(pipe, pieces[given])
                     piece_of[pipe] = given
                     given += 1
-            for ready in wait(list(piece_of)):
-                pipe = cast(Connection, ready)
-                piece = piece_of[pipe]
-                results[piece].append(_received(pipe, pieces[piece]))
-                failed = isinstance(results[piece][-1], Exception)
-                if failed or len(results[piece]) == len(pieces[piece]):
-                    del piece_of[pipe]
-            while yielded < len(results[current]):
-                result = results[current][yielded]
-                if isinstance(result, Exception):
-                    raise result
-                yield result
-                yielded += 1
+                for ready in wait(list(piece_of)):
+                    pipe = cast(Connection, ready)
+                    piece = piece_of[pipe]
+                    results[piece].append(_received(pipe, pieces[piece]))
+                    if isinstance(results[piece][-1], Exception):
+                        del piece_of[pipe]  # its process has ended
+                    elif len(results[piece]) == len(pieces[piece]):
+                        del piece_of[pipe]
+                        idle.append(pipe)
+            result = results[current][place]
+            if isinstance(result, Exception):
+                raise result
+            yield result
         results[current].clear()
 
 

@@ -11,12 +11,12 @@ import torch
 from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.models.recorded_parameters import (
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.step_models.recorded_parameters import (
     RunParameters,
     StoredParameter,
     variable_of,
 )
-from trajstore.trainers.replay.parameter_placement import tensor_of
 
 __all__ = ["optimizer_state_at"]
 

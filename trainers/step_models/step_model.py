@@ -11,8 +11,8 @@ import transformers
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.models.recorded_parameters import Row, RunParameters, StoredParameter
 from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
 
 __all__ = ["Constructor", "StepModel", "model_at", "models"]
 
@@ -134,9 +134,9 @@ class StepModel:
     def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
+        self._parameters = _matched(stored, self.module)
         self._buffers = _buffers(stored, self.module)
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
-        self._parameters = _matched(stored, self.module)
         self._buffer_type = stored.native("buffers") if self._buffers else None
         for one, tensor in self._parameters:
             tensor.data = tensor.data.to(getattr(torch, one.native.name))

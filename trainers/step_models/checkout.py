@@ -15,10 +15,10 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath, local_path
 from trajstore.store.writing.create import staged_run
-from trajstore.trainers.models.optimizer_state import optimizer_state_at
-from trajstore.trainers.models.recorded_parameters import RunParameters
-from trajstore.trainers.models.run_tokenizer import find_tokenizer
-from trajstore.trainers.models.step_model import model_at
+from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.trainers.step_models.run_tokenizer import find_tokenizer
+from trajstore.trainers.step_models.step_model import model_at
 
 __all__ = ["OPTIMIZER", "Checkout", "check_new_folder", "checkout"]
 
