@@ -90,7 +90,7 @@ def attach(
                 if of_model := set(MODEL).intersection(options.variables):
                     whole = ModelParameters(model, real, device, of_model)
                 if of_state := set(EVERYTHING).intersection(options.variables):
-                    _check_one_matrix(options, len(parameters), min(of_state))
+                    _check_one_matrix(len(parameters), min(of_state))
                     state = ModelState(model, real, parameters[0], options.variables)
                 planned = plan_runs(
                     path,
@@ -136,17 +136,11 @@ def attach(
     return recorder
 
 
-def _check_one_matrix(options: RecordingOptions, matrices: int, variable: str) -> None:
-    """Raise an error if a run would not hold all tokens of the one recorded matrix."""
+def _check_one_matrix(matrices: int, variable: str) -> None:
     if matrices > 1:
         raise RecordingError(
             f"{variable} is recorded with one matrix, got {matrices}; name one parameter, the "
             "others are in params"
-        )
-    if not (isinstance(options.tokens, str) and options.tokens == "all"):
-        raise RecordingError(
-            f"{variable} is recorded with all tokens of the matrix; leave out tokens, or select "
-            "tokens after recording"
         )
 
 

@@ -29,10 +29,12 @@ from trajstore.trainers.recording.torch_internals import (
 if TYPE_CHECKING:
     from trajstore.trainers.recording.parameter_rows import ParameterRows
 
-__all__ = ["MOMENTS_OF_ALL", "ModelState"]
+__all__ = ["OPTIMIZER_STATE", "ModelState"]
 
-MOMENTS_OF_ALL = ("params_exp_avg", "params_exp_avg_sq")
-"""Moments of all parameters except the recorded matrix."""
+_MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
+
+OPTIMIZER_STATE = (*_MOMENTS, "params_count")
+"""Variables that an optimizer has after its first step."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalizations. They may begin to change at any step."""
@@ -163,7 +165,7 @@ class ModelState:
             self._initial["params"] = first
         if not self._optimizer.state:
             return
-        for name in MOMENTS_OF_ALL:
+        for name in _MOMENTS:
             moments = self._moments(name)
             kinds = [moment.dtype for moment in moments if moment is not None]
             if name in self._variables and kinds:
@@ -268,14 +270,15 @@ class ModelState:
         if self._others and "params" in rows.variables:
             place = rows.place("params", self._length, self._others[0].dtype)
             _join(place, self._others, self._others)
-        for name in MOMENTS_OF_ALL:
+        for name in _MOMENTS:
             if name in rows.variables:
                 self._set_moments(rows, name)
         if "params_count" in rows.variables:
             counts = self._counts()
-            if counts is not None or rows.writer is not None:
-                zeros = torch.zeros(len(self.names), dtype=torch.float64)
-                rows.set("params_count", zeros if counts is None else counts)
+            if counts is None and rows.writer is not None:
+                counts = torch.zeros(len(self.names), dtype=torch.float64)
+            if counts is not None:
+                rows.set("params_count", counts)
         self._set_random_state(rows)
         self._set_buffers(rows)
 

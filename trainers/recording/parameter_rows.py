@@ -21,7 +21,7 @@ from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import Transfer, open_transfer
-from trajstore.trainers.recording.model_state import MOMENTS_OF_ALL
+from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.sharding import has_rows_of, own_rows
@@ -332,7 +332,7 @@ class ParameterRows:
         self.variables = tuple(name for name in requested if name in last or name in required)
         self.left_out = tuple(name for name in requested if name not in self.variables)
         for step, row in self._early_rows:
-            for name in (*MOMENTS, *MOMENTS_OF_ALL):
+            for name in (*MOMENTS, *OPTIMIZER_STATE):
                 if name in last and name not in row:  # skipped before the optimizer had a state
                     row[name] = torch.zeros_like(last[name])
             self._check_whole(step, row)
