@@ -95,7 +95,7 @@ class ResumePoint:
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
-def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
+def find_resume_point(path: Location, config: RunConfig, *, in_rows: bool = False) -> ResumePoint:
     """Return the state of a run to resume.
 
     Parameters
@@ -104,6 +104,8 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
         Path of the run.
     config : RunConfig
         Configuration of the resumed run.
+    in_rows : bool
+        The rows hold the whole state, so no checkpoint is needed.
 
     Raises
     ------
@@ -124,7 +126,9 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
         check_recorded(path, attributes)
         _check_config(path, recorded, config, attributes.get("provenance", {}))
         rows = attributes.get("committed_rows", 0)
-        taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
+        taken = None
+        if not in_rows:
+            taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
     wanted = config.training.steps
@@ -134,7 +138,7 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
             f"--resume --steps {2 * last}"
         )
     fork = attributes.get("provenance", {}).get("fork")
-    if fork and rows and taken is None and wanted > last:
+    if fork and rows and taken is None and not in_rows and wanted > last:
         raise NothingToResume(
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"

@@ -14,7 +14,7 @@ from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
 
-__all__ = ["Constructor", "StepModel", "model_at", "models"]
+__all__ = ["Constructor", "StepModel", "matched_parameters", "model_at", "models"]
 
 Constructor = Callable[[], torch.nn.Module]
 """Builds the model of a run; its weights are replaced."""
@@ -134,7 +134,7 @@ class StepModel:
     def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
-        self._parameters = _matched(stored, self.module)
+        self._parameters = matched_parameters(stored, self.module)
         self._buffers = _buffers(stored, self.module)
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
         self._buffer_type = stored.native("buffers") if self._buffers else None
@@ -195,7 +195,7 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
         ) from error
 
 
-def _matched(
+def matched_parameters(
     stored: RunParameters, model: torch.nn.Module
 ) -> list[tuple[StoredParameter, torch.nn.Parameter]]:
     """Pair each stored parameter with that of the model.
