@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 from trajstore.trainers.recording.torch_internals import (
     copy_each,
@@ -25,9 +26,6 @@ from trajstore.trainers.recording.torch_internals import (
     outside_compile,
     version,
 )
-
-if TYPE_CHECKING:
-    from trajstore.trainers.recording.parameter_rows import ParameterRows
 
 __all__ = ["OPTIMIZER_STATE", "ModelState"]
 
@@ -40,6 +38,19 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalizations. They may begin to change at any step."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Rows(Protocol):
+    """What this module needs of the growing run (`ParameterRows`)."""
+
+    variables: tuple[str, ...]
+    writer: RowTarget | None
+
+    def place(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of a vector of the current step."""
+
+    def set(self, name: str, value: torch.Tensor) -> None:
+        """Copy a variable of the current step."""
 
 
 class ModelState:
@@ -76,7 +87,7 @@ class ModelState:
         self._model = unwrap(model)
         self._optimizer = optimizer
         self._variables = frozenset(variables)
-        named = {
+        named: dict[str, torch.Tensor] = {
             name_outside_compile(name): tensor for name, tensor in self._model.named_parameters()
         }
         self.names = tuple(named)
@@ -237,7 +248,7 @@ class ModelState:
             return torch.mps.get_rng_state()
         return torch.get_rng_state()
 
-    def after_backward(self, rows: ParameterRows, unscale: float) -> None:
+    def after_backward(self, rows: Rows, unscale: float) -> None:
         """Take the gradients before clipping; `unscale` multiplies them."""
         if not self._others or "params_grad" not in rows.variables:
             return
@@ -247,7 +258,7 @@ class ModelState:
         if unscale != 1.0:
             place.mul_(unscale)
 
-    def before_step(self, rows: ParameterRows) -> None:
+    def before_step(self, rows: Rows) -> None:
         """Take the learning rates of the step."""
         if "params_lr" not in rows.variables:
             return
@@ -259,7 +270,7 @@ class ModelState:
             rates = [rate.to(self._matrix.device) for rate in rates]
         rows.set("params_lr", torch.stack(rates))
 
-    def after_step(self, rows: ParameterRows) -> None:
+    def after_step(self, rows: Rows) -> None:
         """Take the state after the step, and the random state before it.
 
         Raises
@@ -282,7 +293,7 @@ class ModelState:
         self._set_random_state(rows)
         self._set_buffers(rows)
 
-    def _set_moments(self, rows: ParameterRows, name: str) -> None:
+    def _set_moments(self, rows: Rows, name: str) -> None:
         """Set the moments; those of a parameter without a step are 0."""
         if not self._others:
             return
@@ -320,7 +331,7 @@ class ModelState:
             found = [count.to(self._matrix.device) for count in found]
         return torch.stack([count.to(torch.float64).reshape(()) for count in found])
 
-    def _set_random_state(self, rows: ParameterRows) -> None:
+    def _set_random_state(self, rows: Rows) -> None:
         random, self._random, self._before_pass = self._random, None, None
         if random is None or not self._draws:
             return
@@ -331,7 +342,7 @@ class ModelState:
             )
         rows.set("random_state", random.to(torch.bfloat16))  # it holds 0 to 256 exactly
 
-    def _set_buffers(self, rows: ParameterRows) -> None:
+    def _set_buffers(self, rows: Rows) -> None:
         if "buffers" not in self._variables:
             return
         now = dict(_buffers(self._model))

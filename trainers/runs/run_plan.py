@@ -58,7 +58,7 @@ _RATIOS = {
     },
     "float32": {
         "W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8,
-        "params": 1.0, "params_grad": 1.0, "params_exp_avg": 1.0, "params_exp_avg_sq": 1.0,
+        "params": 1.6, "params_grad": 2.3, "params_exp_avg": 1.15, "params_exp_avg_sq": 1.9,
     },
 }  # fmt: skip
 

@@ -14,6 +14,13 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from trajstore import (  # noqa: E402
     InvalidArgument,
@@ -22,7 +29,7 @@ from trajstore import (  # noqa: E402
     open_run,
     verify,
 )
-from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -178,6 +185,53 @@ def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> 
         for _ in train(model, optimizer):
             pass
     return open_run(path)
+
+
+def test_a_trainer_with_dropout(tmp_path: Path) -> None:
+    plain: tuple[list[Any], list[Any]] = ([], [])
+    recorded: tuple[list[Any], list[Any]] = ([], [])
+    for number, (weights, moments) in enumerate((plain, recorded)):
+        torch.manual_seed(4)
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCAB, n_positions=8, n_embd=HIDDEN, n_layer=1, n_head=2,
+                       bos_token_id=None, eos_token_id=None)
+        )  # fmt: skip
+        model.loss_type = "ForCausalLM"
+        arguments = TrainingArguments(
+            str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=2, use_cpu=True,
+            gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        texts = [{name: values[0] for name, values in row.items()} for row in batches(20)]
+        trainer = Trainer(model, arguments, train_dataset=texts)
+        trainer.add_callback(Clones(weights, moments))
+        if number:
+            trainer.add_callback(TrajectoryCallback(tmp_path / "run.zarr", record="everything"))
+        trainer.train()
+    ds = open_run(tmp_path / "run.zarr")
+    for (name, _), place in zip(model.named_parameters(), range(len(plain[0][0])), strict=True):
+        one = ds.traj.parameter(name).load()
+        for kept, key in ((plain[0], "W"), (plain[1], "exp_avg")):
+            for step, tensors in enumerate(kept, 1):
+                wanted = tensors[place].reshape(one.W.shape[1:])
+                np.testing.assert_array_equal(bits(one[key][step]), bits(wanted), name)
+    assert ds.random_state.shape[0] == 5
+    assert "batch" not in ds
+    described = ds.attrs["model_config"]
+    assert described["class"] == "GPT2LMHeadModel"
+    assert GPT2Config.from_dict(described["config"]).to_dict() == model.config.to_dict()
+
+
+class Clones(TrainerCallback):
+    """Keeps weights and first moments after each step."""
+
+    def __init__(self, weights: list[Any], moments: list[Any]) -> None:
+        self.weights, self.moments = weights, moments
+
+    def on_optimizer_step(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        parameters = list(model.parameters())
+        state = optimizer.optimizer.state
+        self.weights.append([p.detach().clone() for p in parameters])
+        self.moments.append([state[p]["exp_avg"].clone() for p in parameters])
 
 
 def test_only_what_the_training_has(tmp_path: Path) -> None:
