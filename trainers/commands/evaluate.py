@@ -18,7 +18,7 @@ from trajstore.trainers.commands.model_options import TOKENIZER
 if TYPE_CHECKING:
     from trajstore.trainers.evaluations.evaluate import Evaluation
 
-__all__ = ["evaluate"]
+__all__ = ["check_options", "evaluate"]
 
 _OPTIONS = {
     "loss": ("text", "length"),
@@ -89,7 +89,7 @@ def evaluate(
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --steps 0:500 --jobs 2 -o norms.zarr
     """
-    _check_options(function, options)
+    check_options(function, options)
     from trajstore import trainers
 
     with stopped_by_signals(), StepsProgress("evaluating") as progress:
@@ -116,7 +116,7 @@ def evaluate(
     out.print(Text(f"Open it with: xr.open_zarr({output!r})"))
 
 
-def _check_options(function: str, options: dict[str, Any]) -> None:
+def check_options(function: str, options: dict[str, Any]) -> None:
     """Check that the options belong to the function, before torch is imported."""
     if ":" not in function and function not in _OPTIONS:
         raise InvalidArgument(

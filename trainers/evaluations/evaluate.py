@@ -42,7 +42,7 @@ class Evaluated:
     new : int
         Those of this call.
     names : tuple of str
-        Names of the results.
+        Names of the results, sorted.
     """
 
     path: Path

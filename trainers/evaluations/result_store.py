@@ -121,8 +121,8 @@ class ResultStore:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the results."""
-        return () if self._first is None else tuple(map(str, self._first.data_vars))
+        """Names of the results, sorted."""
+        return () if self._first is None else tuple(sorted(map(str, self._first.data_vars)))
 
     def add(self, result: xr.Dataset) -> None:
         """Append the result of a step.

@@ -54,7 +54,7 @@ def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
     found = evaluate(
         recorded.path, probe, out, jobs=jobs, on_progress=lambda *now: progress.append(now)
     )
-    assert (found.steps, found.new, found.names) == (7, 3, ("sum", "name"))
+    assert (found.steps, found.new, found.names) == (7, 3, ("name", "sum"))
     assert progress == [(5, 7), (6, 7), (7, 7)]
     ds = xr.open_zarr(out).load()
     assert ds["name"].values.tolist() == [f"step {step}" for step in range(7)]

@@ -30,7 +30,7 @@ def windows() -> list[Any]:
 
 def test_the_loss_is_that_of_transformers_over_all_windows() -> None:
     found = TextLoss(ids=IDS, offset=1)(model(), 0)
-    losses = [float(model()(ids, labels=ids).loss) for ids in windows()]
+    losses = [model()(ids, labels=ids).loss.item() for ids in windows()]
     expected = np.average(losses, weights=[7, 7, 3])
     assert found["text_loss"] == pytest.approx(expected, rel=1e-6)
     assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-6)
