@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import numpy as np
-import torch
 
 from trajstore.errors import NothingToResume
 from trajstore.store.metadata.repairs import filled_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.trainers.runs.checkpoint import Checkpoint
 from trajstore.trainers.runs.forked_state import count_steps
 from trajstore.trainers.runs.resume_checks import recorded_config
 from trajstore.trainers.runs.training_setup import Training, build_training
 from trajstore.trainers.runs.training_state import take_state
-from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
-from trajstore.trainers.step_models.step_model import matched_parameters
+from trajstore.trainers.step_models.restore import restore
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["holds_state", "row_checkpoint", "rows_hold_state"]
@@ -102,16 +99,10 @@ def row_checkpoint(
     )
 
 
-@torch.no_grad()
 def _restore(training: Training, stored: RunParameters, step: int) -> None:
     """Set model, optimizer, schedule and position in the data to those after a step."""
-    row = stored.row(step, stored.variables())
-    for one, tensor in matched_parameters(stored, training.model):
-        tensor.copy_(tensor_of(one.bits(row), one.native))
     optimizer, schedule = training.optimizer, training.schedule
-    groups = optimizer.state_dict()["param_groups"]  # those of the configuration
-    state = optimizer_state_at(stored.run, step)["state"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    restore(stored.run, training.model, optimizer, step=step)
     count_steps(optimizer, float(step))
     rates = [
         base * factor(step)

@@ -14,7 +14,7 @@ from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
 
-__all__ = ["Constructor", "StepModel", "matched_parameters", "model_at", "models"]
+__all__ = ["Constructor", "StepModel", "model_at", "models"]
 
 Constructor = Callable[[], torch.nn.Module]
 """Builds the model of a run; its weights are replaced."""
@@ -134,7 +134,7 @@ class StepModel:
     def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
-        self._parameters = matched_parameters(stored, self.module)
+        self._parameters = _matched(stored, self.module)
         self._buffers = _buffers(stored, self.module)
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
         self._buffer_type = stored.native("buffers") if self._buffers else None
@@ -142,16 +142,20 @@ class StepModel:
             tensor.data = tensor.data.to(getattr(torch, one.native.name))
             tensor.requires_grad_(one.requires_grad)
 
-    @torch.no_grad()
     def set(self, row: Row) -> None:
         """Set all parameters to those of a row, and remove what the last user left."""
+        self.copy(row)
+        self.module.eval()
+
+    @torch.no_grad()
+    def copy(self, row: Row) -> None:
+        """Set all parameters and recorded buffers to those of a row, without gradients."""
         for one, tensor in self._parameters:
             tensor.copy_(tensor_of(one.bits(row), one.native))
             tensor.grad = None
         for entry, buffer in self._buffers:
             values = row["buffers"][entry["offset"] : entry["offset"] + buffer.numel()]
             buffer.copy_(tensor_of(values, self._buffer_type).view(buffer.shape))
-        self.module.eval()
 
 
 def _built(stored: RunParameters, constructor: Constructor | None) -> torch.nn.Module:
@@ -195,7 +199,7 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
         ) from error
 
 
-def matched_parameters(
+def _matched(
     stored: RunParameters, model: torch.nn.Module
 ) -> list[tuple[StoredParameter, torch.nn.Parameter]]:
     """Pair each stored parameter with that of the model.

@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from altered_runs import flip  # noqa: E402
+from altered_runs import rewrite  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
@@ -42,6 +42,10 @@ def config_of(name: str, *assignments: str) -> RunConfig:
     return small_config(VARIANTS[name], EVERYTHING, *assignments, steps=STEPS)
 
 
+def corpus_of(name: str, text: Path) -> Path | None:
+    return None if name == "float32 masters" else text  # it trains on an embedded stream of ids
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
     """Run of a variant that was never interrupted."""
@@ -50,7 +54,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
     def run(name: str) -> Path:
         path = folder / f"{name}.zarr"
         if not path.exists():
-            record(config_of(name), path, corpus=text)
+            record(config_of(name), path, corpus=corpus_of(name, text))
         return path
 
     return run
@@ -67,7 +71,7 @@ def test_a_run_resumes_from_its_last_row(
     name: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of(name), path, corpus=text, stop=stop_after(4))
+    record(config_of(name), path, corpus=corpus_of(name, text), stop=stop_after(4))
     for rows in (2, 4, 5):  # as after a kill, with the rows that were committed
         kept = min(rows, xr.open_zarr(path).sizes["step"])
         RunWriter.resume(path, rows=kept).close("interrupted")
@@ -109,7 +113,7 @@ def test_a_fork_reports_that_the_next_row_differs(
 ) -> None:
     source, notes = tmp_path / "run.zarr", []  # type: ignore[var-annotated]
     shutil.copytree(straight("trainer"), source)
-    flip(source, "params_grad", (10, 5), 1)
+    rewrite(source, "params_grad", (10, 5))
     other = fork(source, tmp_path / "other.zarr", at=9, on_note=notes.append)
     assert "at step 10 params_grad differs" in next(note for note in notes if "differs" in note)
     W = xr.open_zarr(other).W.values
