@@ -12,6 +12,7 @@ import zarr
 from trajstore import RunWriter
 from trajstore.codec.block_label import digest_of
 from trajstore.store.reading.array_reader import stored_array
+from trajstore.values.native_types import native_type
 
 __all__ = ["flip", "rewrite"]
 
@@ -63,7 +64,8 @@ def rewrite(path: Path, variable: str, where: tuple[int, ...]) -> None:
         if "step" in array.metadata.dimension_names[:1] and name != "step":
             stored = stored_array(path, name, array)
             assert stored is not None
-            rows[name] = stored.native_bits(slice(first, len(steps)), stored.chain.native).copy()
+            native = native_type(str(array.attrs["native_dtype"]))
+            rows[name] = stored.native_bits(slice(first, len(steps)), native).copy()
     rows[variable][(0, *where[1:])] ^= rows[variable].dtype.type(1)
     with RunWriter.resume(path, rows=first) as writer:
         for number, step in enumerate(steps[first:].tolist()):
