@@ -60,7 +60,7 @@ def train(path: Path, model: Any, optimizer: Any, *, first: int = 0, last: int =
                 loss = torch.nn.functional.cross_entropy(logits, ids.flatten()) / 2
                 loss.backward()
                 losses.append(loss.detach() * 2)
-            recorder.observe(loss=torch.stack(losses).mean(), logits=logits[-1].detach())
+            recorder.observe(loss=torch.stack(losses).mean())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
