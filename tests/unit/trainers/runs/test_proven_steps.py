@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
+from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 from altered_runs import rewrite  # noqa: E402
 from small_trainings import small_config  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
+from trajstore.cli.integrity_commands import print_proof  # noqa: E402
+from trajstore.cli.integrity_commands import verify as verify_command  # noqa: E402
 from trajstore.errors import InvalidArgument, VariableNotRecorded  # noqa: E402
 from trajstore.trainers import fork, record  # noqa: E402
 from trajstore.trainers.runs.proven_steps import prove_steps  # noqa: E402
@@ -53,7 +56,9 @@ def test_steps_of_the_plain_loop_with_gaps_follow_from_the_data(text: Path, tmp_
     assert (found.steps, found.proven, found.unproven) == (3, 3, ())  # 4, 8 and 9
 
 
-def test_an_altered_gradient_is_found_with_its_parameter(run: Path, tmp_path: Path) -> None:
+def test_an_altered_gradient_is_found_with_its_parameter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
     name = "transformer.h.0.mlp.c_fc.weight"
     rewrite(path, "params_grad", (5, offsets(path)[name] + 17))
@@ -63,6 +68,12 @@ def test_an_altered_gradient_is_found_with_its_parameter(run: Path, tmp_path: Pa
     assert (one.step, one.variable, one.parameter) == (5, "params_grad", name)
     assert (one.elements, one.ulps) == (1, 1)
     assert (found.clean, found.proven, found.differing) == (False, STEPS - 1, 1)
+    print_proof(found.facts())
+    text = capsys.readouterr().out
+    assert (
+        f"Trained {STEPS} of {STEPS} steps again: {STEPS - 1} agree in every bit, 1 differ" in text
+    )
+    assert name in text
 
 
 def test_what_cannot_be_proven_is_listed(run: Path, tmp_path: Path) -> None:
@@ -73,6 +84,16 @@ def test_what_cannot_be_proven_is_listed(run: Path, tmp_path: Path) -> None:
     (reason,) = found.unproven
     assert (reason.steps, reason.first, reason.last) == (6, 1, 6)
     assert "before the run was forked" in reason.reason
+
+
+def test_options_of_the_proof_need_it() -> None:
+    for options, message in (
+        (["--gradients"], "--gradients needs --replay"),
+        (["--replay", "--steps", "0:4"], "--steps needs --gradients"),
+    ):
+        result = CliRunner().invoke(verify_command, ["run.zarr", *options])
+        assert result.exit_code == 2
+        assert message in result.output
 
 
 def test_runs_without_the_state_are_refused(run: Path, text: Path, tmp_path: Path) -> None:
