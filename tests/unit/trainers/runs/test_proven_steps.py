@@ -15,7 +15,7 @@ from small_trainings import small_config  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.cli.integrity_commands import print_proof  # noqa: E402
-from trajstore.cli.integrity_commands import verify as verify_command  # noqa: E402
+from trajstore.cli.main import main  # noqa: E402
 from trajstore.errors import InvalidArgument, VariableNotRecorded  # noqa: E402
 from trajstore.trainers import fork, record  # noqa: E402
 from trajstore.trainers.runs.proven_steps import prove_steps  # noqa: E402
@@ -91,9 +91,9 @@ def test_options_of_the_proof_need_it() -> None:
         (["--gradients"], "--gradients needs --replay"),
         (["--replay", "--steps", "0:4"], "--steps needs --gradients"),
     ):
-        result = CliRunner().invoke(verify_command, ["run.zarr", *options])
+        result = CliRunner().invoke(main, ["verify", "run.zarr", *options])
         assert result.exit_code == 2
-        assert message in result.output
+        assert message in result.stderr
 
 
 def test_runs_without_the_state_are_refused(run: Path, text: Path, tmp_path: Path) -> None:
