@@ -178,6 +178,7 @@ class ComputedUnit:
         names = {name: native.name for name, native in natives.items()}
         state = self.rule.state
         before = {name: widen(rows[name][0], natives[name]) for name in state}
+        before |= dict.fromkeys(self.rule.carried, before.get("exp_avg_sq"))
         for row in range(1, len(numbers)):
             made: Mapping[str, Array] = before
             rate = numbers[row]
@@ -187,7 +188,9 @@ class ComputedUnit:
             for name in computed:
                 bits = result_bits(made[name], natives[name])
                 np.bitwise_xor(rows[name][row], bits, out=out[name][row])
+            carried = {name: before[name] for name in self.rule.carried}
             before = {name: widen(rows[name][row], natives[name]) for name in state}
+            before |= {n: np.maximum(each, before["exp_avg_sq"]) for n, each in carried.items()}
 
     @staticmethod
     def _rates(rates: Mapping[str, Array], row: int) -> Rates | None:

@@ -30,7 +30,7 @@ def unit_of(natives: dict[str, str], **settings: Any) -> ComputedUnit:
     [
         ("bfloat16", "bfloat16", {}),
         ("bfloat16", "bfloat16", {"name": "Adam", "betas": [0.3, 0.99]}),
-        ("bfloat16", "float32", {"name": "RoundedAdamW", "maximize": True}),
+        ("bfloat16", "float32", {"name": "RoundedAdamW", "maximize": True, "amsgrad": True}),
         ("float32", "float32", {"weight_decay": 0}),
         ("bfloat16", "bfloat16", {"eps": 0}),  # and a second moment of 0 divides by 0
     ],
