@@ -305,7 +305,7 @@ class OptimizerRule:
             if self.weight_decay and self.decoupled:
                 W = self._decayed(W, rates.lr, native)
             made["W"] = W + moved
-        return {name: cast(made[name], natives[name]) for name in before}
+        return {name: cast(made[name], natives[name]) for name in (*self.state, *self.carried)}
 
     def _moment(self, name: str, before: Array, grad: Array, native: str) -> Array:
         """A moment after a step."""
