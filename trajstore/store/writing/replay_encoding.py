@@ -72,7 +72,7 @@ def replay_rule(
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
     optimizer = attributes.get("optimizer")
     rule = OptimizerRule.of(optimizer)
-    if (optimizer["hyperparameters"]).get("rounding", "nearest") != "nearest":
+    if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
         raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
     missing = [name for name in (*rule.state, GRADIENT, "lr") if name not in variables]
     if missing:
