@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from replayed_runs import sample_part
 from watched_runs import begin, extend
 
+from trajstore import RunWriter
 from trajstore.cli.info_command import print_information
 from trajstore.cli.main import main
 from trajstore.store.reading.run_info import information
