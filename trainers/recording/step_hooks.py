@@ -36,7 +36,7 @@ from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.forward_values import ForwardPasses, LogitsMode
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.options import TrainingLoop
-from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
+from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import unwrap
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -53,6 +53,7 @@ from trajstore.trainers.recording.torch_internals import (
     found_overflow,
     version,
 )
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 

@@ -33,11 +33,10 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.token_selection import read_tokens, select_tokens
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
-from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Ratio of native bytes to bytes on disk. bfloat16: measured on the first 32 rows of Wordybird 1b on
 # real text (blocks of 16 rows). Later steps change less and compress better, as does Gatsby (5 to 6
@@ -180,12 +179,12 @@ def native_types(config: RunConfig) -> dict[str, str]:
     forward = weights if training.autocast == "none" else training.autocast
     types = dict.fromkeys(VARIABLES, "float32")
     types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
-    types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
+    types |= dict.fromkeys(MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
     types |= {"batch": "float64", "hidden_states": weights}
     absent: set[str] = set()
     if config.optimizer.name == "sgd":
-        absent |= set(_MOMENTS)
+        absent |= set(MOMENTS)
     if training.autocast != "float16":
         absent.add("skipped")
     named = set(config.recording.record) - set(TIERS)

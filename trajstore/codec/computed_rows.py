@@ -188,7 +188,7 @@ class ComputedUnit:
         names = {name: native.name for name, native in natives.items()}
         state = self.rule.state
         before = {name: widen(rows[name][0], natives[name]) for name in state}
-        before |= dict.fromkeys(self.rule.carried, before.get("exp_avg_sq"))
+        before |= dict.fromkeys(self.rule.carried, before["exp_avg_sq"])
         for row in range(1, len(rates)):
             made: Mapping[str, Array] = before
             rate = rates[row]
