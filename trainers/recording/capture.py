@@ -105,6 +105,8 @@ def attach(
         loop=loop,
         examples=StepExamples(options.variables),
         head=next((parameter.head for parameter in parameters if parameter.head), None),
+        hidden_size=parameters[0].tensor.shape[1],
+        hidden_from=options.hidden_from,
         logits_mode=options.logits_mode,
         on_step=on_step,
     )
@@ -173,8 +175,8 @@ def capture(
     Yields
     ------
     Recorder
-        Its `~Recorder.observe` takes the loss if the model does not return it, and values of the
-        examples of a step that no hook can get.
+        Its `~Recorder.observe` takes the loss if the model does not return it, hidden states, and
+        values of the examples of a step that no hook can get.
 
     Raises
     ------
