@@ -203,6 +203,11 @@ class Recorder:
         """Rows of the first parameter's run, including those that are not committed yet."""
         return self._parameters[0].rows if self._parameters else 0
 
+    @property
+    def committed_rows(self) -> int:
+        """Rows that are committed in every run."""
+        return min((rows for _, rows in self.recorded_rows()), default=0)
+
     def recorded_rows(self) -> list[tuple[Location, int]]:
         """Return the path of each parameter's run and its number of rows."""
         writers = [rows.writer for rows in self._parameters]

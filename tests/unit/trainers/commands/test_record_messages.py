@@ -23,7 +23,8 @@ FACTS = {
 def test_the_end_of_a_recording_says_how_long_it_took_and_what_to_type(
     seconds: float | None, rate: float | None, took: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_recorded(Path("my run.zarr"), FACTS, seconds, rate)
+    path = Path("my run.zarr")
+    print_recorded(path, {path: FACTS}, seconds, rate)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"Recorded 4 rows to my run.zarr{took}: 4 KiB in 2 KiB on disk (ratio 2.00)."
     assert [line.split()[:2] for line in said[2:]] == [

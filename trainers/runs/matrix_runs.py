@@ -1,0 +1,35 @@
+"""The runs of one training: one, or with untied weights one of each matrix."""
+
+from __future__ import annotations
+
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.planned_run import run_path
+
+__all__ = ["UNTIED", "existing_runs", "planned_runs", "shared_path"]
+
+UNTIED = ("lm_head.weight", "transformer.wte.weight")
+"""Recorded parameters of a model with untied weights. The first run has the checkpoints."""
+
+
+def planned_runs(path: RunPath, config: RunConfig) -> tuple[Location, ...]:
+    """Return the paths of the runs that a training records under a name."""
+    place = location(path).absolute()
+    return (place,) if config.model.tied else tuple(run_path(place, name) for name in UNTIED)
+
+
+def existing_runs(path: RunPath) -> tuple[Location, ...]:
+    """Return the paths of the runs that a training has recorded under a name; none without any."""
+    place = location(path).absolute()
+    if place.exists():
+        return (place,)
+    return tuple(run for name in UNTIED if (run := run_path(place, name)).exists())
+
+
+def shared_path(run: Location, config: RunConfig) -> Location:
+    """Return the name that a run shares with the other run of its training."""
+    if config.model.tied:
+        return run
+    stem = run.name.removesuffix(".zarr")
+    name = next(stem.removesuffix(f".{one}") for one in UNTIED if stem.endswith(f".{one}"))
+    return run.with_name(f"{name}.zarr")
