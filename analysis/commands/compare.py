@@ -49,7 +49,7 @@ def compare(run: str, other: str | None, as_json: bool) -> None:
 
     paths = run_paths([run]) if other is None else [run, other]
     if len(paths) != 2:
-        raise InvalidArgument(f"got one run, {run}, expected two; name the second one after it")
+        raise InvalidArgument(f"got {', '.join(paths)}, expected two runs; name both")
     first, second = map(open_run, paths)
     tokens = {"first": first.sizes["token"], "second": second.sizes["token"]}
     first, second = _of_common_tokens(first, second)

@@ -44,8 +44,8 @@ def test_a_name_stands_for_the_two_matrices_of_a_training(
     tmp_path: Path, trajstore_cli: Cli
 ) -> None:
     record(tmp_path / "un.E.zarr", 3, parameter="E")
-    alone = trajstore_cli("compare", tmp_path / "un.zarr", rc=1).stderr
-    assert "got one run" in alone
+    alone = trajstore_cli("compare", tmp_path / "un.zarr", rc=2).stderr
+    assert "expected two runs" in alone
     record(tmp_path / "un.W.zarr", 3, (1, 2), parameter="W")
     text = trajstore_cli("compare", tmp_path / "un.zarr").stdout
     assert "Over 3 common steps and 2 common variables, the runs differ in W.\n" in text
