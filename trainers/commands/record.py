@@ -146,14 +146,15 @@ def record(
             else:
                 trainers.fork(source, path, at=at, settings=changes, **common)
     from trajstore.store.reading.run_info import information
-    from trajstore.store.reading.run_paths import matrix_runs
+    from trajstore.trainers.runs.matrix_runs import planned_runs
 
-    runs = matrix_runs(path) if isinstance(path, Path) else []
-    facts = {run: information(run) for run in runs or [path]}
+    facts = {run: information(run) for run in planned_runs(path, config)}
     if as_json:
-        print_json([{"run": run, **one} for run, one in facts.items()] if runs else facts[path])
-    if any(one["status"] == "interrupted" for one in facts.values()):
-        print_interrupted(path, next(iter(facts.values())), fsync=fsync)
+        listed = [{"run": str(run), **one} for run, one in facts.items()]
+        print_json(facts[path] if config.model.tied else listed)
+    least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
+    if least["status"] == "interrupted":
+        print_interrupted(path, least, fsync=fsync)
         sys.exit(stop.exit_code)
     if not as_json:
         print_recorded(path, facts, progress.seconds, progress.rate)
@@ -211,8 +212,8 @@ def _forked(source: str, at: int | None, changes: list[str]) -> Any:
 
 
 def print_recorded(
-    path: RunPath,
-    recorded: Mapping[RunPath, dict[str, Any]],
+    path: Location,
+    recorded: Mapping[Location, dict[str, Any]],
     seconds: float | None,
     rate: float | None,
 ) -> None:

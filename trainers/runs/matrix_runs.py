@@ -14,13 +14,13 @@ UNTIED = ("lm_head.weight", "transformer.wte.weight")
 
 def planned_runs(path: RunPath, config: RunConfig) -> tuple[Location, ...]:
     """Return the paths of the runs that a training records under a name."""
-    place = location(path).absolute()
+    place = location(path)
     return (place,) if config.model.tied else tuple(run_path(place, name) for name in UNTIED)
 
 
 def existing_runs(path: RunPath) -> tuple[Location, ...]:
     """Return the paths of the runs that a training has recorded under a name; none without any."""
-    place = location(path).absolute()
+    place = location(path)
     if place.exists():
         return (place,)
     return tuple(run for name in UNTIED if (run := run_path(place, name)).exists())

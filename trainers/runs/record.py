@@ -135,8 +135,8 @@ def record(
     find_device(config.training.device)  # first, because an existing run would hide this error
     before: ResumePoint | None = None
     found = location(path).absolute()
-    existing = existing_runs(path) if resume else ()
-    runs = existing or planned_runs(path, config)
+    existing = existing_runs(found) if resume else ()
+    runs = existing or planned_runs(found, config)
     target = runs[0]
     resume = bool(existing)
     if resume:
@@ -155,9 +155,10 @@ def record(
         resume = before.last_step > 0
     if not resume:
         # An existing run without steps was killed before its first commit.
-        target, *others = planned_runs(path, config)
-        for run in (target, *others):
-            check_target(run, overwrite=overwrite or before is not None)
+        replace = overwrite or before is not None
+        target, *others = (
+            check_target(run, overwrite=replace) for run in planned_runs(path, config)
+        )
         if others:  # commands use the runs of both matrices under this name
             check_target(path)
         CheckpointFolder(target).check()

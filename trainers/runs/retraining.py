@@ -181,7 +181,7 @@ def retrain_to_last_row(
         arrays: Any = open_group(run)
         config = recorded_config(run)
         runs = planned_runs(shared_path(run, config), config)
-        rows = min(int(open_group(one).attrs["committed_rows"]) for one in runs)
+        rows = min(open_group(one).attrs.asdict()["committed_rows"] for one in runs)
         step = int(arrays["step"][rows - 1])
         reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
         if reached.difference is not None:
