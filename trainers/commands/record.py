@@ -231,9 +231,9 @@ def print_recorded(
     took = "" if seconds is None else f" in {format_duration(seconds)}"
     if rate is not None:
         took += f" ({rate:.3g} steps per second)"
-    for run, facts in recorded.items():
+    for place, facts in recorded.items():
         out.print(
-            f"Recorded {facts['committed_rows']} rows to {run}{took}: "
+            f"Recorded {facts['committed_rows']} rows to {place}{took}: "
             f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
             f"on disk (ratio {facts['ratio']:.2f})."
         )

@@ -181,7 +181,8 @@ def retrain_to_last_row(
         arrays: Any = open_group(run)
         config = recorded_config(run)
         runs = planned_runs(shared_path(run, config), config)
-        rows = min(open_group(one).attrs.asdict()["committed_rows"] for one in runs)
+        groups: list[Any] = [open_group(one) for one in runs]
+        rows = min(int(group.attrs["committed_rows"]) for group in groups)
         step = int(arrays["step"][rows - 1])
         reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
         if reached.difference is not None:
