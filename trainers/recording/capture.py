@@ -97,6 +97,7 @@ def attach(
         for share in filter(None, shares):
             share.close()
         raise
+    multiplied = next((one for one in parameters if one.head is not None), parameters[0])
     recorder = Recorder(
         model,
         real,
@@ -104,8 +105,8 @@ def attach(
         whole,
         loop=loop,
         examples=StepExamples(options.variables),
-        head=next((parameter.head for parameter in parameters if parameter.head), None),
-        hidden_size=parameters[0].tensor.shape[1],
+        head=multiplied.head,
+        hidden_size=multiplied.tensor.shape[1],
         hidden_from=options.hidden_from,
         logits_mode=options.logits_mode,
         on_step=on_step,

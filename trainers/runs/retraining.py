@@ -178,12 +178,11 @@ def retrain_to_last_row(
         If another process writes to the run.
     """
     with RunLock.acquire(run):
-        arrays: Any = open_group(run)
         config = recorded_config(run)
         runs = planned_runs(shared_path(run, config), config)
         groups: list[Any] = [open_group(one) for one in runs]
         rows = min(int(group.attrs["committed_rows"]) for group in groups)
-        step = int(arrays["step"][rows - 1])
+        step = int(groups[0]["step"][rows - 1])
         reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
         if reached.difference is not None:
             reason = explain_difference(run, reached.difference)
