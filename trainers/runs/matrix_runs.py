@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from trajstore.errors import InvalidArgument
+from trajstore.schema import EVERYTHING, resolve_record
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.planned_run import run_path
 
-__all__ = ["UNTIED", "existing_runs", "planned_runs", "shared_path"]
+__all__ = ["UNTIED", "existing_runs", "matrices", "planned_runs", "shared_path"]
 
 UNTIED = ("lm_head.weight", "transformer.wte.weight")
 """Recorded parameters of a model with untied weights. The first run has the checkpoints."""
+
+
+def matrices(config: RunConfig) -> tuple[str, ...] | None:
+    """Return the parameters to record; None for the only matrix.
+
+    Raises
+    ------
+    InvalidArgument
+        If a variable with the state of the whole model is recorded with two matrices.
+    """
+    if config.model.tied:
+        return None
+    whole = sorted({*EVERYTHING}.intersection(resolve_record(config.recording.record)))
+    if whole:
+        raise InvalidArgument(
+            f"{whole[0]} is recorded with one matrix, but model.tied = false records two; leave "
+            "everything out of recording.record"
+        )
+    return UNTIED
 
 
 def planned_runs(path: RunPath, config: RunConfig) -> tuple[Location, ...]:

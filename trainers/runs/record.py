@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.stretches import recorded_threads
 from trajstore.store.reading.open_group import open_group
@@ -159,8 +159,11 @@ def record(
         target, *others = (
             check_target(run, overwrite=replace) for run in planned_runs(path, config)
         )
-        if others:  # commands use the runs of both matrices under this name
-            check_target(path)
+        if others and found.exists():
+            raise RunExists(
+                f"{path} exists, but is the common name of the two runs of untied weights; choose "
+                "another path"
+            )
         CheckpointFolder(target).check()
     taken = before.taken if before is not None else None
     sources = text_sources(taken, corpus=corpus, tokenizer=tokenizer)

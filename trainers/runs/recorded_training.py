@@ -17,7 +17,7 @@ from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.token_selection import Tokens, read_tokens, select_tokens
 from trajstore.trainers.runs.checkpoint import Checkpoint
 from trajstore.trainers.runs.checkpoint_schedule import TrainerCheckpoints
-from trajstore.trainers.runs.matrix_runs import UNTIED, shared_path
+from trajstore.trainers.runs.matrix_runs import matrices, shared_path
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.runs.training_state import restore_random, restore_state
 from trajstore.trainers.texts.corpus import Corpus
@@ -54,7 +54,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         is_dead=counts == 0,
         token_count=counts,
         token_text=text.token_text,
-        parameter=None if config.model.tied else UNTIED,
+        parameter=matrices(config),
         populations=populations_from(recording.populations),
         config=config.model_dump(mode="json"),
         origin=text.provenance(),

@@ -116,9 +116,12 @@ def test_what_cannot_be_done_is_an_error(stopped: Path, text: Path) -> None:
     tied = CONFIG.with_values(["model.tied=true"])
     with pytest.raises(ConfigError, match=r"tied is False in .*, got True"):
         record(tied, stopped, corpus=text, resume=True)
+    whole = CONFIG.with_values(['recording.record=["everything"]'])
+    with pytest.raises(InvalidArgument, match="is recorded with one matrix, but model"):
+        record(whole, stopped.with_name("whole.zarr"), corpus=text)
     shutil.rmtree(second)
     with pytest.raises(NothingToResume, match=f"{second.name} is missing, the other run"):
         record(CONFIG, stopped, corpus=text, resume=True)
     stopped.mkdir()
-    with pytest.raises(RunExists, match="already exists"):
+    with pytest.raises(RunExists, match="is the common name of the two runs"):
         record(CONFIG, stopped, corpus=text, overwrite=True)
