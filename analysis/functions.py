@@ -21,6 +21,7 @@ from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
 from trajstore.analysis.motion.resume_discontinuities import discontinuities
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
 from trajstore.analysis.motion.update_heatmap import heatmap
+from trajstore.analysis.motion.vectors import VECTORS, vectors
 from trajstore.analysis.motion.velocity import acceleration, speed, velocity
 from trajstore.analysis.optimizer.freeze_causes import CAUSES, adam_update, freeze_cause
 from trajstore.analysis.optimizer.freeze_counterfactuals import (
@@ -49,6 +50,7 @@ __all__ = [
     "OUTCOMES",
     "QUANTITIES",
     "REGIMES",
+    "VECTORS",
     "acceleration",
     "adam_update",
     "adjacency",
@@ -93,6 +95,7 @@ __all__ = [
     "speed",
     "summary",
     "ulp",
+    "vectors",
     "velocity",
     "with_populations",
 ]

@@ -46,6 +46,9 @@ __all__ = [
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
 
+USUAL = ("dead", "live", "hidden_mean")
+"""Populations that figures show; the last is the single vector of `analysis.vectors`."""
+
 _ALONE = "alone"
 """Attribute of data that were computed from the rows of a window alone."""
 
@@ -89,7 +92,7 @@ class Options:
                     f"got {name}={getattr(self, name)!r}, expected {' or '.join(known)}"
                 )
 
-    def populations(self, scan: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
+    def populations(self, scan: Scan, usual: Sequence[str] = USUAL) -> list[str]:
         """Names of the populations to show, which have tokens.
 
         Parameters

@@ -22,6 +22,8 @@
     Default number of unchanged steps of a frozen token.
 ``ulp_motion``
     Motion on the lattice of a type: hops, regimes, and the last step of each token in each.
+``vectors``
+    Other vectors in place of W: a gradient of each token, or one vector per step.
 ``velocity``
     Velocity, speed and acceleration, in units of W per optimizer step.
 """
