@@ -19,6 +19,7 @@ from trajstore.analysis.motion.moving_elements import last_moving_element
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
 from trajstore.analysis.motion.resume_discontinuities import discontinuities
+from trajstore.analysis.motion.separation import separation
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
 from trajstore.analysis.motion.update_heatmap import heatmap
 from trajstore.analysis.motion.vectors import VECTORS, vectors
@@ -92,6 +93,7 @@ __all__ = [
     "projection",
     "radial_tangential",
     "regimes",
+    "separation",
     "speed",
     "summary",
     "ulp",

@@ -27,6 +27,7 @@ from trajstore.analysis.motion import (  # noqa: F401
     norms,
     paths,
     resume_discontinuities,
+    separation,
     ulp_motion,
     velocity,
 )

@@ -18,6 +18,8 @@
     Update-size heatmap: tokens × steps, with tokens in the order of their last motion.
 ``resume_discontinuities``
     Steps at which the pace of motion changes abruptly.
+``separation``
+    Distances and angles between populations.
 ``unchanged``
     Default number of unchanged steps of a frozen token.
 ``ulp_motion``
