@@ -20,7 +20,13 @@ from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
 from trajstore.analysis.motion.resume_discontinuities import discontinuities
 from trajstore.analysis.motion.separation import separation
-from trajstore.analysis.motion.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
+from trajstore.analysis.motion.ulp_motion import (
+    exponent_crossings,
+    lattice_displacement,
+    lifecycle,
+    regimes,
+    ulp,
+)
 from trajstore.analysis.motion.update_heatmap import heatmap
 from trajstore.analysis.motion.vectors import VECTORS, vectors
 from trajstore.analysis.motion.velocity import acceleration, speed, velocity
@@ -73,6 +79,7 @@ __all__ = [
     "each_run",
     "exact_moments",
     "explain_gradient",
+    "exponent_crossings",
     "freeze",
     "freeze_attribution",
     "freeze_cause",
