@@ -39,6 +39,7 @@ from trajstore.analysis.optimizer.freeze_counterfactuals import (
 from trajstore.analysis.optimizer.lost_update_line import moment_plane
 from trajstore.analysis.optimizer.lost_updates import moment_stuck
 from trajstore.analysis.optimizer.moment_ratios import moment_error
+from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.optimizer.moments import exact_moments
 from trajstore.analysis.registry import QUANTITIES, answer, compute
 from trajstore.analysis.results.run_summary import summary
@@ -92,6 +93,7 @@ __all__ = [
     "logit_stats",
     "moment_error",
     "moment_plane",
+    "moment_sizes",
     "moment_stuck",
     "nearest_distance",
     "over_runs",

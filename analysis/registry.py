@@ -37,6 +37,7 @@ from trajstore.analysis.optimizer import (  # noqa: F401
     freeze_counterfactuals,
     lost_updates,
     moment_ratios,
+    moment_sizes,
     moments,
 )
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, is_category, with_flag

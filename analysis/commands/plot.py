@@ -128,7 +128,7 @@ def plot(
 
     Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
     hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, clusters, logits, parameters, discontinuities;
+    autocorrelation, moments, moment-sizes, moment-tracks, clusters, logits, parameters, discontinuities;
     for several runs also divergence.
 
     \b

@@ -16,6 +16,8 @@ NEEDS = {
     "gradients": "grad",
     "causes": "grad",
     "moments": "exp_avg",
+    "moment-sizes": "exp_avg",
+    "moment-tracks": "exp_avg",
     "logits": "logits",
     "parameters": "param_update_lost",
 }
