@@ -9,6 +9,7 @@ from trajstore.analysis.cloud.near_cells import adjacency
 from trajstore.analysis.cloud.nearest_vectors import nearest_distance
 from trajstore.analysis.cloud.projections import projection
 from trajstore.analysis.cloud.shape import inertia, pca
+from trajstore.analysis.cloud.sky_directions import sky
 from trajstore.analysis.model.gradient_explanation import explain_gradient
 from trajstore.analysis.model.logit_statistics import logit_stats
 from trajstore.analysis.motion.autocorrelation import autocorrelation
@@ -103,6 +104,7 @@ __all__ = [
     "radial_tangential",
     "regimes",
     "separation",
+    "sky",
     "speed",
     "summary",
     "ulp",

@@ -16,6 +16,7 @@ from trajstore.analysis.cloud import (  # noqa: F401
     nearest_vectors,
     projections,
     shape,
+    sky_directions,
 )
 from trajstore.analysis.model import gradient_explanation, logit_statistics  # noqa: F401
 from trajstore.analysis.motion import (  # noqa: F401

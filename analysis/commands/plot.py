@@ -74,7 +74,7 @@ def _american(word: str) -> str:
     "--plane",
     type=Choice(("principal", "hidden_mean")),
     default="principal",
-    help="Projection plane of the trajectory.",
+    help="Projection plane of the trajectory; axis of the sky: centroid, or hidden_mean.",
 )
 @COMMON_STEPS
 @click.option(
@@ -128,7 +128,8 @@ def plot(
 
     Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
     hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, moment-sizes, moment-tracks, clusters, logits, parameters, discontinuities;
+    autocorrelation, moments, moment-sizes, moment-tracks, sky, clusters, logits, parameters,
+    discontinuities;
     for several runs also divergence.
 
     \b

@@ -19,7 +19,7 @@ from trajstore.analysis.figures.motion import (
 )
 from trajstore.analysis.figures.regimes import causes, regimes
 from trajstore.analysis.figures.training import logits, loss, moment_sizes, moments, parameters
-from trajstore.analysis.figures.trajectory import moment_tracks, trajectory
+from trajstore.analysis.figures.trajectory import moment_tracks, sky, trajectory
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
@@ -43,6 +43,7 @@ FIGURES: dict[str, Figure] = {
         speed_density,
         centroid,
         trajectory,
+        sky,
         spectrum,
         autocorrelation,
         moments,

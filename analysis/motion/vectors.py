@@ -45,7 +45,8 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
     ds : Dataset
         A run.
     of : str
-        A vector of each token: ``grad``, ``exp_avg``, ``exp_avg_sq`` or ``delta``. One vector per
+        A vector of each token: ``grad``, ``exp_avg``, ``exp_avg_sq``, or ``delta``, the change
+        since the row before, recorded or computed. One vector per
         step: ``hidden_mean``, the recorded h̄. One vector of each population and step:
         ``centroid``, the mean of W; ``largest_cluster``, the vector that most tokens share bit for
         bit (of several, that of the first token; NaN where all tokens differ).
@@ -84,21 +85,33 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
         )
     scan = Scan(ds)
     if of in OF_TOKENS:
-        input_checks.variables(scan.ds, of)
-        found = scan.variable(of)
+        found = _per_token(scan, of)
         coords = {
             name: values for name, values in ds.coords.items() if set(values.dims) == {"token"}
         }
     else:
         found, coords = _per_step(scan, of, population)
     if of not in OF_POPULATIONS and variable(of).row0 == "nan":
-        found = found.isel(step=slice(int(scan.steps[:1].sum() == 0), None))
+        found = found.sel(step=found["step"].values[found["step"].values > 0])
     others = ds.drop_vars([name for name, each in ds.variables.items() if "token" in each.dims])
     label = of if population is None else f"{of} of {population}"
     result = others.sel(step=found["step"]).assign_coords(coords)
     result = result.assign(W=found.variable).assign_attrs(vectors=label)
     result.encoding = dict(ds.encoding)
     return result
+
+
+def _per_token(scan: Scan, of: str) -> xr.DataArray:
+    if of == "delta" and of not in scan.ds:
+        points = scan.recorded()
+        return scan.between_rows(points, _change, np.float64).assign_attrs(units=scan.units)
+    input_checks.variables(scan.ds, of)
+    return scan.variable(of)
+
+
+def _change(later: Array, earlier: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.subtract(later, earlier, dtype=np.float64))
 
 
 def _per_step(scan: Scan, of: str, population: str | None) -> tuple[xr.DataArray, dict[str, Any]]:

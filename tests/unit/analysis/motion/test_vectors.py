@@ -70,6 +70,12 @@ def test_gradients_have_clusters_and_neighbors(run):
         np.testing.assert_allclose(near.nearest_distance[:, token], expected)
 
 
+def test_changes_are_computed_if_they_are_not_recorded(run):
+    found = analysis.vectors(run, "delta")
+    assert found.step.values.tolist() == list(range(1, 9))
+    np.testing.assert_array_equal(found.W, np.diff(run.W.values.astype(np.float64), axis=0))
+
+
 def test_invalid_vectors(run):
     with pytest.raises(InvalidArgument, match=r"vectors='hidden_means'.*'hidden_mean'"):
         analysis.answer(run, ["speed"], vectors="hidden_means")
