@@ -12,6 +12,7 @@ from trajstore.analysis.cloud.shape import inertia, pca
 from trajstore.analysis.cloud.sky_directions import sky
 from trajstore.analysis.model.gradient_explanation import explain_gradient
 from trajstore.analysis.model.logit_statistics import logit_stats
+from trajstore.analysis.model.mean_state_logits import mean_logits
 from trajstore.analysis.motion.autocorrelation import autocorrelation
 from trajstore.analysis.motion.collective import bulk_thermal, centroid, coherence, distinct
 from trajstore.analysis.motion.freezing import freeze
@@ -92,6 +93,7 @@ __all__ = [
     "lattice_displacement",
     "lifecycle",
     "logit_stats",
+    "mean_logits",
     "moment_error",
     "moment_plane",
     "moment_sizes",

@@ -18,7 +18,11 @@ from trajstore.analysis.cloud import (  # noqa: F401
     shape,
     sky_directions,
 )
-from trajstore.analysis.model import gradient_explanation, logit_statistics  # noqa: F401
+from trajstore.analysis.model import (  # noqa: F401
+    gradient_explanation,
+    logit_statistics,
+    mean_state_logits,
+)
 from trajstore.analysis.motion import (  # noqa: F401
     autocorrelation,
     collective,
