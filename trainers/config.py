@@ -107,6 +107,12 @@ class ModelConfig(_Section):
         """Number of parameter tensors: 12 per layer, 2 embeddings and 2 of the last norm."""
         return 12 * self.layers + 4
 
+    @property
+    def other_elements(self) -> int:
+        """Elements of all parameters except the embedding."""
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        return self.context * self.hidden + self.layers * layer + 2 * self.hidden
+
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
         if self.hidden % self.heads:

@@ -35,6 +35,7 @@ from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.forward_values import ForwardPasses, LogitsMode
 from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trajstore.trainers.recording.parameters import unwrap
@@ -105,7 +106,9 @@ class Recorder:
     parameters : sequence of ParameterRows
         One per recorded parameter; empty in a process that does not record.
     model_parameters : ModelParameters, optional
-        Given if variables of all parameters of the model are recorded.
+        Given if summaries of all parameters of the model are recorded.
+    model_state : ModelState, optional
+        Given if the state of the model is recorded.
     loop : TrainingLoop
     examples : StepExamples
         In a distributed training all processes have one, also those that do not record.
@@ -130,6 +133,7 @@ class Recorder:
         optimizer: Any,
         parameters: Sequence[ParameterRows],
         model_parameters: ModelParameters | None = None,
+        model_state: ModelState | None = None,
         *,
         loop: TrainingLoop,
         examples: StepExamples,
@@ -142,6 +146,7 @@ class Recorder:
         self._optimizer = real_optimizer(optimizer)
         self._parameters = tuple(parameters)
         self._whole = model_parameters
+        self._state = model_state
         self._forward = ForwardPasses(
             logits_mode=logits_mode,
             loss_scale=loop.loss_scale,
@@ -267,9 +272,12 @@ class Recorder:
         recorded = [rows.parameter for rows in self._parameters]
         variables = {name for rows in self._parameters for name in rows.watched}
         self._handles += self._forward.watch(model, head, variables)
+        reached = [parameter.tensor for parameter in recorded]
+        if self._state is not None:  # a backward pass may reach some parameters only
+            self._handles += self._state.watch(model)
+            reached = self._trained
         self._handles += [
-            parameter.tensor.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in recorded
+            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in reached
         ]
 
     def _watch_scaler(self, scaler: Any) -> None:
@@ -310,6 +318,10 @@ class Recorder:
         self._raw_gradients.clear()
         for rows in self._parameters:
             gradient = rows.parameter.tensor.grad
+            if self._state is not None:
+                self._state.after_backward(rows, unscale)
+                if gradient is None:  # another backward pass of the step may reach it
+                    continue
             if gradient is None:
                 raise RecordingError(
                     f"{rows.parameter.name} has no gradient after the backward pass; use it in the "
@@ -342,6 +354,8 @@ class Recorder:
         for rows in self._parameters:
             rate = rows.parameter.group["lr"]
             rows.set("lr", torch.as_tensor(rate, dtype=torch.float64))
+            if self._state is not None:
+                self._state.before_step(rows)
 
     def _observed_clip_coefficient(self, rows: ParameterRows, raw: _RawGradient) -> torch.Tensor:
         """Return the factor of the gradient since the backward pass; NaN if unknown."""
@@ -370,6 +384,12 @@ class Recorder:
             factor = torch.where(agreed(same, parameter), candidate, factor)
         return factor
 
+    def _scale(self) -> torch.Tensor | None:
+        """Return the factor by which the scaler multiplied the loss of the step."""
+        if self._scaler is None or self._state is None:
+            return None
+        return torch.tensor(self._scaler.get_scale(), dtype=torch.float64)
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end_step(skipped=found_overflow(optimizer))
 
@@ -389,6 +409,7 @@ class Recorder:
             **self._examples.values(),
             "grad_norm": self._total_norm,
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
+            "scale": self._scale(),
         }
         if self._whole is not None:
             scalars |= self._whole.after_step(skipped=skipped)
@@ -405,6 +426,8 @@ class Recorder:
                 if name in state:
                     rows.set(name, state[name])
             rows.set_change_norms()
+            if self._state is not None:
+                self._state.after_step(rows)
             if logits is not None and "logits" in rows.variables:
                 scalars["logits"] = own_logits(logits, parameter)
             for name, value in scalars.items():

@@ -20,7 +20,7 @@ from trajstore.populations.files import populations_from
 from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
-    MODEL,
+    OF_PARAMETERS,
     POPULATION,
     TIERS,
     VARIABLES,
@@ -30,7 +30,11 @@ from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
 from trajstore.store.writing.replay_encoding import replay_rule
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.token_selection import read_tokens, select_tokens
+from trajstore.trainers.recording.token_selection import (
+    check_all_tokens,
+    read_tokens,
+    select_tokens,
+)
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
 from trajstore.values.optimizer_rule import OptimizerRule
@@ -38,18 +42,24 @@ from trajstore.values.optimizer_rule import OptimizerRule
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS_OF_ALL = tuple(f"params_{name}" for name in _MOMENTS)
+_GROUPS = 2  # of the optimizer: with and without weight decay
 
 # Ratio of native bytes to bytes on disk. bfloat16: measured on the first 32 rows of Wordybird 1b on
 # real text (blocks of 16 rows). Later steps change less and compress better, as does Gatsby (5 to 6
 # times in 300 steps). float32, and the cells of float32 weights: measured on 200 steps of Duckling
-# (blocks of 16 rows). Hidden states: measured on 200 steps of Gatsby. Other types are not measured;
-# no compression is assumed.
+# (blocks of 16 rows). Hidden states: measured on 200 steps of Gatsby; vectors of all parameters: on
+# 1,000 steps of it, in float32 on 150. Other types are not measured; no compression is assumed.
 _RATIOS = {
     "bfloat16": {
         "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
         "hidden_states": 2.9,
+        "params": 4.0, "params_grad": 1.22, "params_exp_avg": 1.43, "params_exp_avg_sq": 8.2,
     },
-    "float32": {"W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8},
+    "float32": {
+        "W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8,
+        "params": 1.6, "params_grad": 2.3, "params_exp_avg": 1.15, "params_exp_avg_sq": 1.9,
+    },
 }  # fmt: skip
 
 # The same for the encoding replay: of the gradient, and of the first row of each block, which a
@@ -183,11 +193,14 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
     types |= {"batch": "float64", "hidden_states": weights}
-    absent: set[str] = set()
+    types |= dict.fromkeys(("params", "params_grad"), weights)
+    types |= dict.fromkeys(_MOMENTS_OF_ALL, config.optimizer.state_dtype or weights)
+    types |= dict.fromkeys(("params_lr", "params_count", "scale"), "float64")
+    absent = {"random_state", "buffers"}  # the models have no dropout, and their buffers are fixed
     if config.optimizer.name == "sgd":
-        absent |= set(_MOMENTS)
+        absent |= {*_MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
     if training.autocast != "float16":
-        absent.add("skipped")
+        absent |= {"skipped", "scale"}
     named = set(config.recording.record) - set(TIERS)
     return {
         name: types[name]
@@ -244,6 +257,8 @@ def plan(
     201
     """
     recording, model = config.recording, config.model
+    types = native_types(config)
+    check_all_tokens(types, recording.tokens)
     tokens = model.vocab_size
     has_texts = True
     if recording.tokens in ("dead", "live"):
@@ -260,7 +275,6 @@ def plan(
         has_texts = tokenizer is not None or (name != "none" and cached(name) is not None)
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
-    types = native_types(config)
     remarks: list[str] = []
     rule = replay_rule(_recorded_attributes(config), types, remarks.append)
     computes = recording.encoding == "replay"
@@ -271,6 +285,7 @@ def plan(
         examples=config.examples,
         positions=model.context,
         parameters=model.parameters,
+        lengths={"element": model.other_elements, "group": _GROUPS},
         memory=parse_bytes(recording.memory),
         block_rows=recording.block_rows,
         encoding=recording.encoding,
@@ -282,7 +297,7 @@ def plan(
     for population in populations_from(recording.populations):
         coordinates.append(f"{POPULATION}{population}")
         native[coordinates[-1]] = tokens
-    if not types.keys().isdisjoint(MODEL):
+    if not types.keys().isdisjoint(OF_PARAMETERS):
         coordinates.append("parameter")
         native["parameter"] = model.parameters * _ITEMSIZE["parameter"]
     blocks = math.ceil(rows / layout.block_rows)
