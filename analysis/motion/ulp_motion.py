@@ -272,8 +272,7 @@ def _changes(regime: xr.DataArray) -> xr.DataArray:
     """Tokens that cooled (0), kept their regime (1) or heated (2), (step, population, change)."""
     later = regime.isel(step=slice(1, None))
     earlier = regime.isel(step=slice(-1)).assign_coords(step=later["step"])
-    sign = np.sign(later - earlier) + 1
-    counts = count_by_population(sign.astype(np.int8), 3, "change")
+    counts = count_by_population((later - earlier).clip(-1, 1) + 1, 3, "change")
     first = da.full((min(1, regime.sizes["step"]), *counts.shape[1:]), -1, np.int64)
     return xr.DataArray(
         da.concatenate([first, counts.data]),

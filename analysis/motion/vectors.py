@@ -84,6 +84,7 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
             f"{', '.join(OF_POPULATIONS)}; leave it out"
         )
     scan = Scan(ds)
+    coords: dict[Any, Any]
     if of in OF_TOKENS:
         found = _per_token(scan, of)
         coords = {
