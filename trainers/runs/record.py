@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.stretches import recorded_threads
 from trajstore.store.reading.open_group import open_group
@@ -23,6 +23,7 @@ from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.torch_threads import check_threads, torch_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import (
     ResumePoint,
@@ -66,7 +67,8 @@ def record(
         ``training.steps``, ``recording.memory``, ``recording.commit_every`` and
         ``recording.checkpoint_every`` may change.
     path : path-like
-        Path of the run, by custom ``NAME.zarr``.
+        Path of the run, by custom ``NAME.zarr``. With untied weights each matrix has a run,
+        ``NAME.<parameter>.zarr``.
     corpus, tokenizer : path-like, optional
         Replace the text and tokenizer of the configuration, which come from the cache or are
         embedded. A resumed run uses the paths that it was given before.
@@ -97,8 +99,8 @@ def record(
     Returns
     -------
     Path or RemotePath
-        Path of the run, complete unless it was stopped. If training fails, all complete rows are
-        committed, and the run is ``interrupted``.
+        `path` as an absolute path. The run is complete unless it was stopped. If training fails,
+        all complete rows are committed, and the run is ``interrupted``.
 
     Raises
     ------
@@ -136,25 +138,37 @@ def record(
     find_device(config.training.device)  # first, because an existing run would hide this error
     before: ResumePoint | None = None
     in_rows = False
-    target = location(path).absolute()
-    resume = resume and target.exists()
+    found = location(path).absolute()
+    existing = existing_runs(found) if resume else ()
+    runs = existing or planned_runs(found, config)
+    target = runs[0]
+    resume = bool(existing)
     if resume:
         in_rows = holds_state(target, config)
-        before = find_resume_point(target, config, in_rows=in_rows)
+        before = find_resume_point(existing, config, in_rows=in_rows)
         if before.has_all(config.training.steps):
             if before.complete:
                 note = (
-                    f"{target} has all {before.last_step} steps already, so no step is trained; "
+                    f"{found} has all {before.last_step} steps already, so no step is trained; "
                     f"to extend it, give more: --resume --steps {2 * before.last_step}"
                 )
                 report_notes([note], on_note)
             else:  # its configuration must stay that of its rows
-                RunWriter.resume(target, commit_every=None, fsync=fsync).close("complete")
-            return target
+                for run in runs:
+                    RunWriter.resume(run, commit_every=None, fsync=fsync).close("complete")
+            return found
         resume = before.last_step > 0
     if not resume:
         # An existing run without steps was killed before its first commit.
-        target = check_target(path, overwrite=overwrite or before is not None)
+        replace = overwrite or before is not None
+        target, *others = (
+            check_target(run, overwrite=replace) for run in planned_runs(path, config)
+        )
+        if others and found.exists():
+            raise RunExists(
+                f"{path} exists, but is the common name of the two runs of untied weights; choose "
+                "another path"
+            )
         CheckpointFolder(target).check()
     taken = before.taken if before is not None else None
     recorded = open_group(target).attrs.asdict() if resume else None
@@ -211,7 +225,7 @@ def record(
                 on_note=on_note,
             )
         checkpointing.finish(recorder)
-    return target
+    return found
 
 
 def text_sources(
