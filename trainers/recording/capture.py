@@ -111,6 +111,7 @@ def attach(
         for share in filter(None, shares):
             share.close()
         raise
+    multiplied = next((one for one in parameters if one.head is not None), parameters[0])
     recorder = Recorder(
         model,
         real,
@@ -119,7 +120,9 @@ def attach(
         state,
         loop=loop,
         examples=StepExamples(options.variables),
-        head=next((parameter.head for parameter in parameters if parameter.head), None),
+        head=multiplied.head,
+        hidden_size=multiplied.tensor.shape[1],
+        hidden_from=options.hidden_from,
         logits_mode=options.logits_mode,
         on_step=on_step,
     )
@@ -196,8 +199,8 @@ def capture(
     Yields
     ------
     Recorder
-        Its `~Recorder.observe` takes the loss if the model does not return it, and values of the
-        examples of a step that no hook can get.
+        Its `~Recorder.observe` takes the loss if the model does not return it, hidden states, and
+        values of the examples of a step that no hook can get.
 
     Raises
     ------

@@ -52,6 +52,9 @@ class RecordingOptions:
         Rows of the matrix to record.
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
+    hidden_from : str, optional
+        Name of the module whose output is the hidden states, (batch, position, hidden). Default:
+        they are the input of the module that multiplies by the matrix.
     is_dead, token_count, token_text : array_like, (token,), optional
         Facts about the whole vocabulary. Without `is_dead`, tokens that occur 0 times are dead.
     populations : mapping, optional
@@ -89,6 +92,7 @@ class RecordingOptions:
     every: int = 1
     tokens: Tokens = "all"
     logits_mode: LogitsMode = "last"
+    hidden_from: str | None = None
     is_dead: npt.ArrayLike | None = None
     token_count: npt.ArrayLike | None = None
     token_text: npt.ArrayLike | None = None

@@ -21,6 +21,7 @@ from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import Transfer, open_transfer
+from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
@@ -422,22 +423,31 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _remedy(unseen: list[str]) -> str:
-    if "loss" in unseen:
-        return "the model returns no loss; pass it in every step with observe(loss=…)"
-    if "logits" in unseen:
-        return "pass them in every step with observe(logits=…)"
-    if "grad" in unseen or "grad_token_norm" in unseen:
-        return "the parameter has no gradient; use it in the forward pass of every step"
-    if "random_state" in unseen:
-        return "call the model itself in every step, so that its hooks run"
-    if "batch" in unseen:
-        return (
-            "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
-            f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get"
-        )
-    if "example_loss" in unseen:
-        return (
-            "the model is not a causal language model of transformers with labels; pass the "
-            "losses in every step with observe(example_loss=…)"
-        )
-    return "leave it out of record"
+    found = [remedy for names, remedy in _REMEDIES if not names.isdisjoint(unseen)]
+    return "; ".join(found) or "leave it out of record"
+
+
+_REMEDIES = (
+    ({"loss"}, "the model returns no loss; pass it in every step with observe(loss=…)"),
+    ({"logits"}, "pass the logits in every step with observe(logits=…)"),
+    (
+        {*OF_HIDDEN_STATES},
+        "no module has the matrix as its weight and gets the hidden states; pass them in every "
+        "step with observe(hidden=…), or name the module that returns them with hidden_from=…",
+    ),
+    (
+        {"grad", "grad_token_norm"},
+        "the parameter has no gradient; use it in the forward pass of every step",
+    ),
+    ({"random_state"}, "call the model itself in every step, so that its hooks run"),
+    (
+        {"batch"},
+        "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
+        f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get",
+    ),
+    (
+        {"example_loss"},
+        "the model is not a causal language model of transformers with labels; pass the losses in "
+        "every step with observe(example_loss=…)",
+    ),
+)

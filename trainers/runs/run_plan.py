@@ -35,6 +35,7 @@ from trajstore.trainers.recording.token_selection import (
     read_tokens,
     select_tokens,
 )
+from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
 from trajstore.values.optimizer_rule import OptimizerRule
@@ -83,10 +84,13 @@ class RunPlan:
     ----------
     steps, every, rows, tokens : int
         Rows include step 0.
+    runs : int
+        Runs of the training: one for each matrix. All other values are those of one run, except
+        `memory`, `files` and the sums of `totals`.
     layout : Layout
         Blocks, shards and chunks.
     memory : int
-        Maximum bytes of the writer's memory.
+        Maximum bytes of the writers' memory.
     files : int
     bytes_native : dict of str to int
         Raw bytes of each array in the trainer's type.
@@ -104,6 +108,7 @@ class RunPlan:
     every: int
     rows: int
     tokens: int
+    runs: int
     layout: Layout
     memory: int
     files: int
@@ -122,12 +127,18 @@ class RunPlan:
     def notes(self) -> tuple[str, ...]:
         """Notes about its size."""
         W = self.layout.arrays.get("W")
+        remarks = self.remarks
+        if self.runs > 1:
+            remarks += (
+                f"model.tied = false: {self.runs} runs, one of each matrix; sums, memory and files "
+                "include all, and the sizes of arrays are those of one",
+            )
         if W is None or W.native.name != "float32":
-            return self.remarks
+            return remarks
         step = self.bytes_on_disk["W"] / self.rows
         cells = W.row_bytes / 2 / _RATIOS["bfloat16"]["cells"]
         return (
-            *self.remarks,
+            *remarks,
             f"the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
             f"not (1.00 to 1.03 times in 200 steps of Duckling, with delta): expect "
             f"{format_bytes(round(step))} per step; its bfloat16 cells (--record cells) take about "
@@ -137,10 +148,11 @@ class RunPlan:
     def totals(self) -> dict[str, Any]:
         """Return bytes and memory of the whole run, and rows of a block."""
         return {
-            "bytes_native": sum(self.bytes_native.values()),
-            "bytes_on_disk": sum(self.bytes_on_disk.values()),
+            "bytes_native": self.runs * sum(self.bytes_native.values()),
+            "bytes_on_disk": self.runs * sum(self.bytes_on_disk.values()),
             "bytes_by_encoding": {
-                name: sum(sizes.values()) for name, sizes in self.bytes_by_encoding.items()
+                name: self.runs * sum(sizes.values())
+                for name, sizes in self.bytes_by_encoding.items()
             },
             "memory": self.memory,
             "block_rows": self.layout.block_rows,
@@ -153,6 +165,7 @@ class RunPlan:
             "every": self.every,
             "rows": self.rows,
             "tokens": self.tokens,
+            "runs": self.runs,
             "files": self.files,
             "encoding": self.encoding,
             **self.totals(),
@@ -278,6 +291,7 @@ def plan(
     remarks: list[str] = []
     rule = replay_rule(_recorded_attributes(config), types, remarks.append)
     computes = recording.encoding == "replay"
+    runs = len(matrices(config) or ("",))
     layout = plan_layout(
         types,
         tokens=tokens,
@@ -286,7 +300,7 @@ def plan(
         positions=model.context,
         parameters=model.parameters,
         lengths={"element": model.other_elements, "group": _GROUPS},
-        memory=parse_bytes(recording.memory),
+        memory=parse_bytes(recording.memory) // runs,
         block_rows=recording.block_rows,
         encoding=recording.encoding,
         rule=rule if computes else None,
@@ -306,10 +320,11 @@ def plan(
         every=every,
         rows=rows,
         tokens=tokens,
+        runs=runs,
         layout=layout,
-        memory=layout.memory,
+        memory=runs * layout.memory,
         # Each array has metadata and one shard per block, or one chunk; and there is the root.
-        files=len(layout.arrays) * (blocks + 1) + len(coordinates) * 2 + 1,
+        files=runs * (len(layout.arrays) * (blocks + 1) + len(coordinates) * 2 + 1),
         bytes_native=native,
         encoding=recording.encoding,
         bytes_by_encoding=_bytes_by_encoding(native, layout, blocks, rule),
