@@ -25,6 +25,9 @@ Worker = Callable[..., Callable[[Sequence[int]], Iterable[xr.Dataset]]]
 _LONGEST = 16
 """Steps that a process evaluates between two requests for more."""
 
+_PATIENCE = 2.0
+"""Seconds until a process that does not end by itself is ended."""
+
 _AHEAD = 4
 """Requests of each process whose results may wait for those of earlier steps."""
 
@@ -75,8 +78,9 @@ def in_processes(
         yield from _in_order(pipes, pieces)
     finally:
         for pipe in pipes:
-            pipe.close()
+            pipe.close()  # each process ends when it reads or writes the next time
         for process in processes:
+            process.join(_PATIENCE)
             process.terminate()
             process.join()
 

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,13 @@ from trajstore.trainers import evaluate  # noqa: E402
 pytestmark = pytest.mark.torch
 
 PROBE = """\
-import os, pathlib
+import os, signal
 
 def probe(model, step):
     if step == int(os.environ.get("FAILS_AT", -1)):
         raise ValueError("a probe failed")
     if step == int(os.environ.get("DIES_AT", -1)):
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     return {"sum": model.lm_head.weight.float().sum().item(), "name": f"step {step}"}
 """
 
@@ -60,6 +64,21 @@ def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
     assert ds["name"].values.tolist() == [f"step {step}" for step in range(7)]
     sums = [float(one["lm_head.weight"].float().sum()) for one in recorded.models]
     assert ds["sum"].values.tolist() == sums
+
+
+def test_after_a_kill_the_same_call_continues(recorded: Any, tmp_path: Path, probe: str) -> None:
+    out = tmp_path / "out.zarr"
+    code = (
+        "import sys; from trajstore.trainers.evaluations import evaluate, result_store;"
+        "result_store._WAITING_SECONDS = 0; evaluate(*sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", code, str(recorded.path), probe, str(out)]
+    done = subprocess.run(words, env=os.environ | {"DIES_AT": "3"})
+    assert done.returncode == -signal.SIGKILL
+    assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2]
+    assert evaluate(recorded.path, probe, out).new == 4
+    names = xr.open_zarr(out)["name"].values.tolist()
+    assert names == [f"step {step}" for step in range(7)]
 
 
 def test_a_killed_process_is_named(
