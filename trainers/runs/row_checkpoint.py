@@ -36,10 +36,12 @@ def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:
     variables : collection of str
         Recorded variables.
     """
+    if "params" not in variables:
+        return False
     sgd = config.optimizer.name == "sgd"
     if config.training.autocast == "float16" or (sgd and config.optimizer.momentum):
         return False
-    return {"W", "params", "params_lr", *(() if sgd else _MOMENTS)} <= set(variables)
+    return {"W", "params_lr", *(() if sgd else _MOMENTS)} <= set(variables)
 
 
 def holds_state(run: Location, config: RunConfig) -> bool:
