@@ -56,7 +56,7 @@ class Batches:
 
     def skip(self, batches: int) -> None:
         """Skip the first batches, without loading their examples."""
-        order = DataLoader(
+        order: DataLoader[int] = DataLoader(
             range(len(self._loader.dataset)),  # type: ignore[arg-type]
             batch_sampler=self._loader.batch_sampler,
             generator=self._generator,
