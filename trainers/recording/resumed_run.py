@@ -140,7 +140,7 @@ class ExistingRun:
             return
         held = "W" if "W" in self.variables else "cells"
         now = W if held == "W" else W.to(torch.bfloat16)
-        wrong = () if same_bits(now, self.last_weights) else (held,)
+        wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (held,)
         if self.planned.state is not None:
             wrong += self.planned.state.differing(self.last_state)
         if wrong and self.compared is not None:

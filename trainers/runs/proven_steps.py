@@ -186,7 +186,7 @@ def prove_steps(
             on_progress(number, len(rows))
     found = proofs.differences
     return Proof(
-        path=os.fspath(path),
+        path=str(path),
         exact=device.exact,
         recorded_on=device.recorded_on,
         repeated_on=device.replayed_on,
