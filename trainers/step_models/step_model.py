@@ -177,17 +177,18 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
     Only models of transformers are built, so a file cannot choose what is executed.
     """
     version = recorded.get("transformers")
-    kind: Any = getattr(transformers, str(recorded.get("class")), None)
+    kind = getattr(transformers, str(recorded.get("class")), None)
     if not inspect.isclass(kind) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidArgument(
             f"{run} records a model of the class {recorded.get('class')}, which transformers "
             f"{transformers.__version__} does not have; pass constructor=…, or install "
             f"transformers {version}"
         )
+    model_class: Any = kind
     values = dict(recorded["config"])
     values.pop("transformers_version", None)
     try:
-        model: torch.nn.Module = kind(kind.config_class.from_dict(values))
+        model: torch.nn.Module = model_class(model_class.config_class.from_dict(values))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidArgument(
             f"transformers {transformers.__version__} refuses the recorded configuration of "
