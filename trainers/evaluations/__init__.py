@@ -5,6 +5,9 @@ imports it from a file. ``result`` checks what it returns, and ``result_store`` 
 store. ``on_texts`` and ``on_prompts`` hold the ready-made functions.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from trajstore.trainers.evaluations.evaluate import Evaluated, evaluate
 from trajstore.trainers.evaluations.on_prompts import attention, generation, logit_lens
 from trajstore.trainers.evaluations.on_texts import hidden_cosine, loss
@@ -20,7 +23,7 @@ __all__ = [
     "loss",
 ]
 
-READY_MADE = {
+READY_MADE: dict[str, Callable[..., Any]] = {
     "loss": loss,
     "attention": attention,
     "logit-lens": logit_lens,

@@ -112,7 +112,7 @@ def evaluate(
     >>> import xarray as xr
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=4", "training.batch_size=4", "recording.record=everything"]
+    ...     ["training.steps=4", "training.batch_size=4", 'recording.record=["everything"]']
     ... )
     >>> def norms(model, step):
     ...     return {"attention_norm": model.transformer.h[0].attn.c_attn.weight.norm()}

@@ -13,6 +13,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
+from trajstore.values.native_types import NativeType
 
 __all__ = ["Constructor", "StepModel", "model_at", "models"]
 
@@ -54,7 +55,7 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     --------
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", "recording.record=everything"]
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
     ... )
     >>> model = model_at(record(config, "run.zarr"), 3)
     >>> model.lm_head.weight is model.transformer.wte.weight, model.dtype
@@ -98,10 +99,10 @@ def models(
     --------
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", "recording.record=everything"]
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
     ... )
     >>> path = record(config, "run.zarr")
-    >>> norms = {step: float(model.lm_head.weight.norm()) for step, model in models(path)}
+    >>> norms = {step: model.lm_head.weight.norm().item() for step, model in models(path)}
     >>> list(norms)
     [0, 1, 2, 3]
     """
@@ -137,7 +138,6 @@ class StepModel:
         self._parameters = _matched(stored, self.module)
         self._buffers = _buffers(stored, self.module)
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
-        self._buffer_type = stored.native("buffers") if self._buffers else None
         for one, tensor in self._parameters:
             tensor.data = tensor.data.to(getattr(torch, one.native.name))
             tensor.requires_grad_(one.requires_grad)
@@ -153,9 +153,9 @@ class StepModel:
         for one, tensor in self._parameters:
             tensor.copy_(tensor_of(one.bits(row), one.native))
             tensor.grad = None
-        for entry, buffer in self._buffers:
-            values = row["buffers"][entry["offset"] : entry["offset"] + buffer.numel()]
-            buffer.copy_(tensor_of(values, self._buffer_type).view(buffer.shape))
+        for first, native, buffer in self._buffers:
+            values = row["buffers"][first : first + buffer.numel()]
+            buffer.copy_(tensor_of(values, native).view(buffer.shape))
 
 
 def _built(stored: RunParameters, constructor: Constructor | None) -> torch.nn.Module:
@@ -188,15 +188,21 @@ def _of_transformers(recorded: Mapping[str, Any], run: RunPath) -> torch.nn.Modu
             f"{transformers.__version__} does not have; pass constructor=…, or install "
             f"transformers {version}"
         )
+    model_class: Any = kind
     values = dict(recorded["config"])
     values.pop("transformers_version", None)
     try:
-        return kind(kind.config_class.from_dict(values))
+        model: torch.nn.Module = model_class(model_class.config_class.from_dict(values))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidArgument(
             f"transformers {transformers.__version__} refuses the recorded configuration of "
             f"{recorded['class']} ({error}); install transformers {version}"
         ) from error
+    for name, buffer in model.named_buffers():
+        wanted = recorded.get("buffer_types", {}).get(name)
+        if wanted is not None:  # `model.to` also converts buffers, such as frequencies
+            buffer.data = buffer.data.to(getattr(torch, wanted))
+    return model
 
 
 def _matched(
@@ -236,8 +242,8 @@ def _matched(
 
 def _buffers(
     stored: RunParameters, model: torch.nn.Module
-) -> list[tuple[Mapping[str, Any], torch.Tensor]]:
-    """Pair each recorded buffer with that of the model.
+) -> list[tuple[int, NativeType, torch.Tensor]]:
+    """Pair the first element and the type of each recorded buffer with that of the model.
 
     Raises
     ------
@@ -253,7 +259,7 @@ def _buffers(
                 f"{type(model).__name__} has no buffer {entry['name']} of shape "
                 f"{tuple(entry['shape'])}, which {stored.run} holds; {_remedy(stored)}"
             )
-        found.append((entry, buffer))
+        found.append((entry["offset"], stored.native("buffers"), buffer))
     return found
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 from recorded_models import STEPS, OwnModel, gpt2, same  # noqa: E402
 
-from trajstore.trainers import model_at, models  # noqa: E402
+from trajstore.trainers import capture, model_at, models  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -44,6 +44,22 @@ def test_buffers_and_flags_of_an_own_model(own: Any) -> None:
         assert model.normalization.num_batches_tracked == step
         assert model.normalization.weight.grad is None
         assert [p.requires_grad for p in model.fixed.parameters()] == [False, False]
+
+
+def test_buffers_that_do_not_change_have_the_type_of_the_training(tmp_path: Any) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=16, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    trained = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    ids = torch.arange(16)[None]
+    with capture(trained, optimizer, tmp_path / "run.zarr", record="everything"):
+        trained(ids, labels=ids).loss.backward()
+        optimizer.step()
+    model = model_at(tmp_path / "run.zarr", 1)
+    assert same(dict(model.named_buffers()), dict(trained.named_buffers()))
+    assert same(model(ids).logits, trained.eval()(ids).logits)
 
 
 def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
