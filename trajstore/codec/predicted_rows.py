@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.prediction_loop import run_decoding_loop, run_encoding_loop
 from trajstore.values.native_types import NativeType, narrow, widen
 from trajstore.values.rounding import cast, check_subnormals, result_bits
 
@@ -47,21 +48,16 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     """
     check_subnormals()
     rows, tokens, hidden = bits.shape
-    with np.errstate(all="ignore"):
-        made = [_terms(widen(bits[row], native), native) for row in range(rows)]
-    most = max((len(directions) for directions, _ in made), default=0)
-    if not most:
-        return None
-    coefficients = np.zeros((rows, most, hidden + tokens), native.bits)
-    for row, (directions, factors) in enumerate(made):
-        count = len(directions)
-        coefficients[row, :count, :hidden] = directions
-        coefficients[row, :count, hidden:] = factors
-    differences = np.empty_like(bits)
-    for row in range(rows):
-        predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
-        differences[row] = _folded(_ordered(bits[row], native) - predicted)
-    return coefficients, differences
+    coefficients = np.zeros((rows, MOST_TERMS, hidden + tokens), native.bits)
+    differences = np.empty(bits.shape, native.bits)
+    if not run_encoding_loop(bits, native, coefficients, differences, _SAMPLE, _ITERATIONS):
+        for row in range(rows):
+            with np.errstate(all="ignore"):
+                _find_terms(widen(bits[row], native), native, coefficients[row])
+            predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
+            differences[row] = _folded(_ordered(bits[row], native) - predicted)
+    used = np.flatnonzero(coefficients.any(axis=(0, 2)))
+    return (coefficients[:, : used[-1] + 1], differences) if used.size else None
 
 
 def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> Array:
@@ -77,6 +73,8 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
     """
     check_subnormals()
     bits = np.empty(differences.shape, native.bits)
+    if run_decoding_loop(coefficients, differences, native, bits):
+        return bits
     for row, folded in enumerate(differences):  # one row stays in the cache
         predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
         predicted += _unfolded(folded)
@@ -102,44 +100,44 @@ def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
     return result_bits(total, native)
 
 
-def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
-    """Directions (term, hidden) and coefficients (term, token) of a row, as bits.
+def _find_terms(values: Array, native: NativeType, terms: Array) -> None:
+    """Find directions and coefficients of a row, and write their bits to `terms`.
 
     A sample of the tokens determines the directions. More are added while the estimated size falls.
     """
     tokens, hidden = values.shape
-    directions: list[Array] = []
-    factors: list[Array] = []
-    if np.isfinite(values).all() and values.any():
-        sample = values[:: max(1, tokens // _SAMPLE)]
-        left = values
-        for direction in _directions(sample, native):
-            factor = _factors(left, direction, native)
-            if not np.isfinite(factor).all():
-                break
-            left = left - factor[:, None] * direction
-            directions.append(narrow(direction, native))
-            factors.append(narrow(factor, native))
-    return np.array(directions).reshape(-1, hidden), np.array(factors).reshape(-1, tokens)
+    if not (np.isfinite(values).all() and values.any()):
+        return
+    left = values
+    for term, direction in zip(terms, _directions(values, native), strict=False):
+        factor = _factors(left, direction, native)
+        if not np.isfinite(factor).all():
+            break
+        left = left - factor[:, None] * direction
+        term[:hidden] = narrow(direction, native)
+        term[hidden:] = narrow(factor, native)
 
 
-def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
+def _directions(values: Array, native: NativeType) -> Iterator[Array]:
     """Yield directions of a row while its estimated size falls."""
-    tokens, hidden = sample.shape
-    bits = _ordered(narrow(sample, native), native)
+    sample = values[:: max(1, len(values) // _SAMPLE)]
+    ordered = _ordered(narrow(sample, native), native)
     left, total = sample, np.zeros_like(sample)
     weights = _lengths(left)
     weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
-    size = _estimated_size(bits, total, native)
+    size = _estimated_size(ordered, total, native)
+    term = sum(sample.shape) * 8 * native.itemsize
     for count in range(1, MOST_TERMS + 1):
-        found = _main_direction(left, weights)
+        found = _main_direction(left * weights[:, None])
         if found is None:
             return
         direction = cast(found, native.name)
         factor = _factors(left, direction, native)
+        if not np.isfinite(factor).all():
+            return
         product = factor[:, None] * direction
         total = total + product
-        now = _estimated_size(bits, total, native) + count * (tokens + hidden) * 8 * native.itemsize
+        now = _estimated_size(ordered, total, native) + count * term
         if now >= size:
             return
         size = now
@@ -149,22 +147,21 @@ def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
 
 def _factors(values: Array, direction: Array, native: NativeType) -> Array:
     """Coefficient of each row of values along a direction."""
-    square = np.add.reduce(direction * direction)
-    return cast(np.add.reduce(values * direction, axis=1) / square, native.name)
+    return cast(_sums(values * direction) / _sums(direction * direction), native.name)
 
 
-def _main_direction(values: Array, weights: Array) -> Array | None:
-    """Main direction of the weighted rows, of unit length; None if all are 0."""
-    rows = values * weights[:, None]
+def _main_direction(rows: Array) -> Array | None:
+    """Main direction of rows, of unit length; None if there is none."""
     lengths = _lengths(rows)
     largest = int(lengths.argmax())
-    if not lengths[largest] > 0:
+    if not 0 < lengths[largest] < np.inf:
         return None
     direction = rows[largest] / lengths[largest]
     for _ in range(_ITERATIONS):
-        along = np.add.reduce(rows * direction, axis=1)
-        summed = np.add.reduce(rows * along[:, None], axis=0)
-        length = np.sqrt(np.add.reduce(summed * summed))
+        products = rows * _sums(rows * direction)[:, None]
+        products[0] += 0  # so that no sum is -0
+        summed = np.add.accumulate(products)[-1]
+        length = _lengths(summed)
         if not length > 0:
             break
         direction = summed / length
@@ -172,14 +169,29 @@ def _main_direction(values: Array, weights: Array) -> Array | None:
 
 
 def _lengths(rows: Array) -> Array:
-    return np.asarray(np.sqrt(np.add.reduce(rows * rows, axis=1)))
+    return np.asarray(np.sqrt(_sums(rows * rows)))
+
+
+def _sums(products: Array) -> Array:
+    """Sums along the last axis: the second half is added to the first until one value is left.
+
+    The order of `numpy.sum` differs between machines.
+    """
+    length = products.shape[-1]
+    width = 1 << (length - 1).bit_length()
+    if width > length:
+        padding = [(0, 0)] * (products.ndim - 1) + [(0, width - length)]
+        products = np.pad(products, padding)
+    while width > 1:
+        width //= 2
+        products = products[..., :width] + products[..., width:]
+    return np.asarray(products[..., 0])
 
 
 def _estimated_size(ordered: Array, predicted: Array, native: NativeType) -> int:
     """Estimated bits of the differences to a prediction: bits up to the highest set one."""
-    bits = narrow(cast(predicted, native.name), native)
-    folded = _folded(ordered - _ordered(bits, native)).astype(np.float32)
-    exponents = folded.view(np.uint32) >> np.uint32(23)
+    folded = _folded(ordered - _ordered(result_bits(predicted, native), native))
+    exponents = folded.astype(np.float32).view(np.uint32) >> np.uint32(23)
     return int(np.add.reduce(exponents, axis=None, dtype=np.int64)) - 126 * int(
         np.count_nonzero(exponents)
     )
