@@ -105,7 +105,7 @@ def _find_terms(values: Array, native: NativeType, terms: Array) -> None:
 
     A sample of the tokens determines the directions. More are added while the estimated size falls.
     """
-    tokens, hidden = values.shape
+    hidden = values.shape[1]
     if not (np.isfinite(values).all() and values.any()):
         return
     left = values
