@@ -25,9 +25,10 @@ __all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
 Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row
-_ITERATIONS = 3  # of the power method
+_ITERATIONS = 3  # of the power method, and then as many with less weight for tokens apart
+_NEAR = np.float32(1e-4)  # square of the distance at which a token has half of its weight
 _TRIALS = 2  # terms to try after the best number of terms
-_BITS = {2: 10, 4: 28}  # approximate bits of a stored coefficient, by bytes of a value
+_BITS = {2: 11, 4: 28}  # approximate bits of a stored coefficient, by bytes of a value
 _SAMPLE = 96  # approximate number of tokens that determine the directions of a row
 
 
@@ -63,6 +64,7 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
         price=price,
         trials=_TRIALS,
         iterations=_ITERATIONS,
+        near=_NEAR,
     ):
         for row in range(rows):
             with np.errstate(all="ignore"):
@@ -169,14 +171,22 @@ def _factors(values: Array, direction: Array, native: NativeType) -> Array:
 
 
 def _main_direction(rows: Array) -> Array | None:
-    """Main direction of rows, of unit length; None if there is none."""
-    lengths = _lengths(rows)
+    """Direction that many rows share, of unit length; None if there is none.
+
+    First the main direction by the power method. Then rows have the less weight the further they
+    are from it, so that it does not follow a few of them.
+    """
+    squares = _sums(rows * rows)
+    lengths = np.sqrt(squares)
     largest = int(lengths.argmax())
     if not 0 < lengths[largest] < np.inf:
         return None
     direction = rows[largest] / lengths[largest]
-    for _ in range(_ITERATIONS):
-        products = rows * _sums(rows * direction)[:, None]
+    for iteration in range(2 * _ITERATIONS):
+        along = _sums(rows * direction)
+        if iteration >= _ITERATIONS:
+            along /= np.maximum(squares - along * along, 0) + _NEAR
+        products = rows * along[:, None]
         products[0] += 0  # so that no sum is -0
         summed = np.add.accumulate(products)[-1]
         length = _lengths(summed)

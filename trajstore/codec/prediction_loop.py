@@ -37,6 +37,7 @@ def run_encoding_loop(
     price: int,
     trials: int,
     iterations: int,
+    near: np.float32,
 ) -> bool:
     """Find the terms of each row of a chunk and the differences to their prediction.
 
@@ -55,7 +56,9 @@ def run_encoding_loop(
     trials : int
         Terms to try after the best number of terms.
     iterations : int
-        Iterations of the power method.
+        Iterations of the power method, and then as many with less weight for tokens apart.
+    near : float32
+        Square of the distance from a direction at which a token has half of its weight.
 
     Returns
     -------
@@ -82,6 +85,7 @@ def run_encoding_loop(
         trials,
         iterations,
         np.float32(native.epsilon / 2),
+        near,
     )
 
 
@@ -129,6 +133,7 @@ def terms_and_differences(
     trials: int,
     iterations: int,
     spacing: np.float32,
+    near: np.float32,
 ) -> None:
     """The loop of `run_encoding_loop`. Arrays are 1-D memory.
 
@@ -142,7 +147,7 @@ def terms_and_differences(
         Omitted bits of the native type.
     width : int
         Power of two, at least the positions along hidden. Padding is 0.
-    every, price, trials, iterations : int
+    every, price, trials, iterations, near
         See `run_encoding_loop`.
     spacing : float32
         Relative spacing of values, below which what is left of a token has less weight.
@@ -188,6 +193,7 @@ def terms_and_differences(
     sampled = np.zeros((samples, width), bits.dtype)
     scaled = np.zeros((samples, width), np.float32)
     spacings = np.zeros(samples, np.float32)
+    powers = np.zeros(samples, np.float32)
     directions = np.zeros((most, width), np.float32)
     squares = np.zeros(most, np.float32)
     products = np.zeros(width, np.float32)
@@ -253,7 +259,8 @@ def terms_and_differences(
                     for at in range(width):
                         scaled[token, at] = left[token, at] * weight
                         products[at] = scaled[token, at] * scaled[token, at]
-                    length = np.sqrt(halved(products))
+                    powers[token] = halved(products)
+                    length = np.sqrt(powers[token])
                     if not length <= largest:
                         largest, place = length, token
                         if not length < infinity:
@@ -263,13 +270,16 @@ def terms_and_differences(
                 direction = directions[trial]
                 for at in range(width):
                     direction[at] = scaled[place, at] / largest
-                for _ in range(iterations):
+                for iteration in range(2 * iterations):
                     for at in range(width):
                         summed[at] = zero
                     for token in range(samples):
                         for at in range(width):
                             products[at] = scaled[token, at] * direction[at]
                         along = halved(products)
+                        if iteration >= iterations:
+                            apart = powers[token] - along * along
+                            along /= (zero if apart < zero else apart) + near
                         for at in range(width):
                             summed[at] += scaled[token, at] * along
                     for at in range(width):
