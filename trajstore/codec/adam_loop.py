@@ -137,29 +137,35 @@ def adam_rows(
     """
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
 
-    # Functions within the loop are inlined by numba.
+    # Functions within the loop are inlined by numba. A NaN is checked for where values are loaded
+    # and stored: the bits of a quiet NaN without payload, of any sign, are not changed by rounding.
     def load(memory: Any, base: Any, shift: Any, out: Any, size: Any) -> None:
         bits = out.view(np.uint32)
-        for at in range(size):
-            bits[at] = np.uint32(memory[base + at]) << shift
+        if shift:
+            for at in range(size):
+                bits[at] = np.uint32(memory[base + at]) << shift
+        else:
+            for at in range(size):
+                wide = np.uint32(memory[base + at])
+                is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                bits[at] = quiet if is_nan else wide
 
     def rounded(values: Any, shift: Any, size: Any) -> None:
-        bits = values.view(np.uint32)
-        half = np.uint32(0x7FFF) if shift else np.uint32(0)
-        odd = one if shift else np.uint32(0)
-        kept = np.uint32(0xFFFF0000) if shift else np.uint32(0xFFFFFFFF)
-        for at in range(size):
-            wide = bits[at]
-            nearest = np.uint32(np.uint32(wide + np.uint32(half + ((wide >> last) & odd))) & kept)
-            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            bits[at] = quiet if is_nan else nearest
+        if shift:
+            bits = values.view(np.uint32)
+            for at in range(size):
+                wide = bits[at]
+                half = np.uint32(np.uint32(0x7FFF) + ((wide >> last) & one))
+                bits[at] = np.uint32(wide + half) & np.uint32(0xFFFF0000)
 
     def store(
         values: Any, shift: Any, given: Any, base: Any, out: Any, place: Any, size: Any
     ) -> None:
         bits = values.view(np.uint32)
         for at in range(size):
-            made = np.uint32(bits[at] >> shift)
+            wide = bits[at]
+            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            made = np.uint32((quiet if is_nan else wide) >> shift)
             out[place + at] = given[base + at] ^ out.dtype.type(made)
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
@@ -231,8 +237,9 @@ def adam_rows(
                     step = np.float32(scale * m[at])
                     w[at] = w[at] + np.float32(step / t[at])
             rounded(w, of_W, size)
-            rounded(m, of_first, size)
-            rounded(v, of_second, size)
+            if rounds_once:
+                rounded(m, of_first, size)
+                rounded(v, of_second, size)
             bases = np.uint64(row) * places[:3] + np.uint64(first)
             ends = np.uint64(row) * places[4:] + np.uint64(first)
             if computed[0]:

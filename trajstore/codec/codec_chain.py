@@ -176,10 +176,13 @@ class Chain:
         bits : ndarray of ``native.bits``, (step, …)
             See `encode`. Differences are stored if they are shorter.
         """
-        packed = OWN_FORM + self.compress(corrections)
-        if np.count_nonzero(corrections[1:]) > _FEW * corrections[1:].size:
-            other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
-            packed = min(packed, other, key=len)
+        packed = OWN_FORM + self.compress(corrections[:1])
+        left = corrections[1:]
+        if left.max(initial=0):  # faster than counting
+            packed += self.compress(left)
+            if np.count_nonzero(left) > _FEW * left.size:
+                other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
+                packed = min(packed, other, key=len)
         return packed + checksum(packed)
 
     def _prediction(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:

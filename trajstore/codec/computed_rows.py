@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
@@ -117,11 +118,15 @@ class ComputedUnit:
         -------
         dict of str to bytes
         """
-        corrections = {name: np.zeros(shape, bits[name].dtype) for name in self.rule.state}
-        inside = tuple(slice(length) for length in bits[GRADIENT].shape[1:])
-        places = {name: made[: len(bits[GRADIENT]), *inside] for name, made in corrections.items()}
-        for name, place in places.items():
-            place[0] = bits[name][0]
+        inside = tuple(slice(length) for length in bits[GRADIENT].shape)
+        corrections: dict[str, Array] = {}
+        places: dict[str, Array] = {}
+        for name in self.rule.state:
+            made = scratch.array(f"corrections of {name}", shape, bits[name].dtype)
+            if bits[name].shape != shape:
+                made.fill(0)
+            corrections[name], places[name] = made, made[inside]
+            places[name][0] = bits[name][0]
         self._follow(bits, places, self.rule.state, rates)
         return {
             name: self.chains[name].encode_corrections(made, bits[name])

@@ -174,10 +174,6 @@ def terms_and_differences(
 
     def halved(products: Any) -> Any:
         length = width >> 1
-        while length >= 8:
-            for at in range(length):
-                products[at] += products[np.uint64(at + length)]
-            length >>= 1
         while length:
             for at in range(length):
                 products[at] += products[np.uint64(at + length)]

@@ -105,8 +105,12 @@ class Reader:
             form, frame = frame[0], frame[1:]
             if form == 1 and settings["kind"] == "predicted":
                 return self.predicted(settings, frame)
-            if form == 1:
-                return np.frombuffer(blosc.decompress(frame), bits).reshape(shape)
+            if form == 1:  # the first row, then the corrections of the others, unless all are 0
+                (length,), out = struct.unpack("<I", frame[12:16]), np.zeros(shape, bits)
+                out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
+                if left := frame[length:]:
+                    out[1:].flat = np.frombuffer(blosc.decompress(left), bits)
+                return out
         size = int(np.prod(shape)) * bits.itemsize
         assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
         axes = list(range(len(shape)))
