@@ -11,7 +11,6 @@ The encoder also sums in a fixed order: the same rows give the same bytes on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,10 @@ __all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
 Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row
-_ITERATIONS = 3  # of the power method
+_ITERATIONS = 3  # of the power method, and then as many with less weight for tokens apart
+_NEAR = np.float32(1e-4)  # square of the distance at which a token has half of its weight
+_TRIALS = 2  # terms to try after the best number of terms
+_BITS = {2: 11, 4: 28}  # approximate bits of a stored coefficient, by bytes of a value
 _SAMPLE = 96  # approximate number of tokens that determine the directions of a row
 
 
@@ -50,10 +52,23 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     rows, tokens, hidden = bits.shape
     coefficients = np.zeros((rows, MOST_TERMS, hidden + tokens), native.bits)
     differences = np.empty(bits.shape, native.bits)
-    if not run_encoding_loop(bits, native, coefficients, differences, _SAMPLE, _ITERATIONS):
+    every = max(1, tokens // _SAMPLE)
+    # A sampled token stands for `every` tokens, which share the direction.
+    price = _BITS[native.itemsize] * (-(-tokens // every) + hidden // every)
+    if not run_encoding_loop(
+        bits,
+        native,
+        coefficients,
+        differences,
+        every=every,
+        price=price,
+        trials=_TRIALS,
+        iterations=_ITERATIONS,
+        near=_NEAR,
+    ):
         for row in range(rows):
             with np.errstate(all="ignore"):
-                _find_terms(widen(bits[row], native), native, coefficients[row])
+                _find_terms(widen(bits[row], native), native, coefficients[row], every, price)
             predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
             differences[row] = _folded(_ordered(bits[row], native) - predicted)
     used = np.flatnonzero(coefficients.any(axis=(0, 2)))
@@ -100,16 +115,16 @@ def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
     return result_bits(total, native)
 
 
-def _find_terms(values: Array, native: NativeType, terms: Array) -> None:
+def _find_terms(values: Array, native: NativeType, terms: Array, every: int, price: int) -> None:
     """Find directions and coefficients of a row, and write their bits to `terms`.
 
-    A sample of the tokens determines the directions. More are added while the estimated size falls.
+    Each token of the distance `every` belongs to the sample that determines the directions.
     """
     hidden = values.shape[1]
     if not (np.isfinite(values).all() and values.any()):
         return
     left = values
-    for term, direction in zip(terms, _directions(values, native), strict=False):
+    for term, direction in zip(terms, _directions(values[::every], native, price), strict=False):
         factor = _factors(left, direction, native)
         if not np.isfinite(factor).all():
             break
@@ -118,31 +133,36 @@ def _find_terms(values: Array, native: NativeType, terms: Array) -> None:
         term[hidden:] = narrow(factor, native)
 
 
-def _directions(values: Array, native: NativeType) -> Iterator[Array]:
-    """Yield directions of a row while its estimated size falls."""
-    sample = values[:: max(1, len(values) // _SAMPLE)]
+def _directions(sample: Array, native: NativeType, price: int) -> list[Array]:
+    """Directions of a row that minimize its estimated size.
+
+    The next direction is that of what is left of all tokens, each with the same weight. A token
+    of which less than the spacing of its values is left has less weight.
+    """
     ordered = _ordered(narrow(sample, native), native)
     left, total = sample, np.zeros_like(sample)
-    weights = _lengths(left)
-    weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
+    spacing = _lengths(sample) * np.float32(native.epsilon / 2)
     size = _estimated_size(ordered, total, native)
-    term = sum(sample.shape) * 8 * native.itemsize
-    for count in range(1, MOST_TERMS + 1):
-        found = _main_direction(left * weights[:, None])
-        if found is None:
-            return
-        direction = cast(found, native.name)
+    found: list[Array] = []
+    best = 0
+    while len(found) < min(MOST_TERMS, best + _TRIALS):
+        weights = _lengths(left) + spacing
+        weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
+        main = _main_direction(left * weights[:, None])
+        if main is None:
+            break
+        direction = cast(main, native.name)
         factor = _factors(left, direction, native)
         if not np.isfinite(factor).all():
-            return
+            break
         product = factor[:, None] * direction
         total = total + product
-        now = _estimated_size(ordered, total, native) + count * term
-        if now >= size:
-            return
-        size = now
         left = left - product
-        yield direction
+        found.append(direction)
+        now = _estimated_size(ordered, total, native) + len(found) * price
+        if now < size:
+            size, best = now, len(found)
+    return found[:best]
 
 
 def _factors(values: Array, direction: Array, native: NativeType) -> Array:
@@ -151,14 +171,22 @@ def _factors(values: Array, direction: Array, native: NativeType) -> Array:
 
 
 def _main_direction(rows: Array) -> Array | None:
-    """Main direction of rows, of unit length; None if there is none."""
-    lengths = _lengths(rows)
+    """Direction that many rows share, of unit length; None if there is none.
+
+    First the main direction by the power method. Then rows have the less weight the further they
+    are from it, so that it does not follow a few of them.
+    """
+    squares = _sums(rows * rows)
+    lengths = np.sqrt(squares)
     largest = int(lengths.argmax())
     if not 0 < lengths[largest] < np.inf:
         return None
     direction = rows[largest] / lengths[largest]
-    for _ in range(_ITERATIONS):
-        products = rows * _sums(rows * direction)[:, None]
+    for iteration in range(2 * _ITERATIONS):
+        along = _sums(rows * direction)
+        if iteration >= _ITERATIONS:
+            along /= np.maximum(squares - along * along, 0) + _NEAR
+        products = rows * along[:, None]
         products[0] += 0  # so that no sum is -0
         summed = np.add.accumulate(products)[-1]
         length = _lengths(summed)

@@ -28,7 +28,16 @@ _TYPES = {"bfloat16": 16, "float32": 0}
 
 
 def run_encoding_loop(
-    bits: Array, native: NativeType, terms: Array, differences: Array, sample: int, iterations: int
+    bits: Array,
+    native: NativeType,
+    terms: Array,
+    differences: Array,
+    *,
+    every: int,
+    price: int,
+    trials: int,
+    iterations: int,
+    near: np.float32,
 ) -> bool:
     """Find the terms of each row of a chunk and the differences to their prediction.
 
@@ -40,10 +49,16 @@ def run_encoding_loop(
         Receives the terms.
     differences : ndarray of ``native.bits``, (row, token, hidden)
         Receives the differences.
-    sample : int
-        Approximate number of tokens that determine the directions of a row.
+    every : int
+        Distance of the tokens that determine the directions of a row.
+    price : int
+        Estimated bits of one term of these tokens.
+    trials : int
+        Terms to try after the best number of terms.
     iterations : int
-        Iterations of the power method.
+        Iterations of the power method, and then as many with less weight for tokens apart.
+    near : float32
+        Square of the distance from a direction at which a token has half of its weight.
 
     Returns
     -------
@@ -65,8 +80,12 @@ def run_encoding_loop(
         differences.reshape(-1),
         native.spare_bits,
         width,
-        max(1, tokens // sample),
+        every,
+        price,
+        trials,
         iterations,
+        np.float32(native.epsilon / 2),
+        near,
     )
 
 
@@ -110,7 +129,11 @@ def terms_and_differences(
     spare: int,
     width: int,
     every: int,
+    price: int,
+    trials: int,
     iterations: int,
+    spacing: np.float32,
+    near: np.float32,
 ) -> None:
     """The loop of `run_encoding_loop`. Arrays are 1-D memory.
 
@@ -124,8 +147,10 @@ def terms_and_differences(
         Omitted bits of the native type.
     width : int
         Power of two, at least the positions along hidden. Padding is 0.
-    every : int
-        Each token of that distance belongs to the sample.
+    every, price, trials, iterations, near
+        See `run_encoding_loop`.
+    spacing : float32
+        Relative spacing of values, below which what is left of a token has less weight.
     """
     rows, tokens, hidden, most = shape
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
@@ -163,7 +188,8 @@ def terms_and_differences(
     total = np.zeros((samples, width), np.float32)
     sampled = np.zeros((samples, width), bits.dtype)
     scaled = np.zeros((samples, width), np.float32)
-    weights = np.zeros(samples, np.float32)
+    spacings = np.zeros(samples, np.float32)
+    powers = np.zeros(samples, np.float32)
     directions = np.zeros((most, width), np.float32)
     squares = np.zeros(most, np.float32)
     products = np.zeros(width, np.float32)
@@ -196,11 +222,10 @@ def terms_and_differences(
                     if at >= hidden:
                         left[token, at] = zero
                     products[at] = left[token, at] * left[token, at]
-                length = np.sqrt(halved(products))
-                weights[token] = np.float32(1) / length if length > zero else zero
+                spacings[token] = np.sqrt(halved(products)) * spacing
             for trial in range(most + 1):
                 # Estimated bits of the differences to the prediction so far.
-                now = np.int64(trial * (samples + hidden) * 8 * bits.itemsize)
+                now = np.int64(trial * price)
                 for token in range(samples):
                     made[:] = total[token]
                     rounded(made, hidden)
@@ -216,18 +241,22 @@ def terms_and_differences(
                         exponent = wide[at] >> np.uint32(23)
                         amount += np.uint32(exponent - np.uint32(126)) if exponent else np.uint32(0)
                     now += np.int64(amount)
-                if trial and now >= size:
-                    break
-                size, count = now, trial
-                if trial == most:
+                if trial == 0 or now < size:
+                    size, count = now, trial
+                if trial == most or trial == count + trials:
                     break
                 # The main direction of what is left, by the power method.
                 largest, place = zero, 0
                 for token in range(samples):
                     for at in range(width):
-                        scaled[token, at] = left[token, at] * weights[token]
+                        products[at] = left[token, at] * left[token, at]
+                    length = np.sqrt(halved(products)) + spacings[token]
+                    weight = np.float32(1) / length if length > zero else zero
+                    for at in range(width):
+                        scaled[token, at] = left[token, at] * weight
                         products[at] = scaled[token, at] * scaled[token, at]
-                    length = np.sqrt(halved(products))
+                    powers[token] = halved(products)
+                    length = np.sqrt(powers[token])
                     if not length <= largest:
                         largest, place = length, token
                         if not length < infinity:
@@ -237,13 +266,16 @@ def terms_and_differences(
                 direction = directions[trial]
                 for at in range(width):
                     direction[at] = scaled[place, at] / largest
-                for _ in range(iterations):
+                for iteration in range(2 * iterations):
                     for at in range(width):
                         summed[at] = zero
                     for token in range(samples):
                         for at in range(width):
                             products[at] = scaled[token, at] * direction[at]
                         along = halved(products)
+                        if iteration >= iterations:
+                            apart = powers[token] - along * along
+                            along /= (zero if apart < zero else apart) + near
                         for at in range(width):
                             summed[at] += scaled[token, at] * along
                     for at in range(width):
