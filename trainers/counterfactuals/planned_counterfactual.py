@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import InvalidArgument, StepNotFound
-from trajstore.schema import MODEL, RECORDED
+from trajstore.schema import EVERYTHING, MODEL, RECORDED
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.counterfactuals.changed_rates import (
@@ -20,7 +20,6 @@ from trajstore.trainers.counterfactuals.changed_rates import (
     changed_schedule,
 )
 from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
-from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.recording.provenance import provenance
 from trajstore.trainers.recording.token_selection import Tokens, select_tokens
 from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
@@ -29,6 +28,7 @@ from trajstore.trainers.replay.recorded_rows import RecordedRows
 from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.trainers.replay.step_simulator import check_inputs
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["CAVEAT", "OPTIMIZER_VARIABLES", "PlannedCounterfactual"]
 
@@ -310,7 +310,10 @@ def _variables(
     """Return the variables of the new run with their types."""
     found = {}
     for name in RECORDED:
-        if name in MODEL:  # they belong to the recorded model, not to the changed one
+        if name in (
+            *MODEL,
+            *EVERYTHING,
+        ):  # they belong to the recorded model, not to the changed one
             continue
         if name in ("W", "grad") and name in rows:
             found[name] = NATIVE_TYPES[settings.weights_dtype]

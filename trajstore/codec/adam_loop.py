@@ -252,11 +252,11 @@ def adam_rows(
                     for at in range(size):
                         t[at] = largest[at]
                     raise_to(t, v, size)
+                    for at in range(size):
+                        t[at] = np.sqrt(t[at])
                 else:
                     for at in range(size):
-                        t[at] = v[at]
-                for at in range(size):
-                    t[at] = np.sqrt(t[at])
+                        t[at] = np.sqrt(v[at])
                 rounded(t, stage_second, size)
                 for at in range(size):
                     t[at] = t[at] / root
