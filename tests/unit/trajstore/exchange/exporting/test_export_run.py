@@ -93,6 +93,27 @@ def test_a_run_is_the_same_after_replay_and_back(
     xr.testing.assert_equal(part.W, xr.open_zarr(source).W.sel(token=[3, 99]).load())
 
 
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_an_imported_history_in_the_encoding_replay(
+    sample: Path, tmp_path: Path, has_rule: bool
+) -> None:
+    pytest.importorskip("h5py")
+    source, file, history, out = (
+        tmp_path / name for name in ("source.zarr", "file.h5", "history.zarr", "out.zarr")
+    )
+    sample_part(sample, source, encoding="delta")
+    trajstore.export(source, file, format="hdf5")
+    trajstore.import_run(file, history)
+    if has_rule:
+        optimizer = xr.open_zarr(source).attrs["optimizer"]
+        zarr.open_group(history).attrs.update({"optimizer": optimizer})
+    done = trajstore.export(history, out, encoding="replay", block_rows=8)
+    assert bool(done.notes) == (not has_rule)
+    kinds = {name: array["kind"] for name, array in information(out)["arrays"].items()}
+    assert {name for name in kinds if kinds[name] == "computed"} == set(RULE_ARRAYS * has_rule)
+    same_bits(history, out)
+
+
 def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) -> None:
     done = trajstore.export(
         sample, tmp_path / "out.zarr", encoding="replay", variables="W,loss", steps="0:9"
