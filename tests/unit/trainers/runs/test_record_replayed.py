@@ -37,7 +37,7 @@ VARIANTS = {
     ),
     "without moments": (["gatsby-gradients"], ()),
     "wordybird": (["wordybird-1b", *ASCII], RULE_ARRAYS),
-    "duckling": (["duckling", *ASCII, "data.mostly_dead=None"], RULE_ARRAYS),
+    "duckling": (["duckling", *ASCII, "data.mostly_dead=5"], RULE_ARRAYS),
     "without gradients": (["gatsby", "recording.record=['weights']"], ()),
     "every third step": (["gatsby", "recording.every=3"], ()),
 }  # fmt: skip

@@ -85,7 +85,7 @@ def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Da
 def test_plain_xarray_computes_the_rows(
     written: Path, history: xr.Dataset, scheduler: str | None
 ) -> None:
-    ds = xr.open_zarr(written, chunks=None if scheduler is None else {"step": 10, "token": 50})
+    ds = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
     if scheduler == "cluster":
         distributed = pytest.importorskip("distributed")
         with (
