@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
 
-from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, Chain
+from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, SKIPS, Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
 from trajstore.codec.predicted_rows import MOST_TERMS, decode_rows
@@ -90,7 +90,7 @@ class Decoder:
         else:
             raise ValueError("its rows are computed from other arrays, which were not passed")
 
-    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[bool, Array]:
+    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[int | None, Array]:
         """Stored content of a chunk of the kind ``computed``, for the rows before the window's end.
 
         Parameters
@@ -101,8 +101,8 @@ class Decoder:
 
         Returns
         -------
-        whole : bool
-            True if `bits` are the rows themselves.
+        skips : int or None
+            Number of skipped steps before the first row; None if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
             The rows, or the first row and the corrections of the rule's results.
 
@@ -116,8 +116,8 @@ class Decoder:
             shape = tuple(part.stop - part.start for part in window)
             out = np.empty(shape, self._chain.native.bits)
             self._decode_frame(frame[1:], window, out)
-            return True, out
-        return False, self._corrections(frame, window)
+            return None, out
+        return SKIPS.unpack_from(frame, 1)[0], self._corrections(frame, window)
 
     def is_computed(self, data: bytes) -> bool:
         """True if a chunk needs the chunks of other arrays."""
@@ -135,7 +135,7 @@ class Decoder:
 
     def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """The first row, and the corrections of the further ones, which may all be 0."""
-        own, stop = frame[1:], window[0].stop
+        own, stop = frame[1 + SKIPS.size :], window[0].stop
         length = int.from_bytes(own[12:16], "little")
         values = np.zeros([part.stop - part.start for part in window], self._bits)
         values[:1] = self._unpack(own[:length], 0, 1, length=1)[:, *window[1:]]

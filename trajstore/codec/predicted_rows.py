@@ -25,11 +25,11 @@ __all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
 Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row
-_ITERATIONS = 3  # of the power method, and then as many with less weight for tokens apart
+_ITERATIONS = 2  # of the power method, and then as many with less weight for tokens apart
 _NEAR = np.float32(1e-4)  # square of the distance at which a token has half of its weight
 _TRIALS = 2  # terms to try after the best number of terms
 _BITS = {2: 11, 4: 28}  # approximate bits of a stored coefficient, by bytes of a value
-_SAMPLE = 96  # approximate number of tokens that determine the directions of a row
+_SAMPLE = 72  # approximate number of tokens that determine the directions of a row
 
 
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
@@ -206,7 +206,7 @@ def _sums(products: Array) -> Array:
     The order of `numpy.sum` differs between machines.
     """
     length = products.shape[-1]
-    width = 1 << (length - 1).bit_length()
+    width = max(8, 1 << (length - 1).bit_length())
     if width > length:
         padding = [(0, 0)] * (products.ndim - 1) + [(0, width - length)]
         products = np.pad(products, padding)

@@ -71,7 +71,7 @@ def run_encoding_loop(
         return False
     rows, tokens, hidden = bits.shape
     shape = (rows, tokens, hidden, terms.shape[1])
-    width = 1 << (hidden - 1).bit_length()
+    width = max(8, 1 << (hidden - 1).bit_length())
     return _ENCODING.run(
         memory_of(bits),
         bits.strides[0] // bits.itemsize,
@@ -146,7 +146,7 @@ def terms_and_differences(
     spare : int
         Omitted bits of the native type.
     width : int
-        Power of two, at least the positions along hidden. Padding is 0.
+        Power of two, at least 8 and the positions along hidden. Padding is 0.
     every, price, trials, iterations, near
         See `run_encoding_loop`.
     spacing : float32
@@ -174,11 +174,12 @@ def terms_and_differences(
 
     def halved(products: Any) -> Any:
         length = width >> 1
-        while length:
+        while length > 4:
             for at in range(length):
                 products[at] += products[np.uint64(at + length)]
             length >>= 1
-        return products[0]
+        one, other = products[0] + products[4], products[1] + products[5]
+        return (one + (products[2] + products[6])) + (other + (products[3] + products[7]))
 
     def ordered(value: Any) -> Any:
         return item(value ^ item(sign | item(item(0) - item(value >> highest))))

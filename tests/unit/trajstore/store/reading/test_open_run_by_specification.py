@@ -105,10 +105,11 @@ class Reader:
             form, frame = frame[0], frame[1:]
             if form == 1 and settings["kind"] == "predicted":
                 return self.predicted(settings, frame)
-            if form == 1:  # the first row, then the corrections of the others, unless all are 0
-                (length,), out = struct.unpack("<I", frame[12:16]), np.zeros(shape, bits)
+            if form == 1:  # after the number of skipped steps, the first row and the corrections
+                frame, out = frame[4:], np.zeros(shape, bits)
+                (length,) = struct.unpack("<I", frame[12:16])
                 out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
-                if left := frame[length:]:
+                if left := frame[length:]:  # not all corrections are 0
                     out[1:].flat = np.frombuffer(blosc.decompress(left), bits)
                 return out
         size = int(np.prod(shape)) * bits.itemsize
