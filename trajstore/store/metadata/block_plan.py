@@ -56,6 +56,8 @@ LARGEST_TASK = 16 << 20
 _WIDEST_PREDICTED = 4  # bytes of a value
 _REPLAYED: dict[str, Any] = {"compressor": "zstd", "level": 1, "blocksize": 1 << 18}
 """Compression of large rows in the encoding ``replay``."""
+_SMALL_GRADIENT: dict[str, Any] = {"level": 1, "shuffle": "shuffle", "blocksize": 1 << 19}
+"""Compression of gradients in small rows: most of their low bytes are noise."""
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # the history of a token reads and checks the whole chunk
 _FEWEST_TOKENS = 128
@@ -311,6 +313,8 @@ def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> di
     for name in names:
         if name in made and made[name].compressor == "lz4":
             made[name] = replace(made[name], **_REPLAYED)
+        elif name == GRADIENT and name in made:
+            made[name] = replace(made[name], **_SMALL_GRADIENT)
     if GRADIENT in made and made[GRADIENT].native.itemsize <= _WIDEST_PREDICTED:
         made[GRADIENT] = replace(made[GRADIENT], kind="predicted")
     if rule is not None:
