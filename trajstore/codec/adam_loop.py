@@ -184,8 +184,9 @@ def adam_rows(
         for at in range(size):
             wide = bits[at]
             is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            made = np.uint32((quiet if is_nan else wide) >> shift)
-            out[place + at] = given[base + at] ^ out.dtype.type(made)
+            bits[at] = np.uint32((quiet if is_nan else wide) >> shift) ^ given[base + at]
+        for at in range(size):  # apart, as `out` may be `given`, and then no loop is vectorized
+            out[place + at] = out.dtype.type(bits[at])
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
     none, places = np.uint32(0), strides.astype(np.uint64)
