@@ -8,6 +8,7 @@ bits of the quiet NaN without sign and payload.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ __all__ = ["adam_rows", "run_adam_loop"]
 Array = npt.NDArray[Any]
 
 _LOOP = CompiledLoop("trajstore.codec.adam_loop", "adam_rows")
+
+_LEAST_WORK = 10_000  # numbers that NumPy processes in the time of its calls for one row
 
 _TYPES = {"bfloat16": 16, "float32": 0}
 """Types whose bits are the highest of a float32, with the number of omitted bits."""
@@ -61,9 +64,12 @@ def run_adam_loop(
     if rule.kind != "adam" or any(natives[name].name not in _TYPES for name in names):
         return False
     arrays = [*(rows[name] for name in names), *(out[name] for name in names[:3])]
-    if not _LOOP.is_worth(3 * rows["W"].size) or not all(map(rows_in_one_piece, arrays)):
-        return False
     count = rows["W"][0].size
+    if not _LOOP.is_worth(len(rates) * max(3 * count, _LEAST_WORK)) or not all(
+        map(rows_in_one_piece, arrays)
+    ):
+        return False
+    taken, factors = _numbers(rule, tuple(natives[name].name for name in names), tuple(rates))
     types = np.array([_TYPES[natives[name].name] for name in names], np.uint32)
     return _LOOP.run(
         *map(memory_of, arrays),
@@ -71,8 +77,8 @@ def run_adam_loop(
         count,
         types,
         np.array([name in computed for name in names[:3]], np.bool_),
-        np.array([rate is not None for rate in rates], np.bool_),
-        np.array([_factors(rule, natives, rate) for rate in rates], np.float32),
+        taken,
+        factors,
         rule.rounds_once,
         rule.maximize,
         bool(rule.weight_decay) and rule.decoupled,
@@ -81,10 +87,17 @@ def run_adam_loop(
     )
 
 
+@lru_cache(maxsize=64)  # chunks of a block share them
+def _numbers(
+    rule: OptimizerRule, natives: tuple[str, ...], rates: tuple[Rates | None, ...]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """For each row, True if a step was taken; and its numbers."""
+    taken = np.array([rate is not None for rate in rates], np.bool_)
+    return taken, np.array([_factors(rule, natives, rate) for rate in rates], np.float32)
+
+
 @np.errstate(all="ignore")  # infinity is a result
-def _factors(
-    rule: OptimizerRule, natives: Mapping[str, NativeType], rates: Rates | None
-) -> list[Any]:
+def _factors(rule: OptimizerRule, natives: tuple[str, ...], rates: Rates | None) -> list[Any]:
     """Numbers of one step in float32, in the order that `adam_rows` expects."""
     if rates is None:
         return [0] * 11
@@ -92,8 +105,8 @@ def _factors(
     correction, root = rule.corrections(rates.step)
     coupled, eps = one(rule.weight_decay), one(rule.eps)
     if not rule.rounds_once:
-        coupled = cast(np.array([coupled], one), natives["W"].name)[0]
-        eps = cast(np.array([eps], one), natives["exp_avg_sq"].name)[0]
+        coupled = cast(np.array([coupled], one), natives[0])[0]
+        eps = cast(np.array([eps], one), natives[2])[0]
     clip = one(rates.clip)
     return [
         one(1) if np.isnan(clip) else clip,
@@ -138,7 +151,8 @@ def adam_rows(
     """
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
 
-    # Functions within the loop are inlined by numba.
+    # Functions within the loop are inlined by numba. A NaN is checked for where values are loaded
+    # and stored: the bits of a quiet NaN without payload, of any sign, are not changed by rounding.
     def raise_to(values: Any, others: Any, size: Any) -> None:
         for at in range(size):
             other = others[at]
@@ -146,27 +160,33 @@ def adam_rows(
 
     def load(memory: Any, base: Any, shift: Any, out: Any, size: Any) -> None:
         bits = out.view(np.uint32)
-        for at in range(size):
-            bits[at] = np.uint32(memory[base + at]) << shift
+        if shift:
+            for at in range(size):
+                bits[at] = np.uint32(memory[base + at]) << shift
+        else:
+            for at in range(size):
+                wide = np.uint32(memory[base + at])
+                is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                bits[at] = quiet if is_nan else wide
 
     def rounded(values: Any, shift: Any, size: Any) -> None:
-        bits = values.view(np.uint32)
-        half = np.uint32(0x7FFF) if shift else np.uint32(0)
-        odd = one if shift else np.uint32(0)
-        kept = np.uint32(0xFFFF0000) if shift else np.uint32(0xFFFFFFFF)
-        for at in range(size):
-            wide = bits[at]
-            nearest = np.uint32(np.uint32(wide + np.uint32(half + ((wide >> last) & odd))) & kept)
-            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            bits[at] = quiet if is_nan else nearest
+        if shift:
+            bits = values.view(np.uint32)
+            for at in range(size):
+                wide = bits[at]
+                half = np.uint32(np.uint32(0x7FFF) + ((wide >> last) & one))
+                bits[at] = np.uint32(wide + half) & np.uint32(0xFFFF0000)
 
     def store(
         values: Any, shift: Any, given: Any, base: Any, out: Any, place: Any, size: Any
     ) -> None:
         bits = values.view(np.uint32)
         for at in range(size):
-            made = np.uint32(bits[at] >> shift)
-            out[place + at] = given[base + at] ^ out.dtype.type(made)
+            wide = bits[at]
+            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            bits[at] = np.uint32((quiet if is_nan else wide) >> shift) ^ given[base + at]
+        for at in range(size):  # apart, as `out` may be `given`, and then no loop is vectorized
+            out[place + at] = out.dtype.type(bits[at])
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
     none, places = np.uint32(0), strides.astype(np.uint64)
@@ -249,8 +269,9 @@ def adam_rows(
                     step = np.float32(scale * m[at])
                     w[at] = w[at] + np.float32(step / t[at])
             rounded(w, of_W, size)
-            rounded(m, of_first, size)
-            rounded(v, of_second, size)
+            if rounds_once:
+                rounded(m, of_first, size)
+                rounded(v, of_second, size)
             bases = np.uint64(row) * places[:3] + np.uint64(first)
             ends = np.uint64(row) * places[4:] + np.uint64(first)
             if computed[0]:

@@ -183,10 +183,13 @@ class Chain:
         skips : int
             Number of skipped steps before the first row.
         """
-        packed = OWN_FORM + SKIPS.pack(skips) + self.compress(corrections)
-        if np.count_nonzero(corrections[1:]) > _FEW * corrections[1:].size:
-            other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
-            packed = min(packed, other, key=len)
+        packed = OWN_FORM + SKIPS.pack(skips) + self.compress(corrections[:1])
+        left = corrections[1:]
+        if left.max(initial=0):  # faster than counting
+            packed += self.compress(left)
+            if np.count_nonzero(left) > _FEW * left.size:
+                other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
+                packed = min(packed, other, key=len)
         return packed + checksum(packed)
 
     def _prediction(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:

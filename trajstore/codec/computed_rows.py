@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import LARGEST, OptimizerRule, Rates
@@ -123,11 +124,15 @@ class ComputedUnit:
         -------
         dict of str to bytes
         """
-        corrections = {name: np.zeros(shape, bits[name].dtype) for name in self.rule.state}
-        inside = tuple(slice(length) for length in bits[GRADIENT].shape[1:])
-        places = {name: made[: len(bits[GRADIENT]), *inside] for name, made in corrections.items()}
-        for name, place in places.items():
-            place[0] = bits[name][0]
+        inside = tuple(slice(length) for length in bits[GRADIENT].shape)
+        corrections: dict[str, Array] = {}
+        places: dict[str, Array] = {}
+        for name in self.rule.state:
+            made = scratch.array(f"corrections of {name}", shape, bits[name].dtype)
+            if bits[name].shape != shape:
+                made.fill(0)
+            corrections[name], places[name] = made, made[inside]
+            places[name][0] = bits[name][0]
         self._follow(bits, places, self.rule.state, self._rates(rates, skips))
         return {
             name: self.chains[name].encode_corrections(made, bits[name], skips)
@@ -255,27 +260,47 @@ class _Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all entries, and replace the lock, which a lost thread may hold."""
+        """Remove all entries, and replace the locks, which a lost thread may hold."""
         self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
+        self._making: dict[Any, threading.Lock] = {}
 
     def get(self, key: Any, make: Callable[[], dict[str, Array]], rows: int) -> dict[str, Array]:
-        """Cached arrays with at least `rows` rows; otherwise call `make` and keep the result."""
+        """Cached arrays with at least `rows` rows; otherwise call `make` and keep the result.
+
+        Other threads that need the same arrays wait for them.
+        """
         with self._lock:
-            found = self._held.get(key)
-            if found is not None and len(next(iter(found.values()))) >= rows:
-                self._held.move_to_end(key)
+            found = self._found(key, rows)
+            if found is not None:
                 return found
-        made = make()
-        size = _size(made)
-        with self._lock:
-            last = self._held.pop(key, None)
-            self._bytes += size - (0 if last is None else _size(last))
-            self._held[key] = made
-            while self._bytes > self._most and self._held:
-                self._bytes -= _size(self._held.popitem(last=False)[1])
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            with self._lock:
+                found = self._found(key, rows)
+            try:
+                made = make() if found is None else found
+            finally:
+                with self._lock:
+                    self._making.pop(key, None)
+            with self._lock:
+                self._keep(key, made)
         return made
+
+    def _found(self, key: Any, rows: int) -> dict[str, Array] | None:
+        found = self._held.get(key)
+        if found is None or len(next(iter(found.values()))) < rows:
+            return None
+        self._held.move_to_end(key)
+        return found
+
+    def _keep(self, key: Any, made: dict[str, Array]) -> None:
+        last = self._held.pop(key, None)
+        self._bytes += _size(made) - (0 if last is None else _size(last))
+        self._held[key] = made
+        while self._bytes > self._most and self._held:
+            self._bytes -= _size(self._held.popitem(last=False)[1])
 
 
 def _size(arrays: Mapping[str, Array]) -> int:
