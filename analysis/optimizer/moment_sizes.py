@@ -31,9 +31,9 @@ _RECORD = np.dtype([(name, "f8") for name in _FACTS])
 @np.errstate(all="ignore")  # NaN and infinity are valid results
 def _sizes(first: Array, second: Array, step: Array, rule: OptimizerRule) -> npt.NDArray[np.void]:
     result = np.empty(first.shape[:2], _RECORD)
-    for row, at in enumerate(step.ravel()):
-        size = np.abs(first[row].astype(np.float64)) / (1 - rule.beta1**at)
-        root = np.sqrt(second[row].astype(np.float64) / (1 - rule.beta2**at))
+    for row, (by_first, by_second) in enumerate(np.transpose(rule.corrections(step.ravel()))):
+        size = np.abs(first[row].astype(np.float64)) / by_first
+        root = np.sqrt(second[row].astype(np.float64)) / by_second
         nothing = (size == 0) & (root == 0)
         ratio = np.where(nothing, 0, size / root)
         result["first_moment_size"][row] = hidden_sum(size) / size.shape[1]
