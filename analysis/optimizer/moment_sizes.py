@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.moment_rule import MOMENTS
-from trajstore.analysis.optimizer.update_rule import AdamRule
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, over_hidden, per_row
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 from trajstore.values.token_norms import hidden_sum
 
 __all__ = ["moment_sizes"]
@@ -30,7 +29,7 @@ _RECORD = np.dtype([(name, "f8") for name in _FACTS])
 
 
 @np.errstate(all="ignore")  # NaN and infinity are valid results
-def _sizes(first: Array, second: Array, step: Array, rule: AdamRule) -> npt.NDArray[np.void]:
+def _sizes(first: Array, second: Array, step: Array, rule: OptimizerRule) -> npt.NDArray[np.void]:
     result = np.empty(first.shape[:2], _RECORD)
     for row, at in enumerate(step.ravel()):
         size = np.abs(first[row].astype(np.float64)) / (1 - rule.beta1**at)
@@ -78,7 +77,7 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     1.0
     """
     input_checks.variables(scan.ds, *MOMENTS)
-    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
+    rule = input_checks.adam_rule(scan.ds, optimizer)
     first, second = MOMENTS
     blocks = scan.blocks(first)
     found = over_hidden(
