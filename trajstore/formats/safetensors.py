@@ -347,12 +347,13 @@ def _write_bits(
     if not where:
         _write_all(number, little.reshape(-1).view(np.uint8).data, offset)
         return
-    row = math.prod(tensor.shape[1:]) * little.itemsize
+    of_row = tensor.shape[tensor.outer + 1 :]
+    row = math.prod(of_row) * little.itemsize
     at = offset + where[0].start * row
     if len(where) == 1 or len(little) == 0 or little[0].nbytes == row:
         _write_all(number, little.reshape(-1).view(np.uint8).data, at)
         return
-    at += where[1].start * math.prod(tensor.shape[2:]) * little.itemsize
+    at += where[1].start * math.prod(of_row[1:]) * little.itemsize
     for values in little:
         _write_all(number, values.reshape(-1).view(np.uint8).data, at)
         at += row
