@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.exporting.joined_runs import check_number, joined
+from trajstore.exchange.exporting.joined_runs import check_number, joined, step_labels
 from trajstore.exchange.exporting.layout_columns import columns_of, is_sgd
 from trajstore.exchange.guessing.kind_table import Scalar, scalar_of
 from trajstore.exchange.layouts import COUNTS, POPULATIONS, RECORDED, Layout, number_type
@@ -77,20 +78,20 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
             "dead; label them with trajstore annotate"
         )
     notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
-    columns: list[tuple[Array, dict[str, Tensor]]] = []
+    columns: list[dict[str, Tensor]] = []
     for part in parts:
         arrays, absent = columns_of(layout, part.run, part.of) if layout.columns else ({}, [])
-        columns.append((part.steps, arrays))
+        columns.append(arrays)
         notes += absent
     placeless = _without_place(layout, first)
     if placeless:
         notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
-    held = set.intersection(*(set(arrays) for _, arrays in columns))
+    held = set.intersection(*map(set, columns))
     numbers, unknown = _numbers(layout, parts, held)
     metadata = {
         "exporter": "trajstore",
         "trajstore_version": __version__,
-        "layout": layout.name,
+        "layout": Path(layout.name).name,
         # The step labels of the notebooks' own files counted callbacks; these count steps.
         "steps": "optimizer",
     }
@@ -98,6 +99,7 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
         metadata = _texts(layout, first.run) | metadata
     as_attributes = layout.format == "hdf5"
     tensors = [
+        *(step_labels(layout, [part.steps for part in parts]) if layout.columns else ()),
         *_token_labels(layout, first),
         *joined(layout, columns),
         *(

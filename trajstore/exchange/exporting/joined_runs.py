@@ -14,7 +14,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.exchange.layouts import Layout
 from trajstore.formats.streamed_tensor import Part, Tensor, constant
 
-__all__ = ["check_number", "joined"]
+__all__ = ["check_number", "joined", "step_labels"]
 
 Array = npt.NDArray[Any]
 
@@ -40,58 +40,55 @@ def check_number(layout: Layout, count: int) -> None:
         )
 
 
-def joined(layout: Layout, runs: Sequence[tuple[Array, Mapping[str, Tensor]]]) -> Iterator[Tensor]:
-    """Labels of the rows, and the arrays of all runs.
-
-    Parameters
-    ----------
-    layout : Layout
-    runs : sequence
-        Per run, the steps of its rows and its arrays by key.
+def step_labels(layout: Layout, steps: Sequence[Array]) -> Iterator[Tensor]:
+    """Steps of the rows of each run, unless they count from 0.
 
     Raises
     ------
     InvalidArgument
-        If the runs share rows or an axis, but have other steps or shapes.
+        If the runs share the labels, but have other steps.
     """
-    if not layout.columns:
-        return
-    (steps, first), *others = runs
-    if layout.runs == "keys":
-        for number, (its_steps, tensors) in enumerate(runs):
-            for tensor in (*_labels(layout, its_steps), *tensors.values()):
-                yield replace(tensor, key=f"run_{number}_{tensor.key}")
-        return
-    for number, (its_steps, _) in enumerate(others, 1):
-        if not np.array_equal(steps, its_steps):
+    numbered = layout.runs == "keys"
+    for number, its in enumerate(steps):
+        if not numbered and not np.array_equal(steps[0], its):
             raise InvalidArgument(
-                f"run {number} has {len(its_steps)} rows and the first run {len(steps)}, or other "
+                f"run {number} has {len(its)} rows and the first run {len(steps[0])}, or other "
                 f"steps; layout {layout.name} needs the same steps of all: select them (--steps)"
             )
-    yield from _labels(layout, steps)
-    if layout.runs is None:
-        yield from first.values()
+    for number, its in enumerate(steps if numbered else steps[:1]):
+        if layout.steps is not None or not np.array_equal(its, np.arange(len(its))):
+            key = layout.steps or "recorded_steps"
+            yield constant(f"run_{number}_{key}" if numbered else key, "int64", its)
+
+
+def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
+    """Arrays of all runs, given those of each run by key.
+
+    Raises
+    ------
+    InvalidArgument
+        If the runs share an axis, but have other shapes.
+    """
+    if layout.runs == "keys":
+        for number, arrays in enumerate(runs):
+            yield from (replace(each, key=f"run_{number}_{key}") for key, each in arrays.items())
     elif layout.runs == "axis":
-        for key in first:
-            tensors = [held[key] for _, held in runs if key in held]
+        for key in runs[0]:
+            tensors = [arrays[key] for arrays in runs if key in arrays]
             if len(tensors) == len(runs):
                 yield _stacked(layout, tensors)
-    else:
+    elif layout.runs == "matrices":
         matrices = {column.key for column in layout.columns if column.is_matrix}
         shared: dict[str, Tensor] = {}
-        for name, (_, tensors) in zip(_MATRICES, runs, strict=True):
-            for key, tensor in tensors.items():
+        for name, arrays in zip(_MATRICES, runs, strict=True):
+            for key, tensor in arrays.items():
                 if key in matrices:
                     yield replace(tensor, key=f"{key}_{name}")
                 else:
                     shared.setdefault(key, tensor)
         yield from shared.values()
-
-
-def _labels(layout: Layout, steps: Array) -> Iterator[Tensor]:
-    """Steps of the rows, unless they count from 0."""
-    if layout.steps is not None or not np.array_equal(steps, np.arange(len(steps))):
-        yield constant(layout.steps or "recorded_steps", "int64", steps)
+    else:
+        yield from runs[0].values()
 
 
 def _stacked(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
