@@ -41,7 +41,7 @@ _MEMORY = partial(
     default="native",
     show_default=True,
     help="native, or the notebook whose scripts will read the file: 14.1a, 15.1a, 1.12a, 1.12f, "
-    "thimble-6, thimble-7, …; `trajstore import` lists all. Or a TOML file that describes a layout.",
+    "thimble-6, thimble-7, …; `trajstore import` lists all. Or a TOML file of a layout.",
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
 @click.option("--steps", metavar="STEPS", help="Steps, such as 0:200:10 (without 200) or 5,10,20:.")

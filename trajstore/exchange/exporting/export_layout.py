@@ -161,23 +161,31 @@ def _of(population: str, layout: Layout, run: TiledRun, selection: Selection) ->
 
 def _token_labels(layout: Layout, part: _Part) -> Iterator[Tensor]:
     """Ids of the tokens, unless they count from 0, and the marks of the dead tokens."""
-    run = part.run
-    rows = part.of[layout.only] if layout.only else part.selection
-    is_whole = layout.only is not None and _is_vocabulary(run)
-    ids = rows.along_token(run.coordinates["token"])
-    if not is_whole and not np.array_equal(ids, np.arange(len(ids))):
-        yield constant("token", "int32", ids)
-    if "is_dead" not in run.coordinates:
+    if layout.only:
+        yield from _marked_ids(layout, part)
         return
-    is_dead = run.coordinates["is_dead"].astype(bool)
-    if is_whole:
-        # The marks count all ids; they mark the selected tokens.
-        selected = np.zeros(len(is_dead), bool)
-        selected[part.selection.along_token(np.arange(len(is_dead)))] = True
-        yield from population(layout.populations, is_dead, selected)
-    else:
+    ids = part.selection.along_token(part.run.coordinates["token"])
+    if not np.array_equal(ids, np.arange(len(ids))):
+        yield constant("token", "int32", ids)
+    if "is_dead" in part.run.coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        yield from population(layout.populations, rows.along_token(is_dead))
+        is_dead = part.selection.along_token(part.run.coordinates["is_dead"]).astype(bool)
+        yield from population(layout.populations, is_dead)
+
+
+def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
+    """Marks of the selected tokens of a whole vocabulary, for files with rows of some of them."""
+    ids = part.run.coordinates["token"]
+    if (np.diff(ids) <= 0).any():
+        raise InvalidArgument(
+            f"layout {layout.name} marks the tokens of its rows in the order of their ids, but the "
+            "Dataset has another order; sort it: ds.sortby('token')"
+        )
+    size = max(int(_number("vocab_size", part.run) or 0), int(ids[-1]) + 1)
+    is_dead, selected = np.zeros((2, size), bool)
+    is_dead[ids] = part.run.coordinates["is_dead"]
+    selected[part.selection.along_token(ids)] = True
+    yield from population(layout.populations, is_dead, selected)
 
 
 def _check_tokens(layout: Layout, parts: Sequence[_Part]) -> None:
@@ -195,12 +203,6 @@ def _check_tokens(layout: Layout, parts: Sequence[_Part]) -> None:
                     f"{name} of run {number} differs from that of run 0; layout {layout.name} "
                     "holds one set of tokens: select common ones (--tokens), or export each run"
                 )
-
-
-def _is_vocabulary(run: TiledRun) -> bool:
-    """True if the run holds a row of every id."""
-    ids = run.coordinates["token"]
-    return bool(np.array_equal(ids, np.arange(len(ids))))
 
 
 def population(
@@ -250,15 +252,19 @@ def _numbers(
         elif key == "n_runs":
             numbers[key] = len(parts)
         else:
-            values = [_number("seed" if key == "base_seed" else key, part.run) for part in parts]
+            values = [_number(key, part.run) for part in parts]
             if key == "tied_weights" and layout.runs == "matrices":
                 values = [False] * len(parts)
-            by = 1 if key == "base_seed" else 0
+            if key == "base_seed" and None in values:
+                values = [
+                    None if seed is None else seed - number
+                    for number, seed in enumerate(_number("seed", part.run) for part in parts)
+                ]
             if None in values:
                 unknown.append(key)
             elif _is_per_run(layout, key):
                 numbers[key] = values
-            elif values == [values[0] + by * number for number in range(len(parts))]:
+            elif len(set(values)) == 1:
                 numbers[key] = values[0]
             else:
                 different.append(key)
@@ -285,7 +291,10 @@ def _count(layout: Layout, part: _Part, *, marks_dead: bool) -> int | None:
 
 
 def _number(key: str, run: TiledRun) -> int | float | None:
-    return dict(numbers_of([key], run)).get(key)
+    """A number of a run; of an imported one, also under a name that only its file had."""
+    value = next((value for _, value in numbers_of([key], run)), None)
+    other = attribute(run.attributes, "config", "scalars", key)
+    return other if value is None and isinstance(other, int | float) else value
 
 
 def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int | float]]:
@@ -299,7 +308,8 @@ def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int 
     """
     for key in keys:
         scalar = scalar_of(key)
-        assert scalar is not None, key
+        if scalar is None:
+            continue
         value = _value_of(run.attributes, scalar)
         if value is None and scalar.name in ("adam_beta1", "adam_beta2") and is_sgd(run):
             value = 0.0
