@@ -234,10 +234,14 @@ def _layout(name: str, table: Mapping[str, Any]) -> Layout:
         columns=columns,
         required=tuple(table.get("required", [*arrays][:1] or table.get("marks"))),
         populations=tuple(table.get("marks", ())),
-        **{key: tuple(table[key]) for key in ("numbers", "texts") if key in table},
-        **{key: table[key] for key in ("format", "steps", "runs", "chunk_rows", "gzip")
-           if key in table},
-    )  # fmt: skip
+        numbers=tuple(table.get("numbers", ())),
+        texts=tuple(table.get("texts", ())),
+        format=table.get("format", "safetensors"),
+        steps=table.get("steps"),
+        runs=table.get("runs"),
+        chunk_rows=table.get("chunk_rows", 1),
+        gzip=table.get("gzip", 0),
+    )
 
 
 def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Column:
@@ -245,7 +249,7 @@ def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Col
     table = given if isinstance(given, dict) else {"variable": given}
     where = f"{name}: arrays.{key}"
     _check(where, table, _OF_ARRAY)
-    variable = table.get("variable")
+    variable: Any = table.get("variable")
     _check_word(where, "variable", variable, _EXPORTABLE)
     dtype = table.get("type", defaults.get("type", "bfloat16"))
     is_16_bits = dtype in ("bfloat16", "float16")

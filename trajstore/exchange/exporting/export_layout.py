@@ -190,19 +190,23 @@ def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
 
 def _check_tokens(layout: Layout, parts: Sequence[_Part]) -> None:
     """Refuse runs with other tokens than the first one."""
+    first = _tokens_of(parts[0])
     for number, part in enumerate(parts[1:], 1):
+        tokens = _tokens_of(part)
         for name in ("token", "is_dead"):
-            one, other = (
-                each.selection.along_token(each.run.coordinates[name])
-                if name in each.run.coordinates
-                else None
-                for each in (parts[0], part)
-            )
-            if not np.array_equal(one, other):
+            if tokens.get(name) != first.get(name):
                 raise InvalidArgument(
                     f"{name} of run {number} differs from that of run 0; layout {layout.name} "
                     "holds one set of tokens: select common ones (--tokens), or export each run"
                 )
+
+
+def _tokens_of(part: _Part) -> dict[str, list[int]]:
+    return {
+        name: part.selection.along_token(values).tolist()
+        for name, values in part.run.coordinates.items()
+        if name in ("token", "is_dead")
+    }
 
 
 def population(
