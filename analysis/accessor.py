@@ -16,6 +16,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
+from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 if TYPE_CHECKING:
     from trajstore.analysis.figures import Figure
@@ -123,6 +124,29 @@ class TrajAccessor:
         }
         return analysis.by_population(da.assign_coords(masks), **options)
 
+    def parameter(self, name: str) -> xr.Dataset:
+        """History of one parameter of a run that was recorded with the tier ``everything``.
+
+        Parameters
+        ----------
+        name : str
+            Name in the model, such as ``transformer.h.0.mlp.c_fc.weight``; `trajstore info` lists
+            them.
+
+        Returns
+        -------
+        Dataset
+            ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` of dims (step, row, column), read when
+            their values are accessed; and the variables along ``step``, with the ``lr`` of the
+            parameter's group. A vector has one column.
+
+        Raises
+        ------
+        VariableNotRecorded, InvalidArgument
+            If the run does not hold all parameters, or none of that name.
+        """
+        return parameter_dataset(self._ds, name)
+
     @property
     def plot(self) -> Plots:
         """Figures of this run: ``ds.traj.plot.gradients()`` draws one and returns its Axes."""
@@ -159,6 +183,7 @@ class TrajAccessor:
             {
                 "dead",
                 "live",
+                "parameter",
                 "plot",
                 "to_netcdf",
                 *(name for name in analysis.__all__ if name.islower()),

@@ -1,7 +1,7 @@
 """Cost of recording everything: the same training without recording, with it, and with a list.
 
 python benchmarks/overhead.py [--preset NAME …] [--steps N] [--rounds N] [--corpus PATH]
-                              [--tokenizer PATH] [--flushes]
+                              [--tokenizer PATH] [--everything] [--flushes]
 
 Each round trains three times, in alternating order, each time in a new process and with the same
 seed: without recording, with it, and as notebooks do it: with a list of every step's tensors that
@@ -15,6 +15,8 @@ once with a row at every other step, and the steps with a row are compared with 
 runs in parallel to both. The tier ``model`` is measured in the same way for two sizes of model: all
 steps have a row, but every other row repeats the numbers of the model's parameters of the step
 before, which costs nothing.
+
+With --everything, trainings without recording are compared with the tier ``everything``.
 
 With --flushes, only recordings are compared, in alternating order: with commits that are flushed to
 the disk, the default, and without (fsync=False). Wall and processor times are printed. The disk is
@@ -39,6 +41,7 @@ from measure import machine, resident, save, table
 STEPS = {"gatsby": 1_000, "wordybird-1": 40, "wordybird-1b": 40}
 KINDS = ("without", "trajstore", "list")
 UNFLUSHED = "not flushed"
+EVERYTHING = "everything"
 CLOCKS = ("seconds", "processor")
 ALTERNATING = "every other step"
 MODEL = "model at every other step"
@@ -122,10 +125,13 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         callbacks: list[TrainerCallback] = [Clock()]
-        if arguments.kind in ("trajstore", UNFLUSHED):
+        if arguments.kind in ("trajstore", UNFLUSHED, EVERYTHING):
             flushed = arguments.kind != UNFLUSHED
+            record = "everything" if arguments.kind == EVERYTHING else "all"
             path = Path(folder) / "run.zarr"
-            callbacks.append(TrajectoryCallback(path, memory=arguments.memory, fsync=flushed))
+            callbacks.append(
+                TrajectoryCallback(path, record, memory=arguments.memory, fsync=flushed)
+            )
         elif arguments.kind == "list":
             callbacks.append(list_recorder(Path(folder) / "run.safetensors"))
         training.run(callbacks)
@@ -242,7 +248,8 @@ def main() -> None:
     parser.add_argument("--tokenizer")
     parser.add_argument("--memory", default="1GiB")
     parser.add_argument("--flushes", action="store_true")
-    kinds = (*KINDS, UNFLUSHED, ALTERNATING, MODEL)
+    parser.add_argument("--everything", action="store_true")
+    kinds = (*KINDS, UNFLUSHED, EVERYTHING, ALTERNATING, MODEL)
     parser.add_argument("--kind", choices=kinds, help=argparse.SUPPRESS)
     parser.add_argument("--size", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -251,6 +258,9 @@ def main() -> None:
         return
     if arguments.flushes:
         compare_flushes(arguments, arguments.preset or ["gatsby", "wordybird-1b"])
+        return
+    if arguments.everything:
+        compare_everything(arguments, arguments.preset or ["gatsby"])
         return
     arguments.preset = arguments.preset or ["gatsby", "wordybird-1"]
     rows: list[list[str]] = []
@@ -323,6 +333,28 @@ def compare_flushes(arguments: argparse.Namespace, presets: list[str]) -> None:
     columns = ["preset", "round", "flushed", UNFLUSHED, "ratio"]
     columns += ["processor", UNFLUSHED, "ratio"]
     save("flushes", table("Recording with and without flushes", columns, rows), results)
+
+
+def compare_everything(arguments: argparse.Namespace, presets: list[str]) -> None:
+    """Print and save a table of trainings without recording and with the tier everything."""
+    results: dict[str, Any] = {"machine": machine()}
+    rows = []
+    for preset in presets:
+        rounds = []
+        for number in range(arguments.rounds):
+            order = (EVERYTHING, "without")[:: -1 if number % 2 else 1]
+            timed = {kind: measure(arguments, preset, kind) for kind in order}
+            rounds.append(
+                [timed[kind][clock] for clock in CLOCKS for kind in (EVERYTHING, "without")]
+            )
+            rows.append([preset, str(number + 1), *_compared(*rounds[-1])])
+            print(*rows[-1], sep="  ", flush=True)
+        middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
+        rows.append([preset, "median", *_compared(*middle)])
+        results[preset] = {"rounds": rounds, "median": middle}
+    columns = ["preset", "round", EVERYTHING, "without", "ratio"]
+    columns += ["processor", "without", "ratio"]
+    save("everything", table("Training with the tier everything", columns, rows), results)
 
 
 def _compared(*times: float) -> list[str]:

@@ -90,7 +90,7 @@ def _populations(given: Any) -> Any:
 
 
 class ModelConfig(_Section):
-    """A GPT-2 without dropout whose embedding and unembedding are one matrix."""
+    """A GPT-2 without dropout."""
 
     vocab_size: int = Field(default=128, ge=2)
     context: int = Field(default=128, ge=2)
@@ -101,11 +101,19 @@ class ModelConfig(_Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights, the gradients and, unless optimizer.state_dtype is set, the optimizer's
     state."""
+    tied: bool = True
+    """Use one matrix as embedding and unembedding. With two, each has a run of its own."""
 
     @property
     def parameters(self) -> int:
-        """Number of parameter tensors: 12 per layer, 2 embeddings and 2 of the last norm."""
-        return 12 * self.layers + 4
+        """Number of parameter tensors: 12 per layer, the embeddings and 2 of the last norm."""
+        return 12 * self.layers + (4 if self.tied else 5)
+
+    @property
+    def other_elements(self) -> int:
+        """Elements of all parameters except the embedding."""
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        return self.context * self.hidden + self.layers * layer + 2 * self.hidden
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
@@ -140,7 +148,7 @@ class DataConfig(_Section):
 
 
 class InitializationConfig(_Section):
-    """Initial values of the embedding matrix; other parameters start as in GPT-2."""
+    """Initial values of the embedding and an untied unembedding; all else starts as in GPT-2."""
 
     kind: Literal["point", "normal", "default"] = "point"
     """point: one random unit vector for all tokens, plus noise; normal: independent elements;

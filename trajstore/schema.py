@@ -16,11 +16,13 @@ __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
     "ENCODINGS",
+    "EVERYTHING",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
     "MODEL",
     "OF_EXAMPLES",
+    "OF_PARAMETERS",
     "OF_RUN",
     "POPULATION",
     "POPULATION_FILES",
@@ -36,7 +38,7 @@ __all__ = [
     "coordinate",
     "entry_of",
     "resolve_record",
-    "room_for_examples",
+    "row_lengths",
     "variable",
 ]
 
@@ -100,6 +102,7 @@ _HIDDEN = ("step", "hidden")
 _EXAMPLE = ("step", "example")
 _STATES = ("step", "example", "position", "hidden")
 _MODEL = ("step", "parameter")
+_ELEMENT = ("step", "element")
 
 STEP = Variable("step", _STEP, "zero", "1", "optimizer steps taken")
 """The coordinate of the rows. It grows with them."""
@@ -141,6 +144,21 @@ _TABLE: tuple[tuple[str, tuple[str, ...], Row0, str, str], ...] = (
      "L2 norm of the change of each parameter in the step"),
     ("param_update_lost", _MODEL, "nan", "1",
      "fraction of a parameter's elements with a gradient that the step did not change"),
+    ("params", _ELEMENT, "initial", "1", "all other parameters after the step, one after another"),
+    ("params_grad", _ELEMENT, "nan", "nat",
+     "gradients of the other parameters consumed by the step, before clipping"),
+    ("params_exp_avg", _ELEMENT, "zero", "nat",
+     "Adam's first moments of the other parameters after the step"),
+    ("params_exp_avg_sq", _ELEMENT, "zero", "nat2",
+     "Adam's second moments of the other parameters after the step"),
+    ("params_lr", ("step", "group"), "nan", "1",
+     "learning rate of each group of the optimizer that the step used"),
+    ("params_count", _MODEL, "zero", "1", "steps that the optimizer has taken with each parameter"),
+    ("random_state", ("step", "byte"), "nan", "1",
+     "state of the random generator before the first forward pass of the step"),
+    ("buffers", ("step", "buffer_element"), "initial", "1",
+     "buffers that change, after the step, one after another"),
+    ("scale", _STEP, "nan", "1", "factor of the gradient scaler in the step"),
 )  # fmt: skip
 
 VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _TABLE}
@@ -179,8 +197,19 @@ POPULATION = "is_"
 POPULATION_FILES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors")
 """Suffixes of the files that can define a population."""
 
-MODEL = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
-"""Variables of all parameters of the model: one number per parameter."""
+OF_PARAMETERS = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
+"""Variables with one number per parameter of the model."""
+
+MODEL = tuple(name for name in OF_PARAMETERS if name.startswith("param_"))
+"""Summaries of all parameters of the model."""
+
+EVERYTHING = (
+    *(name for name in VARIABLES if name.startswith("params")),
+    "random_state",
+    "buffers",
+    "scale",
+)
+"""Variables of the tier ``everything``: the state of the model except the recorded parameter."""
 
 ALONG_TOKEN = tuple(name for name, entry in COORDINATES.items() if entry.dims == ("token",))
 """Coordinates of the tokens."""
@@ -192,6 +221,7 @@ TIERS: dict[str, tuple[str, ...]] = {
     "weights+grads": ("W", "grad", *_SMALL),
     "all": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
     "model": ("W", *MODEL, *_SMALL),
+    "everything": ("W", "grad", "exp_avg", "exp_avg_sq", "batch", *EVERYTHING, *_SMALL),
 }
 """Values of ``record`` that stand for a list of variables. Scalars per step cost almost nothing.
 
@@ -239,8 +269,8 @@ def variable(name: str) -> Variable:
         ) from None
 
 
-def room_for_examples(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Numbers of examples and positions that rows have room for, from the shapes of the rows.
+def row_lengths(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Lengths of the dimensions that the shapes of the rows define.
 
     Parameters
     ----------
@@ -249,20 +279,24 @@ def room_for_examples(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
     Returns
     -------
-    dict of str to int
-        ``examples`` and ``positions``; each only if a variable has that dimension.
+    dict of str to object
+        Keywords of `RunWriter.create`: ``examples`` and ``positions``, each only if a variable has
+        that dimension, and ``lengths`` of all others (``element``, ``group`` …), if there are any.
 
     Examples
     --------
-    >>> room_for_examples({"W": (128, 64), "batch": (32,)})
-    {'examples': 32}
+    >>> row_lengths({"W": (128, 64), "batch": (32,), "params": (1000,)})
+    {'examples': 32, 'lengths': {'element': 1000}}
     """
     found: dict[str, Any] = {}  # Any: callers pass it as keywords next to others of other types
+    others = {}
     for name, shape in rows.items():
         for dim, length in zip(VARIABLES[name].dims[1:], shape, strict=True):
             if dim in ("example", "position"):
                 found[f"{dim}s"] = length
-    return found
+            elif dim not in ("token", "hidden", "parameter"):
+                others[dim] = length
+    return found | ({"lengths": others} if others else {})
 
 
 def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:

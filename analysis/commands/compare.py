@@ -24,18 +24,20 @@ _SETTINGS = 12  # maximum differing settings to print
 
 @click.command()
 @RUN
-@click.argument("other", type=click.Path())
+@click.argument("other", type=click.Path(), required=False)
 @JSON
 @sentences
-def compare(run: str, other: str, as_json: bool) -> None:
+def compare(run: str, other: str | None, as_json: bool) -> None:
     """Print the first step at which two runs differ in any bit, where, and how far they diverge.
 
     Runs with the same content digest hold the same rows and are not read. Exits with 0 even if the
-    runs differ; scripts can read the result from --json.
+    runs differ; scripts can read the result from --json. Without a second run, compares the two
+    matrices that a training with untied weights recorded under one name.
 
     \b
     Example:
       trajstore compare straight.zarr resumed.zarr
+      trajstore compare untied.zarr
     """
     import numpy as np
     import xarray as xr
@@ -43,8 +45,12 @@ def compare(run: str, other: str, as_json: bool) -> None:
     from trajstore import analysis
     from trajstore.store.metadata.fingerprint import CONTENT
     from trajstore.store.reading.open_run import open_run
+    from trajstore.store.reading.run_paths import run_paths
 
-    first, second = open_run(run), open_run(other)
+    paths = run_paths([run]) if other is None else [run, other]
+    if len(paths) != 2:
+        raise InvalidArgument(f"got {', '.join(paths)}, expected two runs; name both")
+    first, second = map(open_run, paths)
     tokens = {"first": first.sizes["token"], "second": second.sizes["token"]}
     first, second = _of_common_tokens(first, second)
     found = analysis.compare(first, second)

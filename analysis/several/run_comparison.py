@@ -20,7 +20,7 @@ from trajstore.analysis.several.differences import (
 )
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.schema import MODEL, VARIABLES
+from trajstore.schema import OF_PARAMETERS, VARIABLES
 
 __all__ = ["compare"]
 
@@ -99,7 +99,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         name
         for name in VARIABLES
         if name in a and name in b and _shape_of_rows(a[name]) == _shape_of_rows(b[name])
-        if name not in MODEL or a["parameter"].equals(b["parameter"])
+        if name not in OF_PARAMETERS or a["parameter"].equals(b["parameter"])
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"

@@ -10,11 +10,14 @@ from bits_and_calls import Cli, random_bits
 from trajstore import RunWriter
 
 
-def record(path: Path, rows: int, changed: tuple[int, int] | None = None) -> Path:
+def record(
+    path: Path, rows: int, changed: tuple[int, int] | None = None, parameter: str = "W"
+) -> Path:
     """A run of finite values, with one bit of W changed in one row at one token."""
     with RunWriter.create(
-        path, token=np.arange(5), hidden=3, variables={"W": "bfloat16", "loss": "float32"}
-    ) as run:
+        path, token=np.arange(5), hidden=3, variables={"W": "bfloat16", "loss": "float32"},
+        attributes={"recording": {"parameter": parameter}},
+    ) as run:  # fmt: skip
         for step in range(rows):
             w = random_bits((5, 3), step) & 0xBFFF  # exponents that are finite
             if changed and step == changed[0]:
@@ -35,6 +38,17 @@ def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> No
         step == 4 for step in range(7)
     ]
     assert facts["variables"]["loss"]["first_difference"] == -1
+
+
+def test_a_name_stands_for_the_two_matrices_of_a_training(
+    tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    record(tmp_path / "un.E.zarr", 3, parameter="E")
+    alone = trajstore_cli("compare", tmp_path / "un.zarr", rc=2).stderr
+    assert "expected two runs" in alone
+    record(tmp_path / "un.W.zarr", 3, (1, 2), parameter="W")
+    text = trajstore_cli("compare", tmp_path / "un.zarr").stdout
+    assert "Over 3 common steps and 2 common variables, the runs differ in W.\n" in text
 
 
 def test_variables_that_only_one_run_has_are_named(tmp_path: Path, trajstore_cli: Cli) -> None:

@@ -69,7 +69,7 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     for name in ("files", "bytes_native"):
         assert planned[name] == happened[name]
     assert planned["rows"] == happened["committed_rows"] == 4
-    assert list(planned["tiers"]) == ["weights", "weights+grads", "all", "model"]
+    assert list(planned["tiers"]) == ["weights", "weights+grads", "all", "model", "everything"]
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == [0, 4, 8, 10]
     assert ds.token.values.tolist() == [7, 32, 101]

@@ -152,9 +152,10 @@ def configured(
     preset or a file is given.
     """
     from trajstore import trainers
+    from trajstore.trainers.runs.matrix_runs import existing_runs
 
     named = preset_name is not None or config_file is not None
-    begins = run is not None and named and not run.exists()
+    begins = run is not None and named and not existing_runs(run)
     recorded = None if run is None or begins else trainers.recorded_config(run)
     config = recorded if recorded and not named else named_config(preset_name, config_file)
     if recorded is not None:

@@ -11,7 +11,7 @@ from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
 from trajstore.cli.tables import err, out, print_json, print_notes, print_table, table
 from trajstore.durations import format_duration
-from trajstore.errors import TrajstoreError
+from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.schema import ENCODINGS, TIERS
 from trajstore.trainers.commands.configuration import configuration, configured
 
@@ -54,12 +54,19 @@ def plan(
 
     config = configured(preset_name, config_file, assignments, variables, fields)
     wanted = trainers.plan(config, corpus=corpus, tokenizer=tokenizer)
-    tiers = {}
+    tiers, impossible = {}, []
     for tier in TIERS:
-        recording = config.recording.model_copy(update={"record": (tier,)})
+        changes: dict[str, Any] = {"record": (tier,)}
+        if tier == "everything":
+            changes["tokens"] = "all"
+        recording = config.recording.model_copy(update=changes)
         alternative = config.model_copy(update={"recording": recording})
-        tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
+        try:
+            tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
+        except InvalidArgument as error:  # it needs more memory than the one that is wanted
+            impossible.append(f"the tier {tier} is not possible: {error}")
     facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
+    facts["notes"] += impossible
     if not as_json:
         print_plan(facts)
     if not no_timing:

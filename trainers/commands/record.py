@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,12 +146,15 @@ def record(
             else:
                 trainers.fork(source, path, at=at, settings=changes, **common)
     from trajstore.store.reading.run_info import information
+    from trajstore.trainers.runs.matrix_runs import planned_runs
 
-    facts = information(path)
+    facts = {run: information(run) for run in planned_runs(path, config)}
     if as_json:
-        print_json(facts)
-    if facts["status"] == "interrupted":
-        print_interrupted(path, facts, fsync=fsync)
+        listed = [{"run": str(run), **one} for run, one in facts.items()]
+        print_json(facts[path] if config.model.tied else listed)
+    least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
+    if least["status"] == "interrupted":
+        print_interrupted(path, least, fsync=fsync)
         sys.exit(stop.exit_code)
     if not as_json:
         print_recorded(path, facts, progress.seconds, progress.rate)
@@ -163,9 +166,15 @@ def _report_early_stop(path: Location) -> Iterator[None]:
     try:
         yield
     except SystemExit:
-        left = f"{path} is unchanged" if path.exists() else "nothing was recorded"
+        left = f"{path} is unchanged" if _is_there(path) else "nothing was recorded"
         err.print(f"Stopped before the training started; {left}.")
         raise
+
+
+def _is_there(path: Location) -> bool:
+    from trajstore.store.reading.run_paths import matrix_runs
+
+    return path.exists() or (isinstance(path, Path) and bool(matrix_runs(path)))
 
 
 def _check_fork(
@@ -203,33 +212,39 @@ def _forked(source: str, at: int | None, changes: list[str]) -> Any:
 
 
 def print_recorded(
-    path: RunPath, facts: dict[str, Any], seconds: float | None, rate: float | None
+    path: Location,
+    recorded: Mapping[Location, dict[str, Any]],
+    seconds: float | None,
+    rate: float | None,
 ) -> None:
-    """Print what was recorded, its duration, and three commands to run next.
+    """Print what was recorded, its duration, and commands to run next.
 
     Parameters
     ----------
     path : path-like
-        Path of the run, as the user gave it.
-    facts : dict
-        From `trajstore.store.reading.run_info.information`.
+        Path of the run, or common name of several, as the user gave it.
+    recorded : mapping
+        By the path of each run, what `trajstore.store.reading.run_info.information` returns.
     seconds, rate : float or None
         Duration, and steps per second; None if no step or a single one was trained.
     """
     took = "" if seconds is None else f" in {format_duration(seconds)}"
     if rate is not None:
         took += f" ({rate:.3g} steps per second)"
-    out.print(
-        f"Recorded {facts['committed_rows']} rows to {path}{took}: "
-        f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
-        f"on disk (ratio {facts['ratio']:.2f})."
-    )
-    run = shlex.quote(str(path))
+    for place, facts in recorded.items():
+        out.print(
+            f"Recorded {facts['committed_rows']} rows to {place}{took}: "
+            f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
+            f"on disk (ratio {facts['ratio']:.2f})."
+        )
+    name, run = shlex.quote(str(path)), shlex.quote(str(next(iter(recorded))))
     next_commands = {
-        f"trajstore summary {run}": "gradients, displacement, loss",
+        f"trajstore summary {name}": "gradients, displacement, loss",
         f"trajstore analyze {run} freeze": "the step at which each token stopped moving",
         f"trajstore verify {run}": "every byte against its checksum",
     }
+    if len(recorded) > 1:
+        next_commands[f"trajstore compare {name}"] = "the two matrices of this training"
     longest = max(map(len, next_commands))
     out.print("Next commands:")
     for command, purpose in next_commands.items():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import InvalidArgument, StepNotFound
-from trajstore.schema import MODEL, RECORDED
+from trajstore.schema import EVERYTHING, MODEL, RECORDED
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.counterfactuals.changed_rates import (
@@ -310,7 +310,10 @@ def _variables(
     """Return the variables of the new run with their types."""
     found = {}
     for name in RECORDED:
-        if name in MODEL:  # they belong to the recorded model, not to the changed one
+        if name in (
+            *MODEL,
+            *EVERYTHING,
+        ):  # they belong to the recorded model, not to the changed one
             continue
         if name in ("W", "grad") and name in rows:
             found[name] = NATIVE_TYPES[settings.weights_dtype]

@@ -188,7 +188,7 @@ def _write(
     with RunWriter.create(
         path,
         hidden=planned.source.series["W"].shape[2],
-        **planned.source.room_for_examples,
+        **planned.source.row_lengths,
         variables={name: native.name for name, native in planned.variables.items()},
         config=planned.settings.config,
         attributes=planned.attributes(origin),

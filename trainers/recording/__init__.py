@@ -3,10 +3,12 @@
 The path of the tensors of one step:
 
 1. A hook receives the tensor. ``forward_values`` handles the forward passes, ``step_examples``
-   single examples. ``step_hooks`` handles the gradient at the end of the backward pass, and W and
-   the moments right after the optimizer's step.
+   single examples; ``hidden_states`` passes the hidden states to both. ``step_hooks`` handles the
+   gradient at the end of the backward pass, and W and the moments right after the optimizer's
+   step.
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
-   ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters.
+   ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
+   ``model_state`` takes all parameters with their gradients and moments.
 3. ``device_to_host`` copies the tensor into the writer's block: at once on the CPU, asynchronously
    from CUDA. At the end of the step the writer receives the complete row.
 4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.

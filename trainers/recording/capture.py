@@ -10,11 +10,12 @@ import torch
 
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
-from trajstore.schema import MODEL
+from trajstore.schema import EVERYTHING, MODEL
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.token_share import in_all_processes
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.numeric_advice import optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
@@ -79,7 +80,7 @@ def attach(
     advice = optimizer_advice(parameters, real)
     if options.strict_numerics:
         require_sound(advice)
-    planned, whole = [], None
+    planned, whole, state = [], None, None
     all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
     shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
     try:
@@ -88,7 +89,20 @@ def attach(
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.variables):
                     whole = ModelParameters(model, real, device, of_model)
-                planned = plan_runs(path, parameters, real, options, loop, whole, shares, on_note)
+                if of_state := set(EVERYTHING).intersection(options.variables):
+                    _check_one_matrix(len(parameters), min(of_state))
+                    state = ModelState(model, real, parameters[0], options.variables)
+                planned = plan_runs(
+                    path,
+                    parameters,
+                    real,
+                    options,
+                    loop,
+                    model=whole,
+                    state=state,
+                    shares=shares,
+                    on_note=on_note,
+                )
             rows = [
                 ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
                 for run in planned
@@ -97,14 +111,18 @@ def attach(
         for share in filter(None, shares):
             share.close()
         raise
+    multiplied = next((one for one in parameters if one.head is not None), parameters[0])
     recorder = Recorder(
         model,
         real,
         rows,
         whole,
+        state,
         loop=loop,
         examples=StepExamples(options.variables),
-        head=next((parameter.head for parameter in parameters if parameter.head), None),
+        head=multiplied.head,
+        hidden_size=multiplied.tensor.shape[1],
+        hidden_from=options.hidden_from,
         logits_mode=options.logits_mode,
         on_step=on_step,
     )
@@ -119,6 +137,14 @@ def attach(
         report_notes((one.sentence for one in advice), on_note)
         report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
+
+
+def _check_one_matrix(matrices: int, variable: str) -> None:
+    if matrices > 1:
+        raise RecordingError(
+            f"{variable} is recorded with one matrix, got {matrices}; name one parameter, the "
+            "others are in params"
+        )
 
 
 def _is_first_process() -> bool:
@@ -173,8 +199,8 @@ def capture(
     Yields
     ------
     Recorder
-        Its `~Recorder.observe` takes the loss if the model does not return it, and values of the
-        examples of a step that no hook can get.
+        Its `~Recorder.observe` takes the loss if the model does not return it, hidden states, and
+        values of the examples of a step that no hook can get.
 
     Raises
     ------

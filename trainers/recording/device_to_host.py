@@ -68,12 +68,16 @@ class DirectTransfer:
         tensor
             The copy, which does not change until the next `put` of that name.
         """
+        place = self.place(name)
+        _fill(place, value, ids)
+        return place
+
+    def place(self, name: str) -> torch.Tensor:
+        """Return the memory of a variable in the row that is being filled."""
         if not self._row:
             # Only when it is needed: at the end of a block the writer may need time for a new one.
             self._row = _places(self._writer)
-        place = self._row[name]
-        _fill(place, value, ids)
-        return place
+        return self._row[name]
 
     def commit(self, step: int) -> None:
         """Pass the row to the writer as the state after `step`, and start the next."""
@@ -124,13 +128,17 @@ class DeferredTransfer:
 
     def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Copy a value as `DirectTransfer.put`; the copy is on the device."""
+        place = self.place(name)
+        _fill(place, value, ids)
+        return place
+
+    def place(self, name: str) -> torch.Tensor:
+        """Return the memory on the device of a variable in the row that is being filled."""
         if self._carried is not None:
             # The device waits, not the host, and only if the last row is still in transit.
             torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
-        place = self._staging[name]
-        _fill(place, value, ids)
-        return place
+        return self._staging[name]
 
     def commit(self, step: int) -> None:
         """Send the row as the state after `step`.

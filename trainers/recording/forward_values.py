@@ -1,7 +1,7 @@
 """Values from the forward passes of a step: loss, logits, mean and spread of the hidden states.
 
-A step may have several micro-batches, each with a forward pass. The hooks of `ForwardPasses`
-accumulate their values. They are combined when the step ends.
+A step may have several micro-batches, each with a forward pass. `ForwardPasses` accumulates their
+values. They are combined when the step ends.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class ForwardPasses:
         self._loss_scale = loss_scale
         self._vocabularies = frozenset(vocabularies)
         self._unembedding_was_called = False
+        self._variables: frozenset[str] = frozenset()
         self.loss_looks_divided = False
         self._loss = StepLoss(loss_scale)
         self.begin_step()
@@ -65,6 +66,10 @@ class ForwardPasses:
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_observed = False
         self._unembedding_was_called = False
+        self.forget_hidden()
+
+    def forget_hidden(self) -> None:
+        """Discard the hidden states of the current step."""
         self._hidden = WeightedMean()
         self._spread = HiddenSpread()
 
@@ -80,14 +85,11 @@ class ForwardPasses:
             Module that multiplies hidden states by a recorded parameter.
         variables : set of str
         """
+        self._variables = frozenset(variables)
         output = outside_compile(self._on_model_output)
         handles = [model.register_forward_hook(output, with_kwargs=True)]
         if head is not None and "logits" in variables and _makes_logits(model, head):
             handles.append(head.register_forward_hook(outside_compile(self._on_head_output)))
-        if head is not None and "hidden_mean" in variables:
-            handles.append(head.register_forward_pre_hook(outside_compile(self._on_head_input)))
-        if head is not None and variables & {"hidden_trace", "hidden_cosine"}:
-            handles.append(head.register_forward_pre_hook(outside_compile(self._add_spread)))
         return handles
 
     def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
@@ -100,6 +102,14 @@ class ForwardPasses:
                 self._logits_are_observed = True
             self._logits.add(logits)
 
+    def add_hidden(self, states: torch.Tensor) -> None:
+        """Add the hidden states of a micro-batch, (…, hidden)."""
+        if "hidden_mean" in self._variables:
+            mean = states.mean(dim=tuple(range(states.ndim - 1)), dtype=torch.float32)
+            self._hidden.add(mean, states[..., 0].numel())
+        if self._variables & {"hidden_trace", "hidden_cosine"}:
+            self._spread.add(states.flatten(0, -2).float())
+
     def values(self) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""
         return {
@@ -109,16 +119,6 @@ class ForwardPasses:
             "hidden_trace": self._spread.trace(),
             "hidden_cosine": self._spread.cosine(),
         }
-
-    def _on_head_input(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if is_trained(head) and isinstance(args[0], torch.Tensor):
-            hidden = args[0].detach()
-            mean = hidden.mean(dim=tuple(range(hidden.ndim - 1)), dtype=torch.float32)
-            self._hidden.add(mean, hidden[..., 0].numel())
-
-    def _add_spread(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if is_trained(head) and isinstance(args[0], torch.Tensor):
-            self._spread.add(args[0].detach().flatten(0, -2).float())
 
     def _on_head_output(self, head: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         if is_trained(head):

@@ -26,7 +26,7 @@ from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_ever
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.trainers.recording.forward_values import LogitsMode
-from trajstore.trainers.recording.token_selection import Tokens
+from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens
 
 __all__ = ["RecordingOptions", "TrainingLoop", "takes_options"]
 
@@ -41,7 +41,8 @@ class RecordingOptions:
     Attributes
     ----------
     record : str or sequence of str
-        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``.
+        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``,
+        ``everything``.
     parameter : str or sequence of str, optional
         Names of matrices (token, hidden); default: the model's unembedding. Several matrices have
         separate runs, ``NAME.<parameter>.zarr``, because a run has one token dimension.
@@ -51,6 +52,9 @@ class RecordingOptions:
         Rows of the matrix to record.
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
+    hidden_from : str, optional
+        Name of the module whose output is the hidden states, (batch, position, hidden). Default:
+        they are the input of the module that multiplies by the matrix.
     is_dead, token_count, token_text : array_like, (token,), optional
         Facts about the whole vocabulary. Without `is_dead`, tokens that occur 0 times are dead.
     populations : mapping, optional
@@ -88,6 +92,7 @@ class RecordingOptions:
     every: int = 1
     tokens: Tokens = "all"
     logits_mode: LogitsMode = "last"
+    hidden_from: str | None = None
     is_dead: npt.ArrayLike | None = None
     token_count: npt.ArrayLike | None = None
     token_text: npt.ArrayLike | None = None
@@ -105,7 +110,7 @@ class RecordingOptions:
     strict_numerics: bool = False
 
     def __post_init__(self) -> None:
-        resolve_record(self._names)
+        check_all_tokens(resolve_record(self._names), self.tokens)
         if self.every < 1:
             raise InvalidArgument(f"every: got {self.every}, expected at least 1")
         if self.logits_mode not in get_args(LogitsMode):

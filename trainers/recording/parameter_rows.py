@@ -17,10 +17,12 @@ import torch
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
-from trajstore.schema import OF_EXAMPLES, VARIABLES, room_for_examples
+from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import Transfer, open_transfer
+from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
+from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.sharding import has_rows_of, own_rows
@@ -179,6 +181,23 @@ class ParameterRows:
         self._check_kind(name, value, ids)
         self._copy_to_block(name, value, ids)
 
+    def place(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of a vector of the current step, which the caller fills at once.
+
+        Raises
+        ------
+        RecordingError
+            If the type or length differs from the first row, or if the disk is full.
+        """
+        if self._transfer is None:
+            self._row[name] = torch.empty(length, dtype=dtype)
+            return self._row[name]
+        self._check_array(name, dtype, (length,))
+        with self._disk_errors():
+            self._row[name] = self._transfer.place(name)
+        self._whole_step = None  # as in `_copy_to_block`
+        return self._row[name]
+
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
         if "cells" in self.variables:
@@ -286,13 +305,15 @@ class ParameterRows:
         return padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
 
     def _check_kind(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
+        shape = value.shape if ids is None else (len(ids), *value.shape[1:])
+        self._check_array(name, value.dtype, tuple(shape))
+
+    def _check_array(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert self.writer is not None
         array = self.writer.layout.arrays[name]
-        shape = value.shape if ids is None else (len(ids), *value.shape[1:])
-        dtype = _native(value)
-        if dtype != array.native.name or tuple(shape) != array.row:
+        if _name(dtype) != array.native.name or shape != array.row:
             raise RecordingError(
-                f"{name} is now {dtype} of shape {tuple(shape)}, but was {array.native.name} of "
+                f"{name} is now {_name(dtype)} of shape {shape}, but was {array.native.name} of "
                 f"shape {array.row} in the first row; record a new run for the new shape or type"
             )
 
@@ -312,12 +333,14 @@ class ParameterRows:
         self.variables = tuple(name for name in requested if name in last or name in required)
         self.left_out = tuple(name for name in requested if name not in self.variables)
         for step, row in self._early_rows:
-            for name in MOMENTS:
+            for name in (*MOMENTS, *OPTIMIZER_STATE):
                 if name in last and name not in row:  # skipped before the optimizer had a state
                     row[name] = torch.zeros_like(last[name])
             self._check_whole(step, row)
         types = {name: _native(last[name]) for name in self.variables}
-        room = room_for_examples({name: tuple(last[name].shape) for name in types})
+        room = row_lengths({name: tuple(last[name].shape) for name in types})
+        if self._planned.state is not None:
+            self._initial |= self._planned.state.initial()
         self.writer = writer = self._planned.create(types, room)
         rows = [(self.last_step, self._initial_row(last))]
         rows += [
@@ -392,24 +415,39 @@ def _own_variables(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str
 
 
 def _native(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _remedy(unseen: list[str]) -> str:
-    if "loss" in unseen:
-        return "the model returns no loss; pass it in every step with observe(loss=…)"
-    if "logits" in unseen:
-        return "pass them in every step with observe(logits=…)"
-    if "grad" in unseen or "grad_token_norm" in unseen:
-        return "the parameter has no gradient; use it in the forward pass of every step"
-    if "batch" in unseen:
-        return (
-            "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
-            f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get"
-        )
-    if "example_loss" in unseen:
-        return (
-            "the model is not a causal language model of transformers with labels; pass the "
-            "losses in every step with observe(example_loss=…)"
-        )
-    return "leave it out of record"
+    found = [remedy for names, remedy in _REMEDIES if not names.isdisjoint(unseen)]
+    return "; ".join(found) or "leave it out of record"
+
+
+_REMEDIES = (
+    ({"loss"}, "the model returns no loss; pass it in every step with observe(loss=…)"),
+    ({"logits"}, "pass the logits in every step with observe(logits=…)"),
+    (
+        {*OF_HIDDEN_STATES},
+        "no module has the matrix as its weight and gets the hidden states; pass them in every "
+        "step with observe(hidden=…), or name the module that returns them with hidden_from=…",
+    ),
+    (
+        {"grad", "grad_token_norm"},
+        "the parameter has no gradient; use it in the forward pass of every step",
+    ),
+    ({"random_state"}, "call the model itself in every step, so that its hooks run"),
+    (
+        {"batch"},
+        "pass the indices of the examples in every step with observe(batch=…), or add a tensor "
+        f"{EXAMPLE_INDEX} to the model's inputs, which the model does not get",
+    ),
+    (
+        {"example_loss"},
+        "the model is not a causal language model of transformers with labels; pass the losses in "
+        "every step with observe(example_loss=…)",
+    ),
+)

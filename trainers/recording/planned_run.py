@@ -25,9 +25,14 @@ from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.parameters import RecordedParameter
-from trajstore.trainers.recording.provenance import optimizer_attributes, provenance
+from trajstore.trainers.recording.provenance import (
+    group_attributes,
+    optimizer_attributes,
+    provenance,
+)
 from trajstore.trainers.recording.token_selection import select_tokens
 
 __all__ = ["PlannedRun", "plan_runs", "run_path"]
@@ -54,7 +59,9 @@ class PlannedRun:
     populations : dict of str to ndarray of bool, (token,)
         Masks of the recorded tokens, by the names of their coordinates.
     model : ModelParameters or None
-        Given if variables of all parameters of the model are recorded.
+        Given if summaries of all parameters of the model are recorded.
+    state : ModelState or None
+        Given if the state of the model is recorded.
     share : TokenShare or None
         Share of this process in the run, if the parameter is sharded.
     on_note : callable or None
@@ -71,6 +78,7 @@ class PlannedRun:
     loop: TrainingLoop
     populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     model: ModelParameters | None = None
+    state: ModelState | None = None
     share: TokenShare | None = None
     on_note: Callable[[str], None] | None = None
 
@@ -109,15 +117,15 @@ class PlannedRun:
             "logits_mode": self.options.logits_mode,
         }
 
-    def create(self, types: Mapping[str, str], room: Mapping[str, int]) -> RunWriter:
+    def create(self, types: Mapping[str, str], room: Mapping[str, Any]) -> RunWriter:
         """Create the run without rows.
 
         Parameters
         ----------
         types : mapping of str to str
             Native type of each variable of the run.
-        room : mapping of str to int
-            From `trajstore.schema.room_for_examples`.
+        room : mapping
+            From `trajstore.schema.row_lengths`.
         """
         options = self.options
         chosen: dict[str, Any] = {**self.coordinates, **room}
@@ -126,16 +134,10 @@ class PlannedRun:
             token=self.token,
             hidden=self.parameter.tensor.shape[1],
             variables=types,
-            parameter=None if self.model is None else self.model.names,
+            parameter=self.parameter_names,
             populations=self.populations,
             config=options.config,
-            attributes={
-                "optimizer": optimizer_attributes(
-                    self.optimizer, self.parameter.group, self.schedule
-                ),
-                "provenance": provenance(self.device, options.origin),
-                "recording": self.recording_attribute,
-            },
+            attributes=self._attributes(),
             memory=self.memory,
             block_rows=options.block_rows,
             overwrite=options.overwrite,
@@ -147,6 +149,26 @@ class PlannedRun:
             **chosen,
         )
 
+    @property
+    def parameter_names(self) -> tuple[str, ...] | None:
+        """Names of all parameters of the model; None if no variable has them."""
+        given = self.model or self.state
+        return None if given is None else given.names
+
+    def _attributes(self) -> dict[str, Any]:
+        """Root attributes of a new run."""
+        optimizer = optimizer_attributes(self.optimizer, self.parameter.group, self.schedule)
+        attributes: dict[str, Any] = {}
+        if self.state is not None:
+            optimizer["groups"] = group_attributes(self.optimizer)
+            attributes = self.state.attributes()
+        return {
+            "optimizer": optimizer,
+            "provenance": provenance(self.device, self.options.origin),
+            "recording": self.recording_attribute,
+            **attributes,
+        }
+
 
 def plan_runs(
     path: RunPath,
@@ -155,6 +177,7 @@ def plan_runs(
     options: RecordingOptions,
     loop: TrainingLoop,
     model: ModelParameters | None = None,
+    state: ModelState | None = None,
     shares: Sequence[TokenShare | None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> list[PlannedRun]:
@@ -194,6 +217,7 @@ def plan_runs(
                     name: mask if ids is None else mask[ids] for name, mask in masks.items()
                 },
                 model=model,
+                state=state,
                 share=share,
                 on_note=on_note,
             )

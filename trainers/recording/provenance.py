@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 from trajstore.strict_json import utc_now
 from trajstore.version import __version__
 
-__all__ = ["changed_provenance", "optimizer_attributes", "provenance", "resumed_provenance"]
+__all__ = [
+    "changed_provenance",
+    "group_attributes",
+    "optimizer_attributes",
+    "provenance",
+    "resumed_provenance",
+]
 
 _NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
 """Facts on which the bits of a training run depend."""
@@ -89,12 +95,20 @@ def optimizer_attributes(
     schedule : dict
         Change of its learning rate, and the norm to which the loop clips gradients.
     """
+    return {**_rule_attributes(optimizer, group), "schedule": schedule}
+
+
+def group_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the class and the hyperparameters of each parameter group of an optimizer."""
+    return [_rule_attributes(optimizer, group) for group in optimizer.param_groups]
+
+
+def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     kind = type(optimizer)
     hyperparameters = {key: _plain(value) for key, value in group.items() if key != "params"}
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "hyperparameters": hyperparameters,
-        "schedule": schedule,
     }
 
 

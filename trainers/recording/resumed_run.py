@@ -89,6 +89,8 @@ class ExistingRun:
         _check_populations(planned, arrays)
         if "parameter" in arrays:
             _check_model(planned, np.asarray(arrays["parameter"][...]))
+        if planned.state is not None:
+            planned.state.resume(attributes, held)
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
@@ -217,7 +219,7 @@ def _check_populations(planned: PlannedRun, arrays: Any) -> None:
 
 
 def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
-    names = () if planned.model is None else planned.model.names
+    names = planned.parameter_names or ()
     if tuple(map(str, held)) != names:
         raise InvalidArgument(
             f"the model has {len(names)} parameters, but {planned.path} has {len(held)} "

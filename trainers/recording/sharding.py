@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trajstore.errors import RecordingError
-from trajstore.schema import MODEL, OF_EXAMPLES, VARIABLES
+from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 
@@ -201,6 +201,12 @@ def _check_variables(
         )
     from torch.distributed.fsdp import FSDPModule
 
+    of_state = [name for name in EVERYTHING if name in variables]
+    if of_state:
+        raise RecordingError(
+            f"{of_state[0]}: the state of a model with sharded parameters cannot be recorded; "
+            "record weights, weights+grads or all"
+        )
     of_model = [name for name in MODEL if name in variables]
     if of_model:
         raise RecordingError(

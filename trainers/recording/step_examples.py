@@ -38,36 +38,32 @@ class StepExamples:
     ----------
     variables : collection of str
         Recorded variables; those outside `trajstore.schema.OF_EXAMPLES` are ignored.
+
+    Attributes
+    ----------
+    variables : tuple of str
+        The others.
     """
 
     def __init__(self, variables: Collection[str]) -> None:
-        self._variables = tuple(name for name in OF_EXAMPLES if name in variables)
+        self.variables = tuple(name for name in OF_EXAMPLES if name in variables)
         self._loss_is_known = False
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
-        self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self._variables}
+        self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self.variables}
         self._observed: set[str] = set()
 
-    def watch(self, model: torch.nn.Module, head: torch.nn.Module | None) -> list[RemovableHandle]:
-        """Register the hooks that the variables need.
-
-        Parameters
-        ----------
-        model : Module
-        head : Module or None
-            Module that multiplies hidden states by a recorded parameter.
-        """
+    def watch(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """Register the hooks that the variables need."""
         handles: list[RemovableHandle] = []
-        if "batch" in self._variables:
+        if "batch" in self.variables:
             taking = outside_compile(self._on_model_input)
             handles.append(model.register_forward_pre_hook(taking, with_kwargs=True))
-        if "example_loss" in self._variables:
+        if "example_loss" in self.variables:
             output = outside_compile(self._on_model_output)
             handles.append(model.register_forward_hook(output, with_kwargs=True))
-        if "hidden_states" in self._variables and head is not None:
-            handles.append(head.register_forward_pre_hook(outside_compile(self._on_head_input)))
         return handles
 
     def observe(self, *, batch: Any, example_loss: Any) -> None:
@@ -88,7 +84,7 @@ class StepExamples:
                     f"{name}: got {values.dtype} of shape {tuple(values.shape)}, expected {kind}, "
                     "one for each example of the micro-batch"
                 )
-            if name not in self._variables:
+            if name not in self.variables:
                 continue
             if name not in self._observed:
                 self._observed.add(name)
@@ -105,7 +101,7 @@ class StepExamples:
         RecordingError
             If the variables have different numbers of examples.
         """
-        if not self._variables:
+        if not self.variables:
             return {}
         seen = {name: _joined(parts) for name, parts in self._parts.items() if parts}
         seen = _of_all_processes(seen)
@@ -142,10 +138,15 @@ class StepExamples:
             self._loss_is_known = True
         self._parts["example_loss"].append(losses)
 
-    def _on_head_input(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if not is_trained(head) or not isinstance(args[0], torch.Tensor):
+    def forget_hidden(self) -> None:
+        """Discard the hidden states of the current step."""
+        if "hidden_states" in self._parts:
+            self._parts["hidden_states"].clear()
+
+    def add_hidden(self, states: torch.Tensor) -> None:
+        """Add the hidden states of a micro-batch, (example, position, hidden)."""
+        if "hidden_states" not in self._parts:
             return
-        states = args[0].detach()
         if states.ndim != 3:
             raise RecordingError(
                 f"hidden_states: got states of shape {tuple(states.shape)}, expected (example, "

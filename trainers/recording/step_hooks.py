@@ -3,7 +3,8 @@
 The hooks of step t, in the order of their calls:
 
 ========================================  ===================================================
-forward hooks on the unembedding          logits, hidden states, of every micro-batch
+forward hooks on the unembedding          logits, hidden states, of every micro-batch; the hidden
+                                          states also from the output of a named module
 forward hooks on the model                loss of every micro-batch, and of its examples
 end of a backward pass that reached a     the raw gradient, summed over the micro-batches so
 recorded parameter                        far and over all processes; the norm of all gradients
@@ -13,7 +14,8 @@ step post-hook of the optimizer           W and the moments, the summaries of al
 `GradScaler.step`                         the mark of a skipped step; the row is complete
 ========================================  ===================================================
 
-The forward hooks belong to `ForwardPasses` and `StepExamples`, the others to `Recorder`. Each
+The forward hooks belong to `ForwardPasses`, `HiddenStates` and `StepExamples`, the others to
+`Recorder`. Each
 tensor is copied once, directly to its place in the writer's block (see `device_to_host`).
 """
 
@@ -34,7 +36,9 @@ from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.forward_values import ForwardPasses, LogitsMode
+from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
 from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trajstore.trainers.recording.parameters import unwrap
@@ -105,12 +109,18 @@ class Recorder:
     parameters : sequence of ParameterRows
         One per recorded parameter; empty in a process that does not record.
     model_parameters : ModelParameters, optional
-        Given if variables of all parameters of the model are recorded.
+        Given if summaries of all parameters of the model are recorded.
+    model_state : ModelState, optional
+        Given if the state of the model is recorded.
     loop : TrainingLoop
     examples : StepExamples
         In a distributed training all processes have one, also those that do not record.
     head : Module or None
         Module that multiplies hidden states by a recorded parameter.
+    hidden_size : int
+        Elements of a hidden state.
+    hidden_from : str, optional
+        Name of the module whose output is the hidden states; default: they are the input of `head`.
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     on_step : callable, optional
@@ -130,10 +140,13 @@ class Recorder:
         optimizer: Any,
         parameters: Sequence[ParameterRows],
         model_parameters: ModelParameters | None = None,
+        model_state: ModelState | None = None,
         *,
         loop: TrainingLoop,
         examples: StepExamples,
         head: torch.nn.Module | None,
+        hidden_size: int,
+        hidden_from: str | None = None,
         logits_mode: LogitsMode = "last",
         on_step: Callable[[Recorder], None] | None = None,
     ) -> None:
@@ -142,12 +155,14 @@ class Recorder:
         self._optimizer = real_optimizer(optimizer)
         self._parameters = tuple(parameters)
         self._whole = model_parameters
+        self._state = model_state
         self._forward = ForwardPasses(
             logits_mode=logits_mode,
             loss_scale=loop.loss_scale,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
         )
         self._examples = examples
+        self._hidden = HiddenStates((self._forward, examples), hidden_size)
         scaler = loop.scaler
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._max_grad_norm = loop.max_grad_norm
@@ -161,9 +176,12 @@ class Recorder:
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
-        self._handles += examples.watch(inner, head)
+        self._handles += examples.watch(inner)
+        watched = {name for rows in self._parameters for name in rows.watched}
+        if not watched.union(examples.variables).isdisjoint(OF_HIDDEN_STATES):
+            self._handles += self._hidden.watch(inner, head, hidden_from)
         if self._parameters:
-            self._watch_passes(inner, head)
+            self._watch_passes(inner, head, watched)
         if self._scaler is not None:
             self._watch_scaler(self._scaler)
 
@@ -189,6 +207,11 @@ class Recorder:
     def rows(self) -> int:
         """Rows of the first parameter's run, including those that are not committed yet."""
         return self._parameters[0].rows if self._parameters else 0
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows that are committed in every run."""
+        return min((rows for _, rows in self.recorded_rows()), default=0)
 
     def recorded_rows(self) -> list[tuple[Location, int]]:
         """Return the path of each parameter's run and its number of rows."""
@@ -222,6 +245,7 @@ class Recorder:
         *,
         loss: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
         batch: npt.ArrayLike | torch.Tensor | None = None,
         example_loss: npt.ArrayLike | torch.Tensor | None = None,
     ) -> None:
@@ -234,6 +258,9 @@ class Recorder:
             The mean over a step's micro-batches is recorded.
         logits : tensor, (batch, position, token) or (batch, token)
             Logits, if neither the model nor its unembedding returns them.
+        hidden : tensor, (batch, position, hidden)
+            Hidden states that the model multiplies by the recorded matrix, if no module of it has
+            the matrix and `hidden_from` names none.
         batch : array_like of int, (example,)
             Indices of the examples in the data set. Alternatively, give the model's inputs a tensor
             ``example_index``: it is recorded and removed before the model runs.
@@ -244,8 +271,11 @@ class Recorder:
         Raises
         ------
         InvalidArgument
-            If `batch` or `example_loss` does not have one number for each example.
+            If `hidden` has another shape, or `batch` or `example_loss` does not have one number for
+            each example.
         """
+        if hidden is not None:
+            self._hidden.observe(hidden)
         self._forward.observe(loss=loss, logits=logits)
         self._examples.observe(batch=batch, example_loss=example_loss)
 
@@ -262,14 +292,18 @@ class Recorder:
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
 
-    def _watch_passes(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
+    def _watch_passes(
+        self, model: torch.nn.Module, head: torch.nn.Module | None, variables: set[str]
+    ) -> None:
         """Register the hooks of the forward and backward passes."""
         recorded = [rows.parameter for rows in self._parameters]
-        variables = {name for rows in self._parameters for name in rows.watched}
         self._handles += self._forward.watch(model, head, variables)
+        reached = [parameter.tensor for parameter in recorded]
+        if self._state is not None:  # a backward pass may reach some parameters only
+            self._handles += self._state.watch(model)
+            reached = self._trained
         self._handles += [
-            parameter.tensor.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in recorded
+            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in reached
         ]
 
     def _watch_scaler(self, scaler: Any) -> None:
@@ -310,6 +344,10 @@ class Recorder:
         self._raw_gradients.clear()
         for rows in self._parameters:
             gradient = rows.parameter.tensor.grad
+            if self._state is not None:
+                self._state.after_backward(rows, unscale)
+                if gradient is None:  # another backward pass of the step may reach it
+                    continue
             if gradient is None:
                 raise RecordingError(
                     f"{rows.parameter.name} has no gradient after the backward pass; use it in the "
@@ -342,6 +380,8 @@ class Recorder:
         for rows in self._parameters:
             rate = rows.parameter.group["lr"]
             rows.set("lr", torch.as_tensor(rate, dtype=torch.float64))
+            if self._state is not None:
+                self._state.before_step(rows)
 
     def _observed_clip_coefficient(self, rows: ParameterRows, raw: _RawGradient) -> torch.Tensor:
         """Return the factor of the gradient since the backward pass; NaN if unknown."""
@@ -370,6 +410,12 @@ class Recorder:
             factor = torch.where(agreed(same, parameter), candidate, factor)
         return factor
 
+    def _scale(self) -> torch.Tensor | None:
+        """Return the factor by which the scaler multiplied the loss of the step."""
+        if self._scaler is None or self._state is None:
+            return None
+        return torch.tensor(self._scaler.get_scale(), dtype=torch.float64)
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end_step(skipped=found_overflow(optimizer))
 
@@ -389,6 +435,7 @@ class Recorder:
             **self._examples.values(),
             "grad_norm": self._total_norm,
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
+            "scale": self._scale(),
         }
         if self._whole is not None:
             scalars |= self._whole.after_step(skipped=skipped)
@@ -405,6 +452,8 @@ class Recorder:
                 if name in state:
                     rows.set(name, state[name])
             rows.set_change_norms()
+            if self._state is not None:
+                self._state.after_step(rows)
             if logits is not None and "logits" in rows.variables:
                 scalars["logits"] = own_logits(logits, parameter)
             for name, value in scalars.items():
@@ -413,6 +462,7 @@ class Recorder:
             rows.end_row(self.step + 1, skipped=skipped)
         self.step += 1
         self._forward.begin_step()
+        self._hidden.begin_step()
         self._examples.begin_step()
         self._total_norm = None
         self._raw_gradients.clear()

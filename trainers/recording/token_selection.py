@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,29 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import EVERYTHING
 
-__all__ = ["Tokens", "read_tokens", "select_tokens"]
+__all__ = ["Tokens", "check_all_tokens", "read_tokens", "select_tokens"]
 
 Tokens = str | npt.ArrayLike
 """``all``, ``dead``, ``live``, or ids."""
+
+
+def check_all_tokens(variables: Iterable[str], tokens: Tokens) -> None:
+    """Check that a run with the state of the whole model has the whole matrix.
+
+    Raises
+    ------
+    InvalidArgument
+        If some tokens only are to be recorded.
+    """
+    held = set(EVERYTHING).intersection(variables)
+    if held and not (isinstance(tokens, str) and tokens == "all"):
+        shown = tokens if isinstance(tokens, str) else "a list of ids"
+        raise InvalidArgument(
+            f"tokens: got {shown}, but {min(held)} is recorded with all tokens of the matrix; "
+            "leave out tokens, or select tokens after recording"
+        )
 
 
 def select_tokens(

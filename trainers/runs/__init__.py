@@ -1,9 +1,10 @@
 """Training runs from a configuration: planned, run, checkpointed and resumed.
 
 ``run_plan`` computes the cost of a run, and ``timed_steps`` measures its duration. ``record``
-trains and records it. ``training_setup`` builds ``model``, ``optimizer`` and examples for a Trainer
-or for a plain loop over ``batches``. ``recorded_training`` attaches a recorder.
-``checkpoint_schedule`` decides when to write a ``checkpoint`` of the ``training_state``.
+trains and records it, and ``matrix_runs`` names its runs. ``training_setup`` builds ``model``,
+``optimizer`` and examples for a Trainer or for a plain loop over ``batches``. ``recorded_training``
+attaches a recorder. ``checkpoint_schedule`` decides when to write a ``checkpoint`` of the
+``training_state``.
 
 Before a run resumes, ``resume_checks`` compares the configurations. Without a checkpoint,
 ``retraining`` repeats the training up to the last row, if the ``recorded_rates`` agree with its

@@ -44,6 +44,7 @@ class Checkpointing:
     ----------
     training : Training
     run : Path or RemotePath
+        The run, or the first of several.
     every : int, optional
         Minimum steps between two checkpoints; default: by time.
     sources : mapping of str to str
@@ -116,26 +117,25 @@ class Checkpointing:
             return
         try:
             with RunLock.acquire(self._run):
-                self._folder.prune(recorder.writer.committed_rows)
+                self._folder.prune(recorder.committed_rows)
         except RunLocked:
             pass  # the process that resumes the run removes them
 
     def _take_if_due(self, recorder: Recorder, scaler: Any, *, last: bool) -> None:
-        writer = recorder.writer
-        if writer is None:
+        if recorder.writer is None:
             return
         if self._created is None:
             self._created = str(open_group(self._run).attrs["created"])
             self._folder.clean(self._taken_from)
         if self._adding is not None and self._adding.done():
             self._wait_for_write()
-        if not last and not self._is_due(recorder, writer.committed_rows):
+        if not last and not self._is_due(recorder):
             return
         self._wait_for_write()
         begun = self._clock()
         taken = self._take(recorder, scaler)
         self._last_step = recorder.step
-        self._adding = submit(self._thread, self._add, taken, writer.committed_rows, begun)
+        self._adding = submit(self._thread, self._add, taken, recorder.committed_rows, begun)
         if last:
             self._wait_for_write()
 
@@ -150,14 +150,14 @@ class Checkpointing:
             adding, self._adding = self._adding, None
             adding.result()
 
-    def _is_due(self, recorder: Recorder, committed_rows: int) -> bool:
+    def _is_due(self, recorder: Recorder) -> bool:
         if self._every is not None:
             return recorder.at_block_end and recorder.step - self._last_step >= self._every
         if self._adding is not None:
             return False
         passed = self._clock() - self._last_time
         due = passed >= max(_MIN_INTERVAL, _PAUSE_FACTOR * self._took)
-        return due and not self._folder.has_uncommitted(committed_rows)
+        return due and not self._folder.has_uncommitted(recorder.committed_rows)
 
     def _take(self, recorder: Recorder, scaler: Any) -> Checkpoint:
         state, tensors = take_state(self._training, scaler)

@@ -275,6 +275,11 @@ class _Source:
         attributes = group.attrs.asdict()
         config = recorded_config(path, after=at)
         check_recorded(path, attributes)
+        if not config.model.tied:
+            raise InvalidArgument(
+                f"cannot fork {path}: it holds one of the two matrices of its training "
+                "(model.tied = false); record a new training with the other settings"
+            )
         if "W" not in group:
             raise InvalidArgument(
                 f"cannot fork {path}: it has no W, which is needed to compare a repeated training; "

@@ -1,4 +1,4 @@
-"""The model and the initial values of its embedding."""
+"""The model and the initial values of its embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["build_model", "initialize"]
 
 
 def build_model(config: ModelConfig) -> GPT2LMHeadModel:
-    """Build GPT-2 without dropout, with tied embeddings, and convert all weights to one type.
+    """Build GPT-2 without dropout, and convert all weights to one type.
 
     Weights are drawn in float32 from torch's global generator.
     """
@@ -25,7 +25,7 @@ def build_model(config: ModelConfig) -> GPT2LMHeadModel:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            tie_word_embeddings=True,
+            tie_word_embeddings=config.tied,
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,
@@ -40,11 +40,11 @@ def build_model(config: ModelConfig) -> GPT2LMHeadModel:
 
 @torch.no_grad()
 def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) -> None:
-    """Set the initial values of the embedding matrix.
+    """Set the initial values of the embedding matrix, and then of an untied unembedding.
 
-    ``point``: one random unit vector for all tokens plus noise of standard deviation ``sigma``; the
-    vector is drawn first. ``normal``: every element is drawn from N(0, sigma²). ``default``: the
-    values of `build_model`.
+    ``point``: one random unit vector for all tokens of a matrix plus noise of standard deviation
+    ``sigma``; the vector is drawn first. ``normal``: every element is drawn from N(0, sigma²).
+    ``default``: the values of `build_model`.
 
     All values are drawn on the CPU, for any device, in the type of the configuration. Then they are
     rounded to the weights' type.
@@ -60,12 +60,15 @@ def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) 
         torch.manual_seed(seed)
     if config.kind == "default":
         return
-    embedding = model.get_input_embeddings().weight
-    tokens, hidden = embedding.shape
+    matrices = [model.get_input_embeddings().weight]
+    if model.lm_head.weight is not matrices[0]:
+        matrices.append(model.lm_head.weight)
     dtype = getattr(torch, config.dtype)
-    if config.kind == "point":
-        vector = torch.randn(hidden, dtype=dtype)
-        noise = torch.randn(tokens, hidden, dtype=dtype) * config.sigma
-        embedding.copy_(vector / vector.norm() + noise)
-    else:
-        embedding.copy_(torch.randn(tokens, hidden, dtype=dtype) * config.sigma)
+    for matrix in matrices:
+        tokens, hidden = matrix.shape
+        if config.kind == "point":
+            vector = torch.randn(hidden, dtype=dtype)
+            noise = torch.randn(tokens, hidden, dtype=dtype) * config.sigma
+            matrix.copy_(vector / vector.norm() + noise)
+        else:
+            matrix.copy_(torch.randn(tokens, hidden, dtype=dtype) * config.sigma)

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.stretches import recorded_threads
 from trajstore.store.reading.open_group import open_group
@@ -21,6 +21,7 @@ from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.torch_threads import check_threads, torch_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import (
     ResumePoint,
@@ -63,7 +64,8 @@ def record(
         ``training.steps``, ``recording.memory``, ``recording.commit_every`` and
         ``recording.checkpoint_every`` may change.
     path : path-like
-        Path of the run, by custom ``NAME.zarr``.
+        Path of the run, by custom ``NAME.zarr``. With untied weights each matrix has a run,
+        ``NAME.<parameter>.zarr``.
     corpus, tokenizer : path-like, optional
         Replace the text and tokenizer of the configuration, which come from the cache or are
         embedded. A resumed run uses the paths that it was given before.
@@ -94,8 +96,8 @@ def record(
     Returns
     -------
     Path or RemotePath
-        Path of the run, complete unless it was stopped. If training fails, all complete rows are
-        committed, and the run is ``interrupted``.
+        `path` as an absolute path. The run is complete unless it was stopped. If training fails,
+        all complete rows are committed, and the run is ``interrupted``.
 
     Raises
     ------
@@ -132,24 +134,36 @@ def record(
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # first, because an existing run would hide this error
     before: ResumePoint | None = None
-    target = location(path).absolute()
-    resume = resume and target.exists()
+    found = location(path).absolute()
+    existing = existing_runs(found) if resume else ()
+    runs = existing or planned_runs(found, config)
+    target = runs[0]
+    resume = bool(existing)
     if resume:
-        before = find_resume_point(target, config)
+        before = find_resume_point(existing, config)
         if before.has_all(config.training.steps):
             if before.complete:
                 note = (
-                    f"{target} has all {before.last_step} steps already, so no step is trained; "
+                    f"{found} has all {before.last_step} steps already, so no step is trained; "
                     f"to extend it, give more: --resume --steps {2 * before.last_step}"
                 )
                 report_notes([note], on_note)
             else:  # its configuration must stay that of its rows
-                RunWriter.resume(target, commit_every=None, fsync=fsync).close("complete")
-            return target
+                for run in runs:
+                    RunWriter.resume(run, commit_every=None, fsync=fsync).close("complete")
+            return found
         resume = before.last_step > 0
     if not resume:
         # An existing run without steps was killed before its first commit.
-        target = check_target(path, overwrite=overwrite or before is not None)
+        replace = overwrite or before is not None
+        target, *others = (
+            check_target(run, overwrite=replace) for run in planned_runs(path, config)
+        )
+        if others and found.exists():
+            raise RunExists(
+                f"{path} exists, but is the common name of the two runs of untied weights; choose "
+                "another path"
+            )
         CheckpointFolder(target).check()
     taken = before.taken if before is not None else None
     sources = text_sources(taken, corpus=corpus, tokenizer=tokenizer)
@@ -202,7 +216,7 @@ def record(
                 on_note=on_note,
             )
         checkpointing.finish(recorder)
-    return target
+    return found
 
 
 def text_sources(

@@ -17,6 +17,7 @@ from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.token_selection import Tokens, read_tokens, select_tokens
 from trajstore.trainers.runs.checkpoint import Checkpoint
 from trajstore.trainers.runs.checkpoint_schedule import TrainerCheckpoints
+from trajstore.trainers.runs.matrix_runs import matrices, shared_path
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.runs.training_state import restore_random, restore_state
 from trajstore.trainers.texts.corpus import Corpus
@@ -53,6 +54,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         is_dead=counts == 0,
         token_count=counts,
         token_text=text.token_text,
+        parameter=matrices(config),
         populations=populations_from(recording.populations),
         config=config.model_dump(mode="json"),
         origin=text.provenance(),
@@ -86,7 +88,7 @@ def run_recorded(
     ----------
     training : Training
     target : Path or RemotePath
-        Path of the run.
+        Path of the run, or of the first run.
     options : RecordingOptions
     taken : Checkpoint or None
         Checkpoint from which the training starts.
@@ -106,6 +108,7 @@ def run_recorded(
         The closed recorder.
     """
     first_step = 0 if taken is None else taken.step
+    target = shared_path(target, training.config)
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
         trajectory.comparison = comparison

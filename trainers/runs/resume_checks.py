@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.provenance import changed_provenance
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs, shared_path
 from trajstore.trainers.runs.optimizer import learning_rate
 from trajstore.trainers.runs.training_setup import find_device
 from trajstore.trainers.texts.corpus import Corpus
@@ -54,7 +57,8 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     >>> recorded_config(record(config, "run.zarr")) == config
     True
     """
-    attributes = _attributes(location(path))
+    runs = existing_runs(path)
+    attributes = _attributes(runs[0] if runs else location(path))
     config = attributes.get("config")
     if not config:
         raise NothingToResume(
@@ -69,16 +73,16 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResumePoint:
-    """State of a run to resume.
+    """State of a run to resume, or of all runs of its training together.
 
     Attributes
     ----------
     rows : int
-        Committed rows.
+        Committed rows of every run.
     last_step : int
         Step of the last row; 0 without rows.
     complete : bool
-        True if the run was closed as complete.
+        True if every run was closed as complete.
     taken : Checkpoint or None
         Newest usable checkpoint.
     """
@@ -95,13 +99,13 @@ class ResumePoint:
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
-def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
-    """Return the state of a run to resume.
+def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoint:
+    """Return the state of a training to resume.
 
     Parameters
     ----------
-    path : Path or RemotePath
-        Path of the run.
+    runs : sequence of Path or RemotePath
+        Paths of its existing runs.
     config : RunConfig
         Configuration of the resumed run.
 
@@ -110,7 +114,8 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
     RunNotFound
         If there is no run.
     NothingToResume
-        If the run cannot be resumed, or has more steps than the configuration.
+        If the run cannot be resumed, has more steps than the configuration, or another run of the
+        training is missing.
     ConfigError
         If a fixed field of the configuration has changed; the message names the field.
     RunLocked
@@ -118,12 +123,22 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
     FormatError
         If the checkpoint is damaged.
     """
+    path = runs[0]
     recorded = recorded_config(path)
-    with RunLock.acquire(path):
-        attributes = _attributes(path)
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            locks.enter_context(RunLock.acquire(run))
+        of_each = [_attributes(run) for run in runs]
+        attributes = of_each[0]
         check_recorded(path, attributes)
         _check_config(path, recorded, config, attributes.get("provenance", {}))
-        rows = attributes.get("committed_rows", 0)
+        rows = min(each.get("committed_rows", 0) for each in of_each)
+        missing = set(planned_runs(shared_path(path, config), config)).difference(runs)
+        if missing and rows:
+            raise NothingToResume(
+                f"{missing.pop()} is missing, the other run of the training of {path}; restore it, "
+                "or record another training"
+            )
         taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
@@ -140,7 +155,10 @@ def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
         )
     return ResumePoint(
-        rows=rows, last_step=last, complete=attributes["status"] == "complete", taken=taken
+        rows=rows,
+        last_step=last,
+        complete=all(each["status"] == "complete" for each in of_each),
+        taken=taken,
     )
 
 

@@ -22,6 +22,7 @@ from trajstore.trainers.recording.provenance import changed_provenance
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.matrix_runs import planned_runs, shared_path
 from trajstore.trainers.runs.recorded_rates import check_rates
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import recorded_config
@@ -177,9 +178,11 @@ def retrain_to_last_row(
         If another process writes to the run.
     """
     with RunLock.acquire(run):
-        arrays: Any = open_group(run)
-        rows = int(arrays.attrs["committed_rows"])
-        step = int(arrays["step"][rows - 1])
+        config = recorded_config(run)
+        runs = planned_runs(shared_path(run, config), config)
+        groups: list[Any] = [open_group(one) for one in runs]
+        rows = min(int(group.attrs["committed_rows"]) for group in groups)
+        step = int(groups[0]["step"][rows - 1])
         reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
         if reached.difference is not None:
             reason = explain_difference(run, reached.difference)

@@ -22,6 +22,7 @@ from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.matrix_runs import planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.training_setup import build_training, find_device
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
@@ -120,7 +121,7 @@ def time_steps(
         with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
             run = Path(folder) / "timed.zarr"
             recorded = _record(config, text, device, seconds / 2, run)
-            size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+            size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     # Some devices have no special error for too little memory.
     except RuntimeError as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
@@ -204,7 +205,8 @@ def _record(
         """The advice is part of the plan."""
 
     training = build_training(config, text)
-    run_recorded(training, run, options, None, after_step=after_step, on_note=ignore_note)
+    first = planned_runs(run, config)[0]
+    run_recorded(training, first, options, None, after_step=after_step, on_note=ignore_note)
     clock.stop()
     return clock
 
@@ -212,7 +214,8 @@ def _record(
 def _check_memory(config: RunConfig) -> None:
     """Raise an error if the training does not fit into memory; it would swap or be killed."""
     model, training = config.model, config.training
-    weights = model.vocab_size * model.hidden + 12 * model.layers * model.hidden**2
+    matrices = 1 if model.tied else 2
+    weights = matrices * model.vocab_size * model.hidden + 12 * model.layers * model.hidden**2
     # A matrix, its gradient and two moments; the logits of a micro-batch, twice.
     needed = 4 * _FLOAT32 * weights + parse_bytes(config.recording.memory)
     needed += 2 * _FLOAT32 * training.batch_size * model.context * model.vocab_size

@@ -11,7 +11,9 @@ from typing import Any
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import make_folder, put
+from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
+from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.watching.followed_runs import SWEEP, swept_names
 
 __all__ = [
@@ -35,20 +37,24 @@ def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
     steps_given : bool
         True if ``training.steps`` was set; otherwise a run keeps its recorded number of steps.
     """
-    attributes = _attributes(run)
-    if attributes.get("status") != "complete" or not attributes.get("config"):
+    if existing_runs(run) != planned_runs(run, config):
+        return False
+    found = [_attributes(one) for one in existing_runs(run)]
+    attributes = found[0]
+    if {one.get("status") for one in found} != {"complete"} or not attributes.get("config"):
         return False
     recorded = RunConfig.parse(attributes["config"])
     if _fixed_fields(recorded) != _fixed_fields(config):
         return False
     wanted = config.training.steps if steps_given else recorded.training.steps
-    steps: Any = open_group(run)["step"]
+    steps: Any = open_group(existing_runs(run)[0])["step"]
     return bool(steps.shape[0]) and int(steps[-1]) >= wanted
 
 
 def committed_rows(run: Path) -> int:
     """Return the committed rows of a run; 0 if it does not exist yet."""
-    return int(_attributes(run).get("committed_rows", 0))
+    found = (_attributes(one) for one in existing_runs(run))
+    return min((int(each.get("committed_rows", 0)) for each in found), default=0)
 
 
 def planned_rows(config: RunConfig) -> int:
@@ -142,7 +148,7 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def _attributes(run: Path) -> dict[str, Any]:
+def _attributes(run: Location) -> dict[str, Any]:
     """Return the attributes of a run; none if it does not exist or is incomplete."""
     try:
         return open_group(run).attrs.asdict()

@@ -129,6 +129,8 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     printed.add_section()
     printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
     print_table(printed)
+    if facts.get("parameters"):
+        _print_parameters(facts["parameters"])
     if facts["encoding"] == "replay":
         _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
@@ -145,6 +147,19 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         out.print(Text(f"Populations: {', '.join(named)}."))
     print_notes(advice["sentence"] for advice in facts["advice"])
     print_notes(without_tokens(facts["populations"]))
+
+
+def _print_parameters(parameters: list[dict[str, Any]]) -> None:
+    """Print the parameters of the model, the variable that holds each, and its optimizer group."""
+    printed = table("Parameters", "parameter", "shape", "type", "in", "group")
+    for entry in parameters:
+        group = "none" if entry["group"] is None else str(entry["group"])
+        if not entry["requires_grad"]:
+            group = "not trained"
+        name = ", ".join([entry["name"], *entry.get("tied", [])])
+        shape = _shape(entry["shape"]) or "scalar"
+        printed.add_row(name, shape, entry["dtype"], entry["variable"], group)
+    print_table(printed)
 
 
 def _print_forms(facts: dict[str, Any]) -> None:

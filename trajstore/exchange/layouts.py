@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.guessing.kind_table import scalar_of
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, scalar_of
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import MODEL, OF_EXAMPLES, VARIABLES
+from trajstore.schema import VARIABLES
 
 __all__ = [
     "COUNTS",
@@ -203,7 +203,7 @@ _OF_LAYOUT = (
     "like", "format", "type", "bits", "tokens", "steps", "runs", "required", "marks", "numbers",
     "texts", "chunk_rows", "gzip", "arrays",
 )  # fmt: skip
-_EXPORTABLE = tuple(name for name in VARIABLES if name not in (*MODEL, *OF_EXAMPLES))
+_EXPORTABLE = tuple(name for name in ARRAY_KINDS if name in VARIABLES)
 
 
 def _layout(name: str, table: Mapping[str, Any]) -> Layout:

@@ -21,7 +21,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
-from trajstore.schema import EXPORTED, MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
+from trajstore.schema import EXPORTED, OF_PARAMETERS, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.repairs import dropped_arrays
@@ -296,7 +296,7 @@ def _check_lengths(found: CheckedMetadata) -> None:
         if name not in found.arrays and name not in found.own:
             found.report(name, "it is missing; every run needs it", remedy="none")
     there = found.arrays.keys() | found.own.keys()
-    if not there.isdisjoint(MODEL) and "parameter" not in there:
+    if not there.isdisjoint(OF_PARAMETERS) and "parameter" not in there:
         message = "it is missing; it names the parameters of the model"
         found.report("parameter", message, remedy="none")
     if there.isdisjoint(TRAJECTORIES):

@@ -12,7 +12,7 @@ from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.damaged_shards import DamagedShard, damaged_shards, nan_filled
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import MODEL, STEP, TRAJECTORIES, coordinate
+from trajstore.schema import OF_PARAMETERS, STEP, TRAJECTORIES, coordinate
 from trajstore.store.metadata.repairs import FilledShard, filled_shards
 from trajstore.store.metadata.shard import Shard
 from trajstore.store.storage.remote_path import Location
@@ -195,7 +195,7 @@ def _check_droppable(checked: CheckedRun, name: str) -> None:
 
 
 def _is_needed(metadata: CheckedMetadata, name: str) -> bool:
-    names_model = name == "parameter" and not metadata.arrays.keys().isdisjoint(MODEL)
+    names_model = name == "parameter" and not metadata.arrays.keys().isdisjoint(OF_PARAMETERS)
     return name in _NEEDED or names_model
 
 

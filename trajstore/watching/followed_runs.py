@@ -53,7 +53,8 @@ class FollowedRuns:
 
 
 def _paths(run: str) -> list[str]:
-    planned = [os.path.join(run, name) for name in swept_names(Path(run))]
+    names = swept_names(Path(run))
+    planned = run_paths(os.path.join(run, name) for name in names) if names else []
     there = run_paths([run]) if not planned or any(map(os.path.exists, planned)) else []
     return planned + [path for path in there if path not in planned]
 

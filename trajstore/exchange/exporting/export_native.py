@@ -12,7 +12,7 @@ from trajstore.exchange.exporting.exported_file import ExportedFile, variable_te
 from trajstore.exchange.layouts import COUNTS, HDF5_KEYS, HDF5_TEXTS, LAYOUTS
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import constant
-from trajstore.schema import COORDINATES, MODEL, STEP, coordinate
+from trajstore.schema import COORDINATES, OF_PARAMETERS, STEP, coordinate
 from trajstore.store.reading.tiled_reader import TiledRun
 
 __all__ = ["hdf5_file", "native_file"]
@@ -68,6 +68,6 @@ def _json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
     for name, values in run.coordinates.items():
         if name in COORDINATES and COORDINATES[name].dtype == "string":
             texts[name] = json.dumps([str(text) for text in selection.along_token(values)])
-    if run.parameters is not None and not set(selection.variables).isdisjoint(MODEL):
+    if run.parameters is not None and not set(selection.variables).isdisjoint(OF_PARAMETERS):
         texts["parameter"] = json.dumps([str(name) for name in run.parameters])
     return texts

@@ -70,7 +70,7 @@ def write_run(
     with RunWriter.create(
         path,
         hidden=hidden[0] if hidden else 1,
-        **run.room_for_examples,
+        **run.row_lengths,
         variables={name: run.series[name].native.name for name in selection.variables},
         memory=memory,
         block_rows=block_rows,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from trajstore.schema import MODEL, OF_EXAMPLES, STEP, VARIABLES
+from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, STEP, VARIABLES
 
 __all__ = [
     "AMBIGUOUS",
@@ -90,8 +90,12 @@ _NAMES = {
 """Common names. Other variables are known by their own name only, in lower case."""
 
 _DIMS: dict[str, tuple[str, ...]] = {
-    # MODEL: no other program has them. OF_EXAMPLES: only native files identify the examples.
-    **{name: entry.dims for name, entry in VARIABLES.items() if name not in (*MODEL, *OF_EXAMPLES)},
+    # MODEL, EVERYTHING: no other program has them. OF_EXAMPLES: only native files identify them.
+    **{
+        name: entry.dims
+        for name, entry in VARIABLES.items()
+        if name not in (*MODEL, *EVERYTHING, *OF_EXAMPLES)
+    },
     STEP.name: ("step",),
     "token": ("token",),
     **dict.fromkeys(("dead_mask", "live_mask"), ("vocabulary",)),

@@ -22,7 +22,7 @@ from trajstore.exchange.guessing.detect_arrays import Detection
 from trajstore.exchange.importing.import_options import import_options
 from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun, ImportedVariable
 from trajstore.exchange.importing.read_runs import opened_file
-from trajstore.schema import room_for_examples
+from trajstore.schema import row_lengths
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
@@ -352,7 +352,7 @@ def _write(
         token=run.token,
         hidden=run.hidden,
         variables=_types(run),
-        **room_for_examples({held.variable: held.row_shape for held in run.variables}),
+        **row_lengths({held.variable: held.row_shape for held in run.variables}),
         parameter=run.parameters,
         populations=run.populations,
         attributes=run.attributes | {"imported": origin},

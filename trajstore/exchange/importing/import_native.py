@@ -22,7 +22,7 @@ from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
-    MODEL,
+    OF_PARAMETERS,
     STEP,
     TRAJECTORIES,
     VARIABLES,
@@ -85,7 +85,7 @@ def read_native(file: SafetensorsFile) -> ImportedFile:
 
 def _parameters(file: SafetensorsFile) -> tuple[str, ...]:
     """Names of the parameters, for variables of the model."""
-    held = [name for name in MODEL if name in file.keys]
+    held = [name for name in OF_PARAMETERS if name in file.keys]
     if not held:
         return ()
     shape = file.shape(held[0])

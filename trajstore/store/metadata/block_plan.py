@@ -180,6 +180,7 @@ def plan(
     examples: int | None = None,
     positions: int | None = None,
     parameters: int = 1,
+    lengths: Mapping[str, int] | None = None,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
     threads: int | None = None,
@@ -197,10 +198,14 @@ def plan(
         Lengths of the dimensions.
     examples, positions : int, optional
         Lengths of ``example`` and ``position``, if a variable has them.
+    lengths : mapping of str to int, optional
+        Lengths of the dimensions of the model's state: ``element``, ``group``, ``byte``,
+        ``buffer_element``.
     memory : int, default 1 GiB
         Memory budget of a writer in bytes.
     block_rows : int, optional
-        Rows of a block. Default: the largest power of two from 8 to 256 that fits into `memory`.
+        Rows of a block. Default: the largest power of two from 8 to 256 that fits into `memory`,
+        or from 1 if there are variables along ``element``.
         It also keeps an inner chunk of 128 tokens within 8 MiB, and the shards of an array within
         256 MiB, both decoded.
     threads : int, optional
@@ -219,7 +224,7 @@ def plan(
     """
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
-    lengths = {"token": tokens, "hidden": hidden, "parameter": parameters}
+    lengths = dict(lengths or {}) | {"token": tokens, "hidden": hidden, "parameter": parameters}
     for dim, given in (("example", examples), ("position", positions)):
         needing = [name for name, (entry, _) in kinds.items() if dim in entry.dims]
         if needing and given is None:
@@ -229,6 +234,13 @@ def plan(
             )
         if given is not None:
             lengths[dim] = given
+    for variable_name, (entry, _) in kinds.items():
+        for dim in entry.dims[1:]:
+            if dim not in lengths:
+                raise InvalidArgument(
+                    f"{variable_name}: got no length of the dimension {dim}; pass it with "
+                    f"lengths={{{dim!r}: …}}"
+                )
     for name, length in lengths.items():
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
@@ -264,12 +276,15 @@ def plan(
     rows = block_rows or _MOST_ROWS
     if block_rows is None:
         # Limits the size of a chunk of few tokens, and the bytes decoded for a snapshot.
-        chunk, snapshot = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
+        chunk = min(tokens, _FEWEST_TOKENS) * hidden * 4
+        elements = lengths.get("element", 0)
+        snapshot = max(tokens * hidden, elements) * 4
         while rows > FEWEST_ROWS and (
             rows * chunk > _LARGEST_CHUNK or rows * snapshot > _LARGEST_SNAPSHOT
         ):
             rows //= 2
-        while rows > FEWEST_ROWS and arrange(rows).memory > memory:
+        fewest = 1 if elements else FEWEST_ROWS
+        while rows > fewest and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)
     for name, form in layout.forms.items():
@@ -391,6 +406,12 @@ def _array(
         # Equal chunks; the last one lacks fewer tokens than there are chunks.
         size = math.ceil(held / count)
         chunk, shard = (part, size, *rest), (rows, size * count, *rest)
+    elif "element" in entry.dims:
+        (elements,) = row
+        held = _even(elements, _LARGEST_OBJECT // (rows * coding.native.stored.itemsize))
+        count, _ = _chunks_of(held, rows, (), coding)
+        size = math.ceil(held / count)
+        chunk, shard = (rows, size), (rows, size * count)
     elif entry.dims[1:3] == ("example", "position"):
         examples, *rest = row
         example = math.prod(rest) * coding.native.stored.itemsize

@@ -119,6 +119,51 @@ def _are_runs(value: Any) -> bool:
     return bool(value[0][0] == 0)
 
 
+def _are_parameters(value: Any) -> bool:
+    """True for a table of parameters, each with its place in W or params."""
+    return isinstance(value, list) and all(map(_is_parameter, value))
+
+
+def _is_parameter(entry: Any) -> bool:
+    if not _is_tensor(entry):
+        return False
+    group, tied = entry.get("group"), entry.get("tied", [])
+    return (
+        entry.get("variable") in ("W", "params")
+        and ("offset" in entry) == (entry["variable"] == "params")
+        and (group is None or is_length(group))
+        and type(entry.get("requires_grad")) is bool
+        and isinstance(tied, list)
+        and all(isinstance(name, str) for name in tied)
+    )
+
+
+def _are_buffers(value: Any) -> bool:
+    """True for a table of buffers, each with its place in the variable."""
+    return isinstance(value, list) and all(
+        _is_tensor(entry) and "offset" in entry for entry in value
+    )
+
+
+def _is_tensor(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("dtype"), str)
+        and _are_lengths(entry.get("shape"))
+        and is_length(entry.get("offset", 0))
+    )
+
+
+def _is_model_config(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("class"), str)
+        and isinstance(value.get("transformers"), str)
+        and isinstance(value.get("config"), dict)
+    )
+
+
 _RUNS = "a list of [block, identity of the run], from block 0"
 
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -136,10 +181,17 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
     STRETCHES: (are_stretches, "a list of step and config, from step 0, in order"),
+    "parameters": (
+        _are_parameters,
+        "a list of objects with name, shape, dtype, variable, offset, group, requires_grad",
+    ),
+    "buffers": (_are_buffers, "a list of objects with name, shape, dtype, offset"),
+    "model_config": (_is_model_config, "an object with class, transformers and config"),
 }
 """Attributes of the root that the format defines: a check of the value, and its description."""
 
-REQUIRED = tuple(name for name in _ATTRIBUTES if name != STRETCHES)
+_OPTIONAL = (STRETCHES, "parameters", "buffers", "model_config")
+REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 
 

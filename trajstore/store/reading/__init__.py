@@ -10,6 +10,8 @@
     Opening a run: the Dataset that `xr.open_zarr` returns, with checks.
 ``open_runs``
     Opening many runs: one lazy Dataset along `run`.
+``recorded_parameters``
+    Single parameters of a run that holds the state of the whole model.
 ``run_info``
     Facts about a run, which `trajstore info` prints.
 ``run_paths``

@@ -90,7 +90,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
         if variable is None:
             continue
         stored = None
-        if local and variable.ndim == _MATRIX:
+        if local and (variable.ndim == _MATRIX or "element" in variable.dims):
             stored = stored_array(path, name, array)
         if stored is not None and stored.shape != variable.shape:  # it grew a moment ago
             stored = None

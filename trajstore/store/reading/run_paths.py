@@ -1,4 +1,4 @@
-"""Paths of runs, from names, patterns and folders of sweeps."""
+"""Paths of runs, from names, patterns, folders of sweeps, and names that several runs share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import os
 import re
 from collections.abc import Iterable
 
-from trajstore.errors import RunNotFound
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_settings import attribute
 
-__all__ = ["Paths", "run_paths"]
+__all__ = ["Paths", "matrix_runs", "run_paths"]
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def run_paths(paths: Paths) -> list[str]:
     """Paths of runs, without duplicates. Patterns and folders of runs, as of a sweep, are expanded.
+
+    The name of a training that recorded several matrices is replaced by the runs of these.
 
     Raises
     ------
@@ -27,7 +31,7 @@ def run_paths(paths: Paths) -> list[str]:
     found: list[str] = []
     for path in (os.fspath(one) for one in given):
         if os.path.exists(path) or "://" in path or not glob.has_magic(path):
-            found += _runs_within(path) or [path]
+            found += _runs_within(path) or matrix_runs(path) or [path]
             continue
         matching = sorted(filter(os.path.isdir, glob.glob(path)), key=_by_numbers)
         if not matching:
@@ -36,6 +40,27 @@ def run_paths(paths: Paths) -> list[str]:
     if not found:
         raise RunNotFound("got no runs to open, expected paths or a pattern such as runs/*.zarr")
     return list(dict.fromkeys(found))
+
+
+def matrix_runs(path: str | os.PathLike[str]) -> list[str]:
+    """Runs of the matrices that one training recorded under a name, ``NAME.<parameter>.zarr``.
+
+    There are none if a run has the name itself.
+    """
+    name = os.fspath(path).removesuffix(".zarr")
+    if os.path.exists(path) or "://" in name:
+        return []
+    found = sorted(glob.glob(f"{glob.escape(name)}.*.zarr"))
+    return [run for run in found if run == f"{name}.{_parameter(run)}.zarr"]
+
+
+def _parameter(run: str) -> str | None:
+    """Recorded parameter of a run; None if it is not a run."""
+    try:
+        found: str | None = attribute(open_group(run).attrs.asdict(), "recording", "parameter")
+    except (FormatError, RunNotFound):
+        return None
+    return found
 
 
 def _runs_within(path: str) -> list[str]:

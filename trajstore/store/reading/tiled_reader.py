@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, room_for_examples
+from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, row_lengths
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
@@ -126,9 +126,9 @@ class TiledRun:
         return {name: mask for name, mask in self.coordinates.items() if name not in COORDINATES}
 
     @property
-    def room_for_examples(self) -> dict[str, Any]:
+    def row_lengths(self) -> dict[str, Any]:
         """Lengths of ``example`` and ``position``, as arguments of `RunWriter.create`."""
-        return room_for_examples({name: each.shape[1:] for name, each in self.series.items()})
+        return row_lengths({name: each.shape[1:] for name, each in self.series.items()})
 
 
 def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:

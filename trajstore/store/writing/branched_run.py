@@ -21,7 +21,7 @@ from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.codec.computed_rows import GRADIENT, ComputedUnit, unit_of
 from trajstore.errors import InvalidArgument
-from trajstore.schema import STEP, coordinate, room_for_examples
+from trajstore.schema import STEP, coordinate, row_lengths
 from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
@@ -320,7 +320,7 @@ def _hidden(stored: ResumedRun) -> int:
 
 def _room(stored: ResumedRun) -> dict[str, Any]:
     arrays = stored.layout.arrays.items()
-    return room_for_examples({name: array.row for name, array in arrays if name != STEP.name})
+    return row_lengths({name: array.row for name, array in arrays if name != STEP.name})
 
 
 def _runs_of_branch(stored: ResumedRun) -> Runs:

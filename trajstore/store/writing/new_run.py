@@ -21,7 +21,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
-    MODEL,
+    OF_PARAMETERS,
     POPULATION,
     STEP,
     TRAJECTORIES,
@@ -110,7 +110,7 @@ def parameter_coordinate(
     InvalidArgument
         If they are missing, or two are equal.
     """
-    held = [name for name in MODEL if name in variables]
+    held = [name for name in OF_PARAMETERS if name in variables]
     if not held:
         return {}
     if not names or len(set(names)) != len(names):

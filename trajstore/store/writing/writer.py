@@ -142,6 +142,7 @@ class RunWriter:
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
         parameter: Sequence[str] | None = None,
+        lengths: Mapping[str, int] | None = None,
         populations: Mapping[str, npt.ArrayLike] | None = None,
         config: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
@@ -174,6 +175,9 @@ class RunWriter:
             Coordinates.
         parameter : sequence of str, optional
             Names of the model's parameters, if there are variables of them.
+        lengths : mapping of str to int, optional
+            Lengths of ``element``, ``group``, ``byte`` and ``buffer_element``, if a variable has
+            them.
         populations : mapping of str to array_like of bool, (token,), optional
             Masks of further groups of tokens, by the names of their coordinates, ``is_NAME``.
         config : mapping, optional
@@ -249,6 +253,7 @@ class RunWriter:
                     examples=examples,
                     positions=positions,
                     parameters=np.size(coordinates.get("parameter", "")),
+                    lengths=lengths,
                     memory=parse_bytes(memory),
                     block_rows=block_rows,
                     threads=threads,

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.torch
 
 OPTIONS = {
     "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
+    "hidden_from": None,
     "is_dead": None, "token_count": None, "token_text": None, "populations": None, "config": None,
     "origin": None, "encoding": "delta", "memory": 1 << 30, "block_rows": None, "overwrite": False,
     "resume": False, "commit_every": 10.0, "fsync": True, "schedule": None,

@@ -68,7 +68,12 @@ class Schedule:
         """Take a step, and tell which checkpoints are there."""
         self.now += 1.0
         recorder: Any = SimpleNamespace(
-            step=number, rows=number + 1, at_block_end=at_block_end, writer=self, close=self.close
+            step=number,
+            rows=number + 1,
+            at_block_end=at_block_end,
+            writer=self,
+            close=self.close,
+            committed_rows=self.committed_rows,
         )
         self.checkpointing.after_step(recorder, None)
         return checkpoints(self.path)

@@ -41,6 +41,11 @@ CASES: dict[str, list[str]] = {
         'recording.record=["W", "hidden_trace", "batch", "example_loss", "hidden_states"]',
         "training.accumulation=2", "model.context=24",
     ],
+    "the state of the model": ['recording.record=["everything"]'],
+    "the state of the model, without moments": [
+        'recording.record=["everything"]', "optimizer.name=sgd", "training.loop=plain",
+        "training.autocast=float16", "model.dtype=float32", "model.layers=2",
+    ],
     "the whole model": ['recording.record=["model"]', "model.layers=2"],
     "cells beside float32 weights": [
         "model.dtype=float32", 'recording.record=["weights", "cells"]',

@@ -13,7 +13,7 @@ from trajstore.exchange.guessing.kind_table import (
     named,
     scalar_of,
 )
-from trajstore.schema import MODEL, OF_EXAMPLES, VARIABLES
+from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
 
 
 def test_no_name_has_two_roles() -> None:
@@ -26,7 +26,7 @@ def test_no_name_has_two_roles() -> None:
 def test_every_variable_has_a_role_under_its_own_name() -> None:
     for name, entry in VARIABLES.items():
         kind = named(name).kind
-        if name in MODEL or name in OF_EXAMPLES:  # only native files have them
+        if name in (*MODEL, *EVERYTHING, *OF_EXAMPLES):  # only native files have them
             assert kind is None
             continue
         assert kind is not None

@@ -114,6 +114,23 @@ def test_states_are_divided_along_their_examples(
     assert (states.parts - 1) * states.shard[1] < examples <= states.parts * states.shard[1]
 
 
+@given(elements=st.integers(1, 1 << 24), dtype=st.sampled_from(["bfloat16", "float32"]))
+def test_vectors_of_a_model_are_divided_along_their_elements(elements: int, dtype: str) -> None:
+    variables = {"W": dtype, "params": dtype, "params_grad": dtype}
+    layout = plan(variables, tokens=50, hidden=8, lengths={"element": elements}, memory=1 << 29)
+    assert layout.memory <= 1 << 29
+    params = layout.arrays["params"]
+    assert params.row == (elements,)
+    assert params.chunk[0] == params.shard[0] == layout.block_rows
+    assert params.shard[1] % params.chunk[1] == 0
+    assert math.prod(params.chunk) * 4 <= 2 << 20
+    longer = params.shard[1] // params.chunk[1]  # a whole number of chunks
+    assert layout.block_rows * (params.shard[1] - longer) * 4 <= 30 << 20
+    assert (params.parts - 1) * params.shard[1] < elements <= params.parts * params.shard[1]
+    with pytest.raises(InvalidArgument, match="params: got no length of the dimension element"):
+        plan(variables, tokens=50, hidden=8)
+
+
 def test_blocks_of_more_chunks_than_readers_take_are_refused() -> None:
     sizes = {"tokens": 1, "hidden": 1, "examples": 1, "positions": 1, "memory": 1 << 40}
     variables = {"W": "float32", "hidden_states": "float32"}

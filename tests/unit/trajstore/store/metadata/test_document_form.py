@@ -101,6 +101,39 @@ def test_a_root_that_does_not_say_whose_it_is(value: Any) -> None:
     assert str(fault).startswith(f"attributes.runs is {value!r}, expected a list of [block")
 
 
+PARAMETER = {
+    "name": "mix.bias", "shape": [8], "dtype": "float32", "variable": "params", "offset": 64,
+    "group": None, "requires_grad": True,
+}  # fmt: skip
+MATRIX = {key: value for key, value in PARAMETER.items() if key != "offset"} | {"variable": "W"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("parameters", {}),
+        ("parameters", [MATRIX | {"offset": 0}]),
+        ("parameters", [PARAMETER | {"variable": "W"}]),
+        ("parameters", [PARAMETER | {"shape": [-1]}]),
+        ("parameters", [PARAMETER | {"group": True}]),
+        ("parameters", [PARAMETER | {"requires_grad": 1}]),
+        ("parameters", [PARAMETER | {"tied": "head.weight"}]),
+        ("buffers", [{"name": "mean", "shape": [], "dtype": "int64"}]),
+        ("model_config", {"class": "GPT2LMHeadModel", "config": {}}),
+    ],
+)
+def test_a_model_that_cannot_be(name: str, value: Any) -> None:
+    possible = {
+        "parameters": [MATRIX | {"tied": ["head.weight"]}, PARAMETER],
+        "buffers": [{"name": "mean", "shape": [], "dtype": "int64", "offset": 0}],
+        "model_config": {"class": "GPT2LMHeadModel", "transformers": "5.0", "config": {}},
+    }
+    attributes = ROOT["attributes"] | possible
+    assert list(attribute_faults(attributes, REQUIRED)) == []
+    (fault,) = attribute_faults(attributes | {name: value})
+    assert fault.member == f"attributes.{name}"
+
+
 def resumed(run: Path) -> None:
     RunWriter.resume(run).close()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from watched_runs import begin
 
+from trajstore import RunWriter
 from trajstore.errors import RunNotFound
 from trajstore.store.reading.run_paths import run_paths
 
@@ -22,6 +23,21 @@ def test_names_patterns_and_folders(tmp_path: Path) -> None:
     assert run_paths(tmp_path / "runs") == [str(run) for run in runs], "the runs of a sweep"
     assert run_paths(runs[0]) == [str(runs[0])]
     assert run_paths(tmp_path / "later.zarr") == [str(tmp_path / "later.zarr")]
+
+
+def test_the_matrices_of_a_training_have_one_name(tmp_path: Path) -> None:
+    matrices = {"E.weight": "un.E.weight.zarr", "W": "un.W.zarr", "V": "un.copy of V.zarr"}
+    for parameter, name in matrices.items():
+        with RunWriter.create(
+            tmp_path / name, token=[0], hidden=1, variables={"W": "float32"},
+            attributes={"recording": {"parameter": parameter}},
+        ):  # fmt: skip
+            pass
+    (tmp_path / "un.notes.zarr").mkdir()  # it is no run
+    name = tmp_path / "un.zarr"
+    assert run_paths(name) == [str(tmp_path / "un.E.weight.zarr"), str(tmp_path / "un.W.zarr")]
+    made(name)
+    assert run_paths(name) == [str(name)]
 
 
 def test_what_matches_nothing_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,334 @@
+"""The state of a whole model in a run, bit for bit that of a plain loop which records nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
+from tiny_runs import scaled_run  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from trajstore import (  # noqa: E402
+    InvalidArgument,
+    RecordingError,
+    VariableNotRecorded,
+    open_run,
+    verify,
+)
+from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 5
+GRADIENT = "grad"
+State = dict[str, dict[str, Any]]
+
+
+class Model(TinyModel):
+    """With dropout, running statistics, and parameters that are not trained, not used, seldom used.
+
+    The embedding and the head are tied.
+    """
+
+    def __init__(self, dtype: Any = torch.float32, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(HIDDEN)
+        self.drop = torch.nn.Dropout(dropout)
+        self.fixed = torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.unused = torch.nn.Parameter(torch.ones(2, 2, 2))
+        self.seldom = torch.nn.Parameter(torch.tensor(0.5))
+        self.passes = 0
+        self.to(dtype)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        self.passes += 1
+        hidden = self.drop(torch.tanh(self.mix(self.embedding(input_ids)))).flatten(0, 1)
+        hidden = self.norm(hidden)
+        if self.passes % 4 == 0:
+            hidden = hidden * self.seldom
+        logits = self.head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels.flatten())
+        return {"loss": loss, "logits": logits.view(*input_ids.shape, -1)}
+
+
+def adamw(model: Any) -> Any:
+    """Two groups, with their own rates and decay; `fixed` is in none."""
+    matrices = [model.embedding.weight, model.mix.weight]
+    others = [model.mix.bias, *model.norm.parameters(), model.unused, model.seldom]
+    groups = [{"params": matrices, "lr": 0.01}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.003, weight_decay=0.1)
+
+
+def train(model: Any, optimizer: Any) -> Iterator[State]:
+    """A plain loop with accumulation and clipping; yields the state after each step."""
+    torch.manual_seed(3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        random = torch.get_rng_state()
+        for batch in batches(2, number):
+            (model(**batch)["loss"] / 2).backward()
+        raw = {name: p.grad for name, p in model.named_parameters()}
+        raw = {name: None if grad is None else grad.clone() for name, grad in raw.items()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.step()
+        schedule.step()
+        yield {
+            "W": {name: p.detach().clone() for name, p in model.named_parameters()},
+            GRADIENT: raw,
+            "state": {
+                name: copy.deepcopy(optimizer.state.get(p, {}))
+                for name, p in model.named_parameters()
+            },
+            "step": {"lr": rates, "random": random},
+            "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
+        }
+
+
+def bits(values: Any) -> np.ndarray[Any, Any]:
+    """Bits as float32, with one NaN for all."""
+    wide = np.asarray(values.float().numpy() if torch.is_tensor(values) else values, np.float32)
+    return np.where(np.isnan(wide), np.float32(np.nan), wide).view(np.uint32)
+
+
+def assert_parameters(ds: xr.Dataset, states: list[State]) -> None:
+    """Compare every parameter, gradient and moment of each step with those of the plain loop."""
+    for entry in ds.attrs["parameters"]:
+        name = entry["name"]
+        one = ds.traj.parameter(name).load()
+        for number, state in enumerate(states, 1):
+            now, gradient, moments = state["W"][name], state[GRADIENT][name], state["state"][name]
+            shape = one.W.shape[1:]
+            expected = {
+                "W": now,
+                "grad": torch.full_like(now, float("nan")) if gradient is None else gradient,
+                "exp_avg": moments.get("exp_avg", torch.zeros_like(now)),
+                "exp_avg_sq": moments.get("exp_avg_sq", torch.zeros_like(now)),
+            }
+            for key, tensor in expected.items():
+                np.testing.assert_array_equal(
+                    bits(one[key][number].values), bits(tensor.reshape(shape)), f"{key} of {name}"
+                )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_every_step_is_that_of_a_plain_loop(dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Model(dtype)
+    plain = copy.deepcopy(model)
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    states = list(train(plain, adamw(plain)))
+    optimizer = adamw(model)
+    path = tmp_path / "run.zarr"
+    with capture(model, optimizer, path, record="everything", block_rows=4, max_grad_norm=0.05):
+        for _ in train(model, optimizer):
+            pass
+    ds = open_run(path)
+    assert not verify(path).problems
+    assert_parameters(ds, states)
+    for name, tensor in before.items():
+        first = ds.traj.parameter(name).isel(step=0).load()
+        np.testing.assert_array_equal(bits(first.W), bits(tensor.reshape(first.W.shape)))
+        assert np.isnan(first.grad).all()
+        assert (first.exp_avg_sq == 0).all()
+    for number, state in enumerate(states, 1):
+        row = ds.isel(step=number).load()
+        assert row.params_lr.values.tolist() == state["step"]["lr"]
+        counts = [float(state["state"][name].get("step", 0)) for name in row.parameter.values]
+        assert row.params_count.values.tolist() == counts
+        assert row.random_state.values.tolist() == state["step"]["random"].tolist()
+        buffers = torch.cat([b.double().flatten() for b in state["buffers"].values()])
+        assert row.buffers.values.tolist() == buffers.tolist()
+    assert {"unused", "seldom"} < set(ds.parameter.values[ds.params_count[-1] < STEPS].tolist())
+
+
+def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
+    ds = small_run(tmp_path / "run.zarr", Model())
+    table = {entry["name"]: entry for entry in ds.attrs["parameters"]}
+    assert list(table) == ds.parameter.values.tolist()
+    assert table["embedding.weight"]["tied"] == ["head.weight"]
+    assert table["embedding.weight"]["variable"] == "W"
+    assert "offset" not in table["embedding.weight"]
+    assert table["unused"] == {
+        "name": "unused", "shape": [2, 2, 2], "dtype": "float32", "variable": "params",
+        "group": 1, "requires_grad": True, "offset": 3,
+    }  # fmt: skip
+    assert table["fixed"]["group"] is None
+    assert not table["fixed"]["requires_grad"]
+    assert table["seldom"]["shape"] == []
+    decays = [group["hyperparameters"]["weight_decay"] for group in ds.attrs["optimizer"]["groups"]]
+    assert decays == [0.1, 0.0]
+    assert [entry["name"] for entry in ds.attrs["buffers"]] == [
+        "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    ]  # fmt: skip
+
+
+def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> xr.Dataset:
+    optimizer = optimizer or adamw(model)
+    options = {"record": "everything", "block_rows": 2} | options
+    with capture(model, optimizer, path, **options):
+        for _ in train(model, optimizer):
+            pass
+    return open_run(path)
+
+
+def test_a_trainer_with_dropout(tmp_path: Path) -> None:
+    plain: tuple[list[Any], list[Any]] = ([], [])
+    recorded: tuple[list[Any], list[Any]] = ([], [])
+    for number, (weights, moments) in enumerate((plain, recorded)):
+        torch.manual_seed(4)
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCAB, n_positions=8, n_embd=HIDDEN, n_layer=1, n_head=2,
+                       bos_token_id=None, eos_token_id=None)
+        )  # fmt: skip
+        model.loss_type = "ForCausalLM"
+        arguments = TrainingArguments(
+            str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=2, use_cpu=True,
+            gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        texts = [{name: values[0] for name, values in row.items()} for row in batches(20)]
+        trainer = Trainer(model, arguments, train_dataset=texts)
+        trainer.add_callback(Clones(weights, moments))
+        if number:
+            trainer.add_callback(TrajectoryCallback(tmp_path / "run.zarr", record="everything"))
+        trainer.train()
+    ds = open_run(tmp_path / "run.zarr")
+    for (name, _), place in zip(model.named_parameters(), range(len(plain[0][0])), strict=True):
+        one = ds.traj.parameter(name).load()
+        for kept, key in ((plain[0], "W"), (plain[1], "exp_avg")):
+            for step, tensors in enumerate(kept, 1):
+                wanted = tensors[place].reshape(one.W.shape[1:])
+                np.testing.assert_array_equal(bits(one[key][step]), bits(wanted), name)
+    assert ds.random_state.shape[0] == 5
+    assert "batch" not in ds
+    described = ds.attrs["model_config"]
+    assert described["class"] == "GPT2LMHeadModel"
+    assert GPT2Config.from_dict(described["config"]).to_dict() == model.config.to_dict()
+
+
+class Clones(TrainerCallback):
+    """Keeps weights and first moments after each step."""
+
+    def __init__(self, weights: list[Any], moments: list[Any]) -> None:
+        self.weights, self.moments = weights, moments
+
+    def on_optimizer_step(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        parameters = list(model.parameters())
+        state = optimizer.optimizer.state
+        self.weights.append([p.detach().clone() for p in parameters])
+        self.moments.append([state[p]["exp_avg"].clone() for p in parameters])
+
+
+def test_only_what_the_training_has(tmp_path: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ds = small_run(tmp_path / "run.zarr", model, optimizer, every=2)
+    assert ds.step.values.tolist() == [0, 2, 4, 5]
+    held = {name for name in ds.data_vars if name.startswith("params")}
+    assert held == {"params", "params_grad", "params_lr"}
+    assert not {"random_state", "buffers", "scale", "batch", "exp_avg"} & set(ds.variables)
+    assert "buffers" not in ds.attrs
+    one = ds.traj.parameter("mix.bias")
+    assert set(one.data_vars) == {"W", "grad", "loss", "lr", "grad_norm", "clip_coef"}
+
+
+def test_parameters_of_a_run(tmp_path: Path) -> None:
+    ds = small_run(tmp_path / "run.zarr", Model())
+    tied = ds.traj.parameter("head.weight")
+    assert tied.W.shape == (STEPS + 1, VOCAB, HIDDEN)
+    assert tied.attrs["recording"]["parameter"] == "embedding.weight"
+    bias = open_run(tmp_path / "run.zarr", chunks=None).traj.parameter("mix.bias")
+    assert bias.W.dims == ("step", "row", "column")
+    assert bias.W.chunks is not None
+    assert bias.W.shape == (STEPS + 1, HIDDEN, 1)
+    assert bias.attrs["optimizer"]["hyperparameters"]["weight_decay"] == 0.0
+    np.testing.assert_array_equal(bias.lr, ds.params_lr[:, 1])
+    with pytest.raises(InvalidArgument, match=r"no parameter 'mix.bia' \(did you mean 'mix.bias'"):
+        ds.traj.parameter("mix.bia")
+    with pytest.raises(InvalidArgument, match="select parts of the result"):
+        ds.isel(element=slice(3)).traj.parameter("mix.bias")
+    with pytest.raises(VariableNotRecorded, match="--record everything"):
+        ds.drop_attrs().traj.parameter("mix.bias")
+
+
+def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
+    scaled_run(tmp_path / "run.zarr", fused=False, record="everything")
+    ds = open_run(tmp_path / "run.zarr").load()
+    skipped = ds.skipped.values == 1
+    assert skipped[1]
+    assert not skipped[1:].all()
+    same = (ds.params.values[1:] == ds.params.values[:-1]).all(1)
+    np.testing.assert_array_equal(same, skipped[1:])
+    taken = ~skipped
+    taken[0] = False
+    whole = np.hypot(*(np.linalg.norm(v.reshape(len(v), -1).astype("f8"), axis=1)
+                       for v in (ds.params_grad.values, ds.grad.values)))  # fmt: skip
+    np.testing.assert_allclose(whole[taken], ds.grad_norm.values[taken], rtol=1e-5)
+    assert (ds.params_count[:, 0] == np.cumsum(taken)).all()
+    assert ds.scale.values[1] == 2.0**20
+    assert np.isnan(ds.scale.values[0])
+
+
+def test_recording_that_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    mixed = TinyModel()
+    mixed.more = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(RecordingError, match=r"more is torch.bfloat16 .* mix.weight is"):
+        small_run(path, mixed, torch.optim.SGD(mixed.parameters(), lr=0.1))
+    with pytest.raises(InvalidArgument, match=r"got a list of ids, .* leave out tokens"):
+        small_run(path, Model(), tokens=[1, 2])
+    with pytest.raises(RecordingError, match="recorded with one matrix, got 2"):
+        small_run(path, Model(), parameter=["embedding.weight", "mix.weight"])
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("late", ["dropout", "buffer"])
+def test_state_that_begins_to_change_later(late: str, tmp_path: Path) -> None:
+    model = Model(dropout=0.0)
+    model.register_buffer("table", torch.zeros(2))
+    optimizer = adamw(model)
+    message = "draws random numbers" if late == "dropout" else "the buffer table changes"
+
+    def run() -> None:
+        with capture(model, optimizer, tmp_path / "run.zarr", record="everything"):
+            for _ in train(model, optimizer):
+                if late == "dropout":
+                    model.drop.p = 0.1
+                else:
+                    model.table += 1
+
+    with pytest.raises(RecordingError, match=message):
+        run()
+    assert open_run(tmp_path / "run.zarr").step.values.tolist() == [0, 1]
+
+
+def test_a_run_is_resumed_with_the_same_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    model = Model()
+    optimizer = adamw(model)
+    small_run(path, model, optimizer)
+    resumed = {"resume": True, "first_step": STEPS}
+    ds = small_run(path, model, optimizer, **resumed)
+    assert ds.step.values.tolist() == list(range(2 * STEPS + 1))
+    np.testing.assert_array_equal(
+        ds.traj.parameter("mix.weight").W[-1], model.mix.weight.detach().numpy()
+    )
+    assert not verify(path).problems
+    model.unused = torch.nn.Parameter(torch.ones(8))
+    with pytest.raises(InvalidArgument, match="parameter 1 of the model is"):
+        small_run(path, model, adamw(model), resume=True, first_step=2 * STEPS)

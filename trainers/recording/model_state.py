@@ -1,0 +1,443 @@
+"""The state of a whole model at each step: parameters, gradients, moments, buffers, randomness.
+
+All parameters except the recorded matrix form one vector, in the order of `named_parameters`. Their
+gradients and moments form vectors of the same order. Each tensor is copied once, to its place in
+the row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
+from trajstore.trainers.recording.torch_internals import (
+    copy_each,
+    name_outside_compile,
+    outside_compile,
+    version,
+)
+
+__all__ = ["OPTIMIZER_STATE", "ModelState"]
+
+_MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
+
+OPTIMIZER_STATE = (*_MOMENTS, "params_count")
+"""Variables that an optimizer has after its first step."""
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of torch's normalizations. They may begin to change at any step."""
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Rows(Protocol):
+    """What this module needs of the growing run (`ParameterRows`)."""
+
+    variables: tuple[str, ...]
+    writer: RowTarget | None
+
+    def place(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of a vector of the current step."""
+
+    def set(self, name: str, value: torch.Tensor) -> None:
+        """Copy a variable of the current step."""
+
+
+class ModelState:
+    """The state of a model that a step can be repeated from, except the recorded matrix.
+
+    Parameters
+    ----------
+    model : Module
+        Wrapped or not.
+    optimizer : Optimizer
+    recorded : RecordedParameter
+        The matrix that the run holds by itself.
+    variables : collection of str
+        Recorded variables; others are not copied.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Names of all parameters, tied ones once.
+
+    Raises
+    ------
+    RecordingError
+        If the other parameters have several types or devices, or one that is not recorded.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        recorded: RecordedParameter,
+        variables: Collection[str],
+    ) -> None:
+        self._model = unwrap(model)
+        self._optimizer = optimizer
+        self._variables = frozenset(variables)
+        named: dict[str, torch.Tensor] = {
+            name_outside_compile(name): tensor for name, tensor in self._model.named_parameters()
+        }
+        self.names = tuple(named)
+        self._tensors: list[torch.Tensor] = list(named.values())
+        self._matrix = recorded.tensor
+        others = {name: tensor for name, tensor in named.items() if tensor is not self._matrix}
+        _check_kinds(others)
+        self._others = list(others.values())
+        self._length = sum(tensor.numel() for tensor in self._others)
+        self._random: torch.Tensor | None = None  # at the first forward pass of the step
+        self._before_pass: torch.Tensor | None = None
+        self._draws = False
+        buffers = dict(_buffers(self._model)) if "buffers" in variables else {}
+        self._first_buffers = {name: tensor.detach().clone() for name, tensor in buffers.items()}
+        self._marks = {name: (id(tensor), version(tensor)) for name, tensor in buffers.items()}
+        self._changing: tuple[str, ...] = ()  # names of the recorded buffers
+        self._initial: dict[str, torch.Tensor] = {}
+        self._take_initial()
+
+    # Attributes of the root ----------------------------------------------------------------------
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the root attributes that describe the vectors and the model."""
+        found: dict[str, Any] = {"parameters": self._parameter_table()}
+        if self._changing:
+            found["buffers"] = self._buffer_table()
+        config = getattr(self._model, "config", None)
+        if isinstance(config, transformers.PretrainedConfig):
+            found["model_config"] = {
+                "class": type(self._model).__name__,
+                "transformers": transformers.__version__,
+                "config": json.loads(config.to_json_string(use_diff=False)),
+            }
+        return found
+
+    def _parameter_table(self) -> list[dict[str, Any]]:
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in self._model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(tensor), []).append(name_outside_compile(name))
+        groups = {
+            id(tensor): number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for tensor in group["params"]
+        }
+        table, offset = [], 0
+        for name, tensor in zip(self.names, self._tensors, strict=True):
+            entry: dict[str, Any] = {
+                "name": name,
+                "shape": list(tensor.shape),
+                "dtype": _type_name(tensor),
+                "variable": "W" if tensor is self._matrix else "params",
+                "group": groups.get(id(tensor)),
+                "requires_grad": tensor.requires_grad,
+            }
+            if tensor is not self._matrix:
+                entry["offset"] = offset
+                offset += tensor.numel()
+            if tied := aliases[id(tensor)][1:]:
+                entry["tied"] = tied
+            table.append(entry)
+        return table
+
+    def _buffer_table(self) -> list[dict[str, Any]]:
+        table, offset = [], 0
+        for name in self._changing:
+            tensor = self._first_buffers[name]
+            table.append(
+                {
+                    "name": name,
+                    "shape": list(tensor.shape),
+                    "dtype": _type_name(tensor),
+                    "offset": offset,
+                }
+            )
+            offset += tensor.numel()
+        return table
+
+    # Row 0 ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _take_initial(self) -> None:
+        """Copy the state before the first step."""
+        if self._others and "params" in self._variables:
+            first = torch.empty(self._length, dtype=self._others[0].dtype)
+            _join(first, self._others, self._others)
+            self._initial["params"] = first
+        if not self._optimizer.state:
+            return
+        for name in _MOMENTS:
+            moments = self._moments(name)
+            kinds = [moment.dtype for moment in moments if moment is not None]
+            if name in self._variables and kinds:
+                first = torch.empty(self._length, dtype=kinds[0])
+                _join(first, self._others, moments, missing=0.0)
+                self._initial[name] = first
+        counts = self._counts()
+        if counts is not None and "params_count" in self._variables:
+            self._initial["params_count"] = counts.cpu()
+
+    def initial(self) -> dict[str, torch.Tensor]:
+        """Return the state before the first step by variable, once: it is not kept."""
+        initial, self._initial = self._initial, {}
+        if self._changing:
+            initial["buffers"] = self._joined_buffers(self._first_buffers).cpu()
+        return initial
+
+    def resume(self, attributes: Mapping[str, Any], held: Collection[str]) -> None:
+        """Continue a run, whose root attributes and variables are given.
+
+        Raises
+        ------
+        InvalidArgument
+            If the run was recorded with other parameters.
+        """
+        keys = ("name", "shape", "dtype", "variable")
+        now, before = (
+            [tuple(entry.get(key) for key in keys) for entry in table]
+            for table in (self._parameter_table(), attributes.get("parameters", []))
+        )
+        for number, (one, other) in enumerate(itertools.zip_longest(now, before)):
+            if one != other:
+                raise InvalidArgument(
+                    f"parameter {number} of the model is {one}, but {other} in the run; resume "
+                    "with the model of the run"
+                )
+        self._changing = tuple(entry["name"] for entry in attributes.get("buffers", []))
+        self._draws = "random_state" in held
+        self._initial.clear()
+
+    # A step --------------------------------------------------------------------------------------
+
+    def watch(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """Register the hooks that take the state of the random generator."""
+        if "random_state" not in self._variables:
+            return []
+        before, after = outside_compile(self._before_forward), outside_compile(self._after_forward)
+        return [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(after),
+        ]
+
+    def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        if not model.training:
+            return
+        self._before_pass = self._generator_state()
+        if self._random is None:
+            self._random = self._before_pass
+
+    def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if model.training and not self._draws and self._before_pass is not None:
+            self._draws = not torch.equal(self._before_pass, self._generator_state())
+
+    def _generator_state(self) -> torch.Tensor:
+        device = self._matrix.device
+        if device.type == "cuda":
+            return torch.cuda.get_rng_state(device)
+        if device.type == "mps":
+            return torch.mps.get_rng_state()
+        return torch.get_rng_state()
+
+    def after_backward(self, rows: Rows, unscale: float) -> None:
+        """Take the gradients before clipping; `unscale` multiplies them."""
+        if not self._others or "params_grad" not in rows.variables:
+            return
+        place = rows.place("params_grad", self._length, self._others[0].dtype)
+        gradients = [tensor.grad for tensor in self._others]
+        _join(place, self._others, gradients, missing=float("nan"))
+        if unscale != 1.0:
+            place.mul_(unscale)
+
+    def before_step(self, rows: Rows) -> None:
+        """Take the learning rates of the step."""
+        if "params_lr" not in rows.variables:
+            return
+        rates = [
+            torch.as_tensor(group["lr"], dtype=torch.float64)
+            for group in self._optimizer.param_groups
+        ]
+        if len({rate.device for rate in rates}) > 1:
+            rates = [rate.to(self._matrix.device) for rate in rates]
+        rows.set("params_lr", torch.stack(rates))
+
+    def after_step(self, rows: Rows) -> None:
+        """Take the state after the step, and the random state before it.
+
+        Raises
+        ------
+        RecordingError
+            If the run lacks something that the step has changed.
+        """
+        if self._others and "params" in rows.variables:
+            place = rows.place("params", self._length, self._others[0].dtype)
+            _join(place, self._others, self._others)
+        for name in _MOMENTS:
+            if name in rows.variables:
+                self._set_moments(rows, name)
+        if "params_count" in rows.variables:
+            counts = self._counts()
+            if counts is None and rows.writer is not None:
+                counts = torch.zeros(len(self.names), dtype=torch.float64)
+            if counts is not None:
+                rows.set("params_count", counts)
+        self._set_random_state(rows)
+        self._set_buffers(rows)
+
+    def _set_moments(self, rows: Rows, name: str) -> None:
+        """Set the moments; those of a parameter without a step are 0."""
+        if not self._others:
+            return
+        moments = self._moments(name)
+        kinds = {moment.dtype for moment in moments if moment is not None}
+        if len(kinds) > 1:
+            raise RecordingError(
+                f"{name}: the moments have several types, {', '.join(sorted(map(str, kinds)))}; "
+                "record all, or give all parameters one type"
+            )
+        if not kinds and rows.writer is None:
+            return  # an optimizer without moments, or every step so far was skipped
+        if kinds:
+            (dtype,) = kinds
+        else:
+            assert rows.writer is not None
+            dtype = getattr(torch, rows.writer.layout.arrays[name].native.name)
+        place = rows.place(name, self._length, dtype)
+        _join(place, self._others, moments, missing=0.0)
+
+    def _moments(self, name: str) -> list[torch.Tensor | None]:
+        key, state = name.removeprefix("params_"), self._optimizer.state
+        return [state[tensor].get(key) if tensor in state else None for tensor in self._others]
+
+    def _counts(self) -> torch.Tensor | None:
+        """Return the optimizer's count of steps of each parameter; None if it does not count."""
+        state = self._optimizer.state
+        counts = [
+            state[tensor].get("step") if tensor in state else None for tensor in self._tensors
+        ]
+        if all(count is None for count in counts):
+            return None
+        found = [torch.as_tensor(0.0 if count is None else count) for count in counts]
+        if len({count.device for count in found}) > 1:
+            found = [count.to(self._matrix.device) for count in found]
+        return torch.stack([count.to(torch.float64).reshape(()) for count in found])
+
+    def _set_random_state(self, rows: Rows) -> None:
+        random, self._random, self._before_pass = self._random, None, None
+        if random is None or not self._draws:
+            return
+        if rows.writer is not None and "random_state" not in rows.variables:
+            raise RecordingError(
+                "the model draws random numbers in this step, but did not in the first one, so the "
+                "run has no random_state; switch dropout on before the first step"
+            )
+        rows.set("random_state", random.to(torch.bfloat16))  # it holds 0 to 256 exactly
+
+    def _set_buffers(self, rows: Rows) -> None:
+        if "buffers" not in self._variables:
+            return
+        now = dict(_buffers(self._model))
+        if rows.writer is None:
+            self._marks.clear()  # compare all values
+        if changed := [name for name in now if self._is_changed(name, now[name])]:
+            if rows.writer is not None:
+                raise RecordingError(
+                    f"the buffer {changed[0]} changes in this step, but did not in the first one, "
+                    "so the run does not have it; record all, or run the model once before the "
+                    "recording starts"
+                )
+            changing = {*self._changing, *changed}
+            self._changing = tuple(name for name in self._first_buffers if name in changing)
+        if self._changing:
+            rows.set("buffers", self._joined_buffers(now))
+
+    def _is_changed(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return True if a buffer that is not recorded has other values than at the start."""
+        if name in self._changing or self._marks.get(name) == (id(tensor), version(tensor)):
+            return False
+        first = self._first_buffers.get(name)
+        if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
+            raise RecordingError(
+                f"the buffer {name} has another shape or type than before the first step; record "
+                "all, or run the model once before the recording starts"
+            )
+        self._marks[name] = (id(tensor), version(tensor))
+        return name.rpartition(".")[2] in _STATISTICS or not torch.equal(first, tensor)
+
+    def _joined_buffers(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the recorded buffers as one vector; float64 if their types differ."""
+        chosen = [tensors[name].detach().flatten() for name in self._changing]
+        kinds = {tensor.dtype for tensor in chosen}
+        wide = kinds.pop() if len(kinds) == 1 else torch.float64
+        if wide not in _FLOATS:
+            wide = torch.float64
+        return torch.cat([tensor.to(wide) for tensor in chosen])
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.named_buffers():
+        yield name_outside_compile(name), tensor
+
+
+def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise an error if tensors cannot form one vector.
+
+    Raises
+    ------
+    RecordingError
+        If their types or devices differ, or a type is not one of floating-point numbers.
+    """
+    first: tuple[str, torch.Tensor] | None = None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise RecordingError(
+                f"{name} has the type {tensor.dtype}, expected one of "
+                f"{', '.join(map(str, _FLOATS))}; record all instead of everything"
+            )
+        first = first or (name, tensor)
+        if (tensor.dtype, tensor.device) != (first[1].dtype, first[1].device):
+            raise RecordingError(
+                f"{first[0]} is {first[1].dtype} on {first[1].device}, but {name} is "
+                f"{tensor.dtype} on {tensor.device}; give all parameters except the recorded "
+                "matrix one type and device, or record all instead of everything"
+            )
+
+
+def _join(
+    place: torch.Tensor,
+    like: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    missing: float = 0.0,
+) -> None:
+    """Copy tensors to a vector, one after another, with `missing` in place of None.
+
+    Parameters
+    ----------
+    place : tensor, (element,)
+    like : sequence of tensor
+        Tensors of the shapes.
+    tensors : sequence of tensor or None
+    """
+    parts = place.split([tensor.numel() for tensor in like])
+    places, values = [], []
+    for part, shaped, tensor in zip(parts, like, tensors, strict=True):
+        if tensor is None:
+            part.fill_(missing)
+        else:
+            places.append(part.view(shaped.shape))
+            values.append(tensor.detach())
+    copy_each(places, values)
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

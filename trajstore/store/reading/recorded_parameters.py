@@ -1,0 +1,126 @@
+"""Single parameters of a run that holds the state of the whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import xarray as xr
+
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.nearest_name import did_you_mean
+
+__all__ = ["parameter_dataset", "parameter_entry"]
+
+_MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
+_VECTORS = {"W": "params", **{name: f"params_{name}" for name in _MATRICES[1:]}}
+
+
+def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Entry of a parameter in the root attribute ``parameters``.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the root.
+    name : str
+        Any of its names, if the parameter is tied.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run has no such attribute.
+    InvalidArgument
+        If there is no parameter of that name.
+    """
+    table = attributes.get("parameters")
+    if table is None:
+        raise VariableNotRecorded(
+            "the run holds one matrix only, not all parameters; record it with --record everything"
+        )
+    known: dict[str, dict[str, Any]] = {}
+    for entry in table:
+        for one in (entry["name"], *entry.get("tied", [])):
+            known[one] = entry
+    if name not in known:
+        raise InvalidArgument(
+            f"the run has no parameter {name!r}{did_you_mean(name, known)}; list them with: "
+            "trajstore info"
+        )
+    return known[name]
+
+
+def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
+    """History of one parameter, lazily.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run of the tier ``everything``.
+    name : str
+        Any of its names, if the parameter is tied.
+
+    Returns
+    -------
+    Dataset
+        ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` of dims (step, row, column), as far as they
+        are recorded, in dask arrays. A vector has one column; dimensions
+        after the first are one column axis. Further: the variables along ``step`` only, with the
+        ``lr`` of the parameter's group. The attributes ``recording`` and ``optimizer`` are those of
+        the parameter.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run does not hold all parameters.
+    InvalidArgument
+        If there is no parameter of that name, or `ds` holds several runs or a part of the elements.
+    """
+    entry = parameter_entry(ds.attrs, name)
+    if "run" in ds.dims:
+        raise InvalidArgument("got several runs, expected one; select one run: ds.isel(run=0)")
+    scalars = [key for key, da in ds.data_vars.items() if da.dims == ("step",)]
+    found: dict[str, Any] = {str(key): ds[key].variable for key in scalars}
+    for short in _MATRICES:
+        stored = short if entry["variable"] == "W" else _VECTORS[short]
+        if stored in ds:
+            found[short] = _matrix(ds, stored, entry)
+    if "params_lr" in ds and entry["group"] is not None:
+        found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
+    attributes = dict(ds.attrs)
+    attributes["recording"] = {**attributes.get("recording", {}), "parameter": entry["name"]}
+    optimizer = attributes.get("optimizer", {})
+    if entry["group"] is not None and "groups" in optimizer:
+        attributes["optimizer"] = {**optimizer, **optimizer["groups"][entry["group"]]}
+    return xr.Dataset(found, coords={"step": ds["step"].variable}, attrs=attributes)
+
+
+def _matrix(ds: xr.Dataset, stored: str, entry: Mapping[str, Any]) -> xr.Variable:
+    """A variable of one parameter, of dims (step, row, column)."""
+    da = ds[stored]
+    if entry["variable"] == "W":
+        variable = da.transpose("step", "token", "hidden").variable
+        _check_shape(stored, variable.shape[1:], entry["shape"])
+        return xr.Variable(("step", "row", "column"), variable.data, variable.attrs)
+    length = sum(
+        math.prod(each["shape"]) for each in ds.attrs["parameters"] if each["variable"] == "params"
+    )
+    _check_shape(stored, (ds.sizes["element"],), [length])
+    rows, *rest = entry["shape"] or [1]
+    size = math.prod(entry["shape"])
+    start = entry["offset"]
+    part = da.transpose("step", "element").isel(element=slice(start, start + size))
+    if part.chunks is None:
+        part = part.chunk(part.encoding.get("preferred_chunks", {}))
+    part = part.chunk({"element": -1})
+    values = part.variable.data.reshape(part.sizes["step"], rows, math.prod(rest))
+    return xr.Variable(("step", "row", "column"), values, da.attrs)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], whole: list[int]) -> None:
+    if list(shape) != list(whole):
+        raise InvalidArgument(
+            f"{name}: got shape {tuple(shape)} at each step, expected {tuple(whole)}; select parts "
+            "of the result instead of the run"
+        )
