@@ -76,7 +76,7 @@ Run = str | os.PathLike[str] | xr.Dataset
 
 
 def export(
-    run: Run | Sequence[Run],
+    run: Run | Iterable[Run],
     file: str | os.PathLike[str],
     *,
     format: str | None = None,
@@ -96,7 +96,8 @@ def export(
     ----------
     run : path-like, str or Dataset, or several of them
         A run, or a Dataset with its variables (a subset, for example). Several runs for layouts
-        such as ``flannel-5``; for ``flannel-2`` those of both matrices, E first.
+        such as ``flannel-5``; for ``flannel-2`` those of both matrices, E first unless
+        the names of the recorded parameters are common.
     file : path-like
         Target. The export is written to a temporary path next to it, then renamed.
     format : {'safetensors', 'hdf5', 'zarr', 'run'}, optional

@@ -17,7 +17,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.exporting.joined_runs import check_number, joined, step_labels
 from trajstore.exchange.exporting.layout_columns import columns_of, is_sgd
-from trajstore.exchange.guessing.kind_table import Scalar, scalar_of
+from trajstore.exchange.guessing.kind_table import Scalar, named, scalar_of
 from trajstore.exchange.layouts import COUNTS, POPULATIONS, RECORDED, Layout, number_type
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
@@ -65,6 +65,8 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
         If the layout needs the row before a selected one, and the run does not hold that row. Also
         if it is not for that number of runs, or they differ in steps, tokens or types.
     """
+    if layout.runs == "matrices":
+        runs = _in_order(layout, runs)
     parts = [
         _Part(run=run, selection=selection, of=_selections(layout, run, selection))
         for run, selection in runs
@@ -118,6 +120,22 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
         omitted=tuple(name for name in placeless if name in VARIABLES),
         notes=tuple(dict.fromkeys((*notes, *_notes(layout, first, held), *unknown))),
     )
+
+
+def _in_order(
+    layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]
+) -> Sequence[tuple[TiledRun, Selection]]:
+    """The runs of E and of W, by the names of their parameters; as given if these are unknown."""
+    names = [str(attribute(run.attributes, "recording", "parameter")) for run, _ in runs]
+    matrices = [named(name).matrix for name in names]
+    if matrices == ["W", "E"]:
+        return runs[::-1]
+    if len(runs) == 2 and matrices[0] is not None and matrices[0] == matrices[1]:
+        raise InvalidArgument(
+            f"got the runs of {' and '.join(names)}, but layout {layout.name} holds both matrices "
+            "of one training; give the run of each"
+        )
+    return runs
 
 
 def _without_place(layout: Layout, part: _Part) -> list[str]:

@@ -470,6 +470,22 @@ def test_both_matrices_of_one_training(two_runs: list[Path], tmp_path: Path) -> 
         assert_same_run(path, tmp_path / f"back.{name}.zarr", besides=besides)
 
 
+def test_matrices_are_ordered_by_their_names(tmp_path: Path) -> None:
+    paths = {}
+    for name, value in (("lm_head.weight", 1), ("wte.weight", 2)):
+        paths[name] = tmp_path / f"{name}.zarr"
+        with trajstore.RunWriter.create(
+            paths[name], token=[0], hidden=1, variables={"W": "float32"},
+            attributes={"recording": {"parameter": name}},
+        ) as writer:  # fmt: skip
+            writer.append(0, W=np.full((1, 1), value, "f4"))
+    trajstore.export(paths.values(), tmp_path / "f", layout="flannel-2")
+    file = load_file(tmp_path / "f")
+    assert (file["embeddings_E"].item(), file["embeddings_W"].item()) == (2, 1)
+    with pytest.raises(InvalidArgument, match=r"got the runs of wte\.weight and wte\.weight"):
+        trajstore.export([paths["wte.weight"]] * 2, tmp_path / "g", layout="flannel-2")
+
+
 def test_runs_that_do_not_fit_one_file(two_runs: list[Path], tmp_path: Path) -> None:
     a, b = two_runs
     write_run(tmp_path / "c.zarr", ALL, rows=4, tokens=TOKENS, hidden=3)
