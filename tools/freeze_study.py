@@ -1,8 +1,8 @@
-"""Table and figure of docs/studies/freeze.md, from the folders of its sweeps.
+"""Tables and figure of docs/studies/freeze.md, from the folders of its sweeps.
 
 python tools/freeze_study.py STUDY OPEN docs
 
-Complete runs are read, missing open loops computed. The table is printed, and replaces that of the
+Complete runs are read, missing open loops computed. The tables are printed, and replace those of the
 page; the figure replaces docs/figures/freeze-last-motion.png.
 """
 
@@ -47,19 +47,39 @@ MOVING = 50
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Freeze:
-    """Last motions of a run.
+    """Last motions of a population of a run.
 
     Attributes
     ----------
     steps : int
         Last recorded step.
-    dead, live : ndarray of int, (token, hidden)
+    last : ndarray of int, (token, hidden)
         Step of the last change of each element, 0 if none.
+    rank : ndarray of int, (token, hidden)
+        Rank of the magnitude of each element among those of its token, at the end; 1 for the
+        smallest.
     """
 
     steps: int
-    dead: npt.NDArray[np.int64]
-    live: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+    rank: npt.NDArray[np.int64]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Step of the last motion of each token."""
+        return self.last.max(1)
+
+    @property
+    def moving(self) -> npt.NDArray[np.bool_]:
+        """True for tokens that moved near the end of the recording."""
+        return self.tokens > self.steps - MOVING
+
+    @property
+    def rank_of_last(self) -> float:
+        """Median rank of the element that moved last in its token; NaN if most still move."""
+        if np.median(self.moving) > 0:
+            return np.nan
+        return float(np.median(np.take_along_axis(self.rank, self.last.argmax(1)[:, None], 1)))
 
 
 def last_motions(ds: xr.Dataset) -> npt.NDArray[np.int64]:
@@ -71,11 +91,19 @@ def last_motions(ds: xr.Dataset) -> npt.NDArray[np.int64]:
     return last
 
 
-def read(path: Path) -> Freeze:
+def read(path: Path) -> dict[str, Freeze]:
     """Last motions of a run, by population."""
     ds = open_run(path)
     last, is_dead = last_motions(ds), ds.is_dead.values.astype(bool)
-    return Freeze(steps=int(ds.step[-1]), dead=last[is_dead], live=last[~is_dead])
+    rank = np.abs(ds.W.values[-1]).argsort(1).argsort(1) + 1
+    return {
+        name: Freeze(steps=int(ds.step[-1]), last=last[chosen], rank=rank[chosen])
+        for name, chosen in (("dead", is_dead), ("live", ~is_dead))
+    }
+
+
+Found = dict[tuple[str, str], dict[int, dict[str, Freeze]]]
+"""Last motions by schedule and loop, by seed, and by population."""
 
 
 def trained(folder: Path) -> Iterator[tuple[str, int, Path]]:
@@ -89,9 +117,9 @@ def trained(folder: Path) -> Iterator[tuple[str, int, Path]]:
                 print(f"{path}: not complete, omitted")
 
 
-def study(folder: Path, counterfactuals: Path) -> dict[tuple[str, str], dict[int, Freeze]]:
+def study(folder: Path, counterfactuals: Path) -> Found:
     """Last motions by schedule and loop, and by seed. Missing open loops are computed."""
-    found: dict[tuple[str, str], dict[int, Freeze]] = defaultdict(dict)
+    found: Found = defaultdict(dict)
     for schedule in SCHEDULES:
         for state, seed, path in trained(folder / schedule):
             if state == "float32":
@@ -111,49 +139,42 @@ def study(folder: Path, counterfactuals: Path) -> dict[tuple[str, str], dict[int
 
 def spread(values: Iterable[float]) -> str:
     """Median and range over seeds."""
-    numbers = np.array([*values])
-    middle, low, high = (f"{value:,.0f}" for value in (np.median(numbers), *_ends(numbers)))
+    numbers = [value for value in values if not np.isnan(value)]
+    if not numbers:
+        return "—"
+    middle, low, high = (
+        f"{each:,.0f}" for each in (np.median(numbers), min(numbers), max(numbers))
+    )
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def _ends(numbers: npt.NDArray[np.float64]) -> tuple[float, float]:
-    return float(numbers.min()), float(numbers.max())
-
-
-def cells(runs: Iterable[Freeze], population: str) -> list[str]:
-    """Columns of a population: last motion of tokens and elements, and tokens still moving."""
-    last = [(getattr(run, population), run.steps) for run in runs]
-    return [
-        spread(np.median(each.max(1)) for each, _ in last),
-        spread(np.median(each) for each, _ in last),
-        spread(np.count_nonzero(each.max(1) > steps - MOVING) for each, steps in last),
-    ]
-
-
-def table(found: dict[tuple[str, str], dict[int, Freeze]]) -> str:
-    """The table of the page, a line per schedule and loop."""
-    names = ("token", "element", "moving")
-    heads = ["schedule", "loop", "seeds", *(f"{p}: {n}" for p in ("dead", "live") for n in names)]
+def table(found: Found, population: str) -> str:
+    """A table of the page, a line per schedule and loop."""
+    heads = ["schedule", "loop", "seeds", "token", "element", "moving", "rank"]
     lines = [heads, ["---"] * len(heads)]
-    for schedule in SCHEDULES:
+    for schedule, title in SCHEDULES.items():
         for loop in LOOPS:
-            if (schedule, loop) in found:
-                runs = found[schedule, loop].values()
-                line = [SCHEDULES[schedule], loop, str(len(runs))]
-                lines.append([*line, *cells(runs, "dead"), *cells(runs, "live")])
+            runs = [run[population] for run in found[schedule, loop].values()]
+            cells = (
+                [float(np.median(run.tokens)) for run in runs],
+                [float(np.median(run.last)) for run in runs],
+                [float(np.count_nonzero(run.moving)) for run in runs],
+                [run.rank_of_last for run in runs],
+            )
+            lines.append([title, loop, str(len(runs)), *map(spread, cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def replace_table(page: Path, text: str) -> None:
-    """Replace the table between the marks of the page."""
-    before, begin, rest = page.read_text().partition("<!-- table -->\n")
-    _, end, after = rest.partition("<!-- end of table -->")
+def replace_tables(page: Path, text: str) -> None:
+    """Replace the tables between the marks of the page."""
+    before, begin, rest = page.read_text().partition("<!-- tables -->\n")
+    _, end, after = rest.partition("<!-- end of tables -->")
     if not (begin and end):
-        raise SystemExit(f"{page} has no marks of the table")
-    page.write_text(f"{before}{begin}{text}\n{end}{after}")
+        raise SystemExit(f"{page} has no marks of the tables")
+    page.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
 
 
-def draw(found: dict[tuple[str, str], dict[int, Freeze]], file: Path) -> None:
+def draw(found: Found, file: Path) -> None:
     """Draw the fraction of dead tokens and elements that move again after each step."""
     figure, axes = plt.subplots(
         2, len(SCHEDULES), figsize=(11, 6), sharey=True, layout="constrained"
@@ -161,8 +182,9 @@ def draw(found: dict[tuple[str, str], dict[int, Freeze]], file: Path) -> None:
     for (schedule, loop), runs in found.items():
         column = [*SCHEDULES].index(schedule)
         for seed, run in runs.items():
-            for row, last in enumerate((run.dead.max(1), run.dead.ravel())):
-                at = np.arange(run.steps + 1)
+            dead = run["dead"]
+            for row, last in enumerate((dead.tokens, dead.last.ravel())):
+                at = np.arange(dead.steps + 1)
                 later = 1 - np.searchsorted(np.sort(last), at, side="right") / last.size
                 label = loop if seed == min(runs) else None
                 axes[row, column].plot(at, later, color=COLORS[loop], lw=1, alpha=0.8, label=label)
@@ -183,9 +205,12 @@ def main() -> None:
     parser.add_argument("docs", type=Path, help="folder of the documentation")
     options = parser.parse_args()
     found = study(options.study, options.open)
-    text = table(found)
+    text = "\n\n".join(
+        f"{population.capitalize()} tokens:\n\n{table(found, population)}"
+        for population in ("dead", "live")
+    )
     print(text)
-    replace_table(options.docs / "studies" / "freeze.md", text)
+    replace_tables(options.docs / "studies" / "freeze.md", text)
     draw(found, options.docs / "figures" / "freeze-last-motion.png")
 
 
