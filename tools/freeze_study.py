@@ -2,8 +2,8 @@
 
 python tools/freeze_study.py STUDY OPEN docs
 
-Complete runs are read, missing open loops computed. The tables are printed, and replace those of the
-page; the figure replaces docs/figures/freeze-last-motion.png.
+Complete runs are read, missing open loops computed. The tables are printed, and replace those of
+the page; the figure replaces docs/figures/freeze-last-motion.png.
 """
 
 from __future__ import annotations

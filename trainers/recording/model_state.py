@@ -125,8 +125,8 @@ class ModelState:
 
     def _parameter_table(self) -> list[dict[str, Any]]:
         aliases: dict[int, list[str]] = {}
-        for name, tensor in self._model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(tensor), []).append(name_outside_compile(name))
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
         groups = {
             id(tensor): number
             for number, group in enumerate(self._optimizer.param_groups)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
 
-from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, Chain
+from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, SKIPS, Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
 from trajstore.codec.predicted_rows import MOST_TERMS, decode_rows
@@ -91,7 +91,7 @@ class Decoder:
         else:
             raise ValueError("its rows are computed from other arrays, which were not passed")
 
-    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[bool, Array]:
+    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[int | None, Array]:
         """Stored content of a chunk of the kind ``computed``, for the rows before the window's end.
 
         Parameters
@@ -102,8 +102,8 @@ class Decoder:
 
         Returns
         -------
-        whole : bool
-            True if `bits` are the rows themselves.
+        skips : int or None
+            Number of skipped steps before the first row; None if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
             The rows, or the first row and the corrections of the rule's results.
 
@@ -117,8 +117,8 @@ class Decoder:
             shape = tuple(part.stop - part.start for part in window)
             out = np.empty(shape, self._chain.native.bits)
             self._decode_frame(frame[1:], window, out)
-            return True, out
-        return False, self._corrections(frame, window).copy()
+            return None, out
+        return SKIPS.unpack_from(frame, 1)[0], self._corrections(frame, window).copy()
 
     def is_computed(self, data: bytes) -> bool:
         """True if a chunk needs the chunks of other arrays."""
@@ -135,7 +135,7 @@ class Decoder:
             out[...] = values.view(out.dtype)
 
     def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
-        values = self._unpack(frame[1:], 0, window[0].stop)
+        values = self._unpack(frame[1 + SKIPS.size :], 0, window[0].stop)
         return values[:, *window[1:]]
 
     def _predicted(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
@@ -207,8 +207,10 @@ class Decoder:
         frame = self._checked(data)
         if not self._chain.has_forms:
             return self._unpack(frame, 0, self._length)
-        if frame[:1] == DIFFERENCES or self._chain.kind == "computed":
+        if frame[:1] == DIFFERENCES:
             return self._unpack(frame[1:], 0, self._length)
+        if self._chain.kind == "computed":
+            return self._unpack(frame[1 + SKIPS.size :], 0, self._length)
         return self._predicted(frame, tuple(slice(0, length) for length in self._shape))
 
     def _unpack_window(self, frame: memoryview, window: tuple[slice, ...]) -> Array:

@@ -19,13 +19,12 @@ from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, positions
 from trajstore.values.native_types import is_nan, native_type
+from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import spacing
 
 __all__ = ["columns_of", "is_sgd"]
 
 Array = npt.NDArray[Any]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def columns_of(
@@ -62,7 +61,7 @@ def columns_of(
             tensors[column.key] = _column(layout, column, run, selections[column.tokens])
         elif column.variable in run.series:
             unselected.append(column.key)
-        elif column.variable in _MOMENTS and is_sgd(run):
+        elif column.variable in MOMENTS and is_sgd(run):
             tensors[column.key] = _zeros(column, run, selections[column.tokens])
             zeros.append(column.key)
         else:

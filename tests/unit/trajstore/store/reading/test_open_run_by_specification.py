@@ -105,8 +105,8 @@ class Reader:
             form, frame = frame[0], frame[1:]
             if form == 1 and settings["kind"] == "predicted":
                 return self.predicted(settings, frame)
-            if form == 1:
-                return np.frombuffer(blosc.decompress(frame), bits).reshape(shape)
+            if form == 1:  # after the number of skipped steps
+                return np.frombuffer(blosc.decompress(frame[4:]), bits).reshape(shape)
         size = int(np.prod(shape)) * bits.itemsize
         assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
         axes = list(range(len(shape)))
