@@ -120,6 +120,11 @@ class ModelState:
                 "class": type(self._model).__name__,
                 "transformers": transformers.__version__,
                 "config": json.loads(config.to_json_string(use_diff=False)),
+                "buffer_types": {
+                    name: _type_name(tensor)
+                    for name, tensor in _buffers(self._model)
+                    if tensor.is_floating_point()
+                },
             }
         return found
 
