@@ -56,7 +56,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     "-o",
     "--output",
     type=click.Path(),
-    help="File to write: .nc, .zarr, or .csv (one file per set of dimensions).",
+    help="File to write: .nc, .zarr, .safetensors, or .csv (one file per set of dimensions).",
 )
 @click.option(
     "--set",
@@ -105,6 +105,7 @@ def analyze(
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+      trajstore analyze gatsby.zarr freeze centroid -o for-scripts.safetensors
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
       trajstore analyze gatsby.zarr autocorrelation --vectors hidden_mean
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'

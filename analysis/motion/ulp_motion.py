@@ -43,7 +43,11 @@ _PHASES = {
 
 @registered()
 @checks_types
-def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.DataArray:
+def ulp(
+    W: xr.DataArray | xr.Dataset | Scan,
+    lattice: str = "native",
+    direction: Literal["outward", "up"] = "outward",
+) -> xr.DataArray:
     """Spacing of the native type, or of another lattice, at each magnitude.
 
     For bfloat16 this is 2^(max(E, 1) − 134), E the biased exponent, so 2^−133 for subnormals and
@@ -55,6 +59,9 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
         The attribute ``native_dtype`` names the type. Default: the type of the array.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Round W to this type and return its spacing.
+    direction : {'outward', 'up'}
+        ``'outward'``: to the next value of larger magnitude. ``'up'``: to the next larger number,
+        as by ``nextafter(W, inf)``; at negative powers of two that is half the spacing.
 
     Returns
     -------
@@ -64,7 +71,8 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     Raises
     ------
     InvalidArgument
-        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
+        For an unknown lattice or direction, or if W holds values that its ``native_dtype`` does
+        not.
 
     Examples
     --------
@@ -73,6 +81,8 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     >>> ulp(ds).sel(step=0, token=[ord("e"), ord("z")]).isel(hidden=0).values
     array([0.0078125 , 0.00390625], dtype=float32)
     """
+    if direction not in ("outward", "up"):
+        raise InvalidArgument(f"got direction {direction!r}, expected 'outward' or 'up'")
     if isinstance(W, xr.Dataset):
         W = Scan(W)
     if isinstance(W, Scan):
@@ -82,7 +92,7 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     chosen = chosen_type(lattice, native)
     name = str(W.name or "W")  # a reference to W would copy it into each task
     result: xr.DataArray = xr.apply_ufunc(
-        lambda values: _spacing_on_lattice(values, name, native, chosen),
+        lambda values: _spacing_on_lattice(values, name, native, chosen, direction),
         W,
         dask="parallelized",
         output_dtypes=[W.dtype if chosen == native else NATIVE_TYPES[chosen].stored],
@@ -94,10 +104,16 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
 
 
 def _spacing_on_lattice(
-    values: npt.NDArray[Any], name: str, native: str, chosen: str
+    values: npt.NDArray[Any], name: str, native: str, chosen: str, direction: str
 ) -> npt.NDArray[Any]:
     whole = np.ascontiguousarray(values).reshape(values.shape)
-    return spacing(on_lattice(whole, name, native, chosen), chosen)
+    points = on_lattice(whole, name, native, chosen)
+    found = spacing(points, chosen)
+    if direction == "up":
+        power = binade(points, chosen)
+        least = NATIVE_TYPES[chosen].least_normal  # the spacing below it is the same
+        found[(points == -power) & (power > least)] /= 2
+    return found
 
 
 def _ordinal_hops(

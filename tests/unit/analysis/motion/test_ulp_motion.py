@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
@@ -163,6 +164,19 @@ def test_frozen_agrees_with_freeze(bits, make_run):
     frozen = (analysis.regimes(ds).regime == 0).mean("token")
     still = analysis.freeze(ds).unchanged_fraction.sel(population="all")
     np.testing.assert_allclose(frozen, still)
+
+
+def test_ulp_upward_is_the_distance_to_the_next_larger_number():
+    bits = np.arange(1 << 16, dtype="u2")
+    values = bits[bits & 0x7F80 != 0x7F80].view(ml_dtypes.bfloat16)
+    up = np.nextafter(values, ml_dtypes.bfloat16(np.inf)).astype("f4")
+    W = xr.DataArray(values.astype("f4"), dims="token", attrs={"native_dtype": "bfloat16"})
+    largest = values == ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    got = analysis.ulp(W, direction="up").values
+    np.testing.assert_array_equal(got[~largest], (up - W.values)[~largest])
+    assert (got != analysis.ulp(W).values).sum() == 253  # negative powers of two
+    with pytest.raises(InvalidArgument, match="got direction 'down'"):
+        analysis.ulp(W, direction="down")
 
 
 def test_ulp_of_a_variable_and_of_a_run(make_run):
