@@ -13,6 +13,7 @@ from trajstore.cli.tables import out, print_json, print_notes, print_table, tabl
 
 if TYPE_CHECKING:
     import xarray as xr
+    from rich.table import Table
 
 
 __all__ = ["summary"]
@@ -75,6 +76,17 @@ def _json_facts(facts: xr.Dataset) -> dict[str, dict[str, Any]]:
         str(name): {"dims": list(da.dims), "values": da.values.tolist()}
         for name, da in facts.variables.items()
     }
+
+
+def _lost_table(lost: xr.DataArray, steps: list[str]) -> Table:
+    printed = table(
+        "Lost updates: fraction of elements with a gradient that the step did not change",
+        "parameter",
+        *(f"step {step}" for step in steps),
+    )
+    for name, values in zip(lost["parameter"].values, lost.transpose(..., "when").values):
+        printed.add_row(str(name), *(f"{value:.2%}" for value in values.tolist()))
+    return printed
 
 
 def print_summary(summary: xr.Dataset) -> None:
@@ -143,6 +155,8 @@ def print_summary(summary: xr.Dataset) -> None:
             for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
         )
         out.print(f"Loss: {losses}")
+    if "param_update_lost" in summary:
+        print_table(_lost_table(summary["param_update_lost"], list(map(str, steps.values()))))
     print_notes(without_tokens({n: tokens[n] for n in tokens if n not in ("dead", "live", "all")}))
     if "dead" not in tokens:
         out.print("Dead tokens are not labeled; label them with trajstore annotate.")
