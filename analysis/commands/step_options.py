@@ -1,4 +1,4 @@
-"""Options that select steps, a parameter or vectors, and the number of unchanged steps of a frozen token."""
+"""Options that select steps, a parameter or vectors, and the unchanged steps of a frozen token."""
 
 from __future__ import annotations
 

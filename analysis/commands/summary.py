@@ -84,8 +84,9 @@ def _lost_table(lost: xr.DataArray, steps: list[str]) -> Table:
         "parameter",
         *(f"step {step}" for step in steps),
     )
-    for name, values in zip(lost["parameter"].values, lost.transpose(..., "when").values):
-        printed.add_row(str(name), *(f"{value:.2%}" for value in values.tolist()))
+    for name in lost["parameter"].values:
+        values = lost.sel(parameter=name).values.tolist()
+        printed.add_row(str(name), *("" if math.isnan(v) else f"{v:.2%}" for v in values))
     return printed
 
 

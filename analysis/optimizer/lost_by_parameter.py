@@ -43,7 +43,8 @@ def _lost(pair: xr.Dataset) -> xr.DataArray:
     """The fraction of one parameter in the step between two rows."""
     before, after = pair["W"].isel(step=0, drop=True), pair["W"].isel(step=1, drop=True)
     last = pair.isel(step=1, drop=True)
-    wanted = last["grad"] != 0
+    with_gradient = last["grad"] != 0
+    wanted = with_gradient.sum()
     known = last["grad"].notnull().all()
     if "lr" in last:
         known &= last["lr"] != 0
@@ -51,5 +52,7 @@ def _lost(pair: xr.Dataset) -> xr.DataArray:
         known &= last["skipped"] != 1
     if np.diff(pair["step"].values) != 1:
         known &= False
-    lost: xr.DataArray = ((wanted & (before == after)).sum() / wanted.sum()).where(known)
+    lost: xr.DataArray = (
+        (with_gradient & (before == after)).sum() / wanted.where(wanted > 0)
+    ).where(known)
     return lost

@@ -82,8 +82,8 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         ``is_dead`` is recorded. ``displacement`` (statistic, population): of the last row from the
         first. ``centroid_norm`` (state, population): at the first and last row. ``logits``
         (logit_statistic): at the first step. ``param_update_lost`` (when, parameter): recorded, or
-        computed in a run that holds all parameters. The coordinate ``population_tokens`` is the number of
-        tokens in each population.
+        computed in a run that holds all parameters. The coordinate ``population_tokens`` is the
+        number of tokens in each population.
 
     Raises
     ------

@@ -18,8 +18,8 @@ def row_vectors(ds: xr.Dataset) -> xr.Dataset:
     Returns
     -------
     Dataset
-        Of dims (step, token, hidden). ``token`` is the number of the row. The attribute ``parameter``
-        is the name of the parameter.
+        Of dims (step, token, hidden). ``token`` is the number of the row. The attribute
+        ``parameter`` is the name of the parameter.
     """
     if not {"row", "column"} <= set(ds.dims) or {"token", "hidden"} & set(ds.dims):
         return ds
