@@ -52,7 +52,6 @@ def _lost(pair: xr.Dataset) -> xr.DataArray:
         known &= last["skipped"] != 1
     if np.diff(pair["step"].values) != 1:
         known &= False
-    lost: xr.DataArray = (
-        (with_gradient & (before == after)).sum() / wanted.where(wanted > 0)
-    ).where(known)
-    return lost
+    lost = (with_gradient & (before == after)).sum()
+    fraction: xr.DataArray = (lost / wanted.where(wanted > 0)).where(known)
+    return fraction

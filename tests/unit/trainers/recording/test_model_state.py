@@ -339,5 +339,6 @@ def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(tmp_path: P
     seldom = record_own(tmp_path).path
     one = open_run(seldom).traj.parameter("sometimes.weight").load()
     assert one.skipped[1:].values.tolist() == [0, 1, 0, 1, 0, 1]
-    np.testing.assert_allclose(one.traj.exact_moments().exp_avg, one.exp_avg, rtol=1e-5, atol=1e-9)
+    exact = one.traj.exact_moments().exact_exp_avg
+    np.testing.assert_allclose(exact, one.exp_avg.values[-exact.sizes["step"] :], atol=1e-8)
     assert "skipped" not in open_run(seldom).traj.parameter("head.weight")
