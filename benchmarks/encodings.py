@@ -1,67 +1,211 @@
-"""The encodings `delta` and `replay` of one history: sizes, and times to write and read.
+"""The encodings `delta` and `replay` of one history: sizes, times to write and read, and memory.
 
-python benchmarks/encodings.py RUN.zarr [--rounds 5] [--no-h5py]
+    python benchmarks/encodings.py RUN.zarr [--rounds 5] [--rows 200]
 
-Both encodings, and uncompressed HDF5 if h5py is installed, hold the same bits. Rounds alternate.
-The page cache holds all files.
+Compared with uncompressed HDF5 in chunks of one step, which holds the same bits: float32, or uint16
+that the reader widens, as users of HDF5 do. Rounds alternate. The page cache holds all files.
+Computed rows are not kept from one round to the next. The peak of memory above the imports is
+measured in a separate process. Loops are compiled if numba is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
-import tempfile
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
-from measure import alternate, machine, save, table
+import xarray as xr
+from measure import alternate, back_memory, cache, machine, resident, save, table
 
 from trajstore import RunWriter, open_run
+from trajstore.codec.computed_rows import cache as computed
 from trajstore.store.reading.run_info import information
+from trajstore.values.native_types import NATIVE_TYPES, narrow
+
+# A script in this folder has the name of the package `analysis`, and must not be imported first.
+sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).parent]
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ENCODINGS = ("delta", "replay")
+MEMORY = 1 << 30  # of a scan, with all copies
 
-Rows = dict[str, Any]
+Ask = Callable[[Any], Any]
 Contender = Callable[[], tuple[float, dict[str, Any]]]
 
+READERS: dict[str, Callable[[Path], xr.Dataset]] = {
+    "open_run": open_run,
+    "open_run, chunks=None": partial(open_run, chunks=None),
+    "xr.open_zarr": xr.open_zarr,
+}
 
-def written(folder: Path, encoding: str, rows: Rows, facts: dict[str, Any]) -> tuple[float, Any]:
-    """Write all rows as a run; bytes in native types."""
-    path = folder / f"{encoding}.zarr"
+
+def widened(values: Any) -> Any:
+    """Convert bfloat16 bits to float32; leave other values."""
+    bits = values.dtype == np.uint16
+    return (values.astype(np.uint32) << 16).view(np.float32) if bits else values
+
+
+def questions(shape: tuple[int, ...]) -> dict[str, tuple[int, Ask, Ask | None]]:
+    """Return the number of answers of each question, and functions for a dataset and for HDF5."""
+    rows = range(shape[0])
+    tokens = [shape[1] * part // 100 for part in (1, 23, 51, 79, 99)]
+    steps = [shape[0] * part // 100 for part in (3, 17, 38, 49, 60, 79, 94)]
+
+    def scan(name: str) -> tuple[int, Ask, Ask]:
+        return (
+            1,
+            lambda ds: ds[name].max().compute(),
+            lambda file: max(widened(file[name][row]).max() for row in rows),
+        )
+
+    return {
+        "all of W": scan("W"),
+        "all of grad": scan("grad"),
+        "one token, all steps": (
+            len(tokens),
+            lambda ds: [ds.W[:, token].values for token in tokens],
+            lambda file: [widened(file["W"][:, token]) for token in tokens],
+        ),
+        "one step": (
+            len(steps),
+            lambda ds: [ds.W[step].values for step in steps],
+            lambda file: [widened(file["W"][step]) for step in steps],
+        ),
+        "norms of gradients": (1, lambda ds: ds.traj.grad_norms().compute(), None),
+    }
+
+
+def native_rows(run: str, most: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return rows of a run in their native types, as a recorder passes them; and its facts."""
+    ds = open_run(run, chunks=None)
+    names = [str(name) for name in ds.data_vars if "example" not in ds[name].dims]
+    natives = {name: ds[name].attrs["native_dtype"] for name in names}
+    rows: list[dict[str, Any]] = []
+    for first in range(0, min(most, ds.sizes["step"]), 16):
+        part = ds.isel(step=slice(first, min(first + 16, most))).load()
+        rows += [{"step": int(step)} for step in part.step]
+        for name in names:
+            values, native = part[name].values, NATIVE_TYPES[natives[name]]
+            for at, row in enumerate(narrow(values, native) if native.itemsize == 2 else values):
+                rows[first + at][name] = row
+    facts = {
+        "token": ds.token.values,
+        "is_dead": ds.is_dead.values,
+        "hidden": ds.sizes["hidden"],
+        "variables": natives,
+        "attributes": {"optimizer": ds.attrs["optimizer"]},
+    }
+    return rows, facts
+
+
+def write_run(path: Path, rows: Any, facts: dict[str, Any], encoding: str) -> tuple[float, Any]:
+    """Write rows as a run; return the bytes in native types."""
     with RunWriter.create(path, encoding=encoding, overwrite=True, fsync=False, **facts) as run:
-        for row, step in enumerate(rows["step"]):
-            run.append(step=int(step), **{name: rows[name][row] for name in facts["variables"]})
+        for row in rows:
+            run.append(**row)
         return float(run.bytes_recorded), {}
 
 
-def written_by_h5py(folder: Path, rows: Rows) -> tuple[float, Any]:
-    """Write the matrices as h5py writes them by default, contiguous; bytes."""
-    import h5py
-
-    size = 0
-    with h5py.File(folder / "raw.h5", "w") as file:
+def write_hdf5(path: Path, rows: Any) -> tuple[float, Any]:
+    """Write the matrices; return their bytes."""
+    path.unlink(missing_ok=True)
+    with h5py.File(path, "w") as file:
         for name in MATRICES:
-            data = file.create_dataset(name, rows[name].shape, "u2")
-            for row, values in enumerate(rows[name]):
-                data[row] = values.view(np.uint32) >> 16
-                size += values.nbytes // 2
-    return float(size), {}
+            one = rows[0][name]
+            file.create_dataset(name, (len(rows), *one.shape), one.dtype, chunks=(1, *one.shape))
+        for at, row in enumerate(rows):
+            for name in MATRICES:
+                file[name][at] = row[name]
+    return float(sum(row[name].nbytes for row in rows for name in MATRICES)), {}
 
 
-def readers(folder: Path, encoding: str, shape: tuple[int, ...]) -> dict[str, Contender]:
-    """Ways of reading: all of W, one token's history, one step."""
-    whole = float(np.prod(shape) * 2)
+def print_peak(run: str, *what: str) -> None:
+    """Print the bytes that writing, or a question, takes above the imports and the rows."""
+    from trajstore import analysis  # noqa: F401
 
-    def read(key: Any) -> tuple[float, dict[str, Any]]:
-        ds = open_run(folder / f"{encoding}.zarr", chunks=None)
-        return whole, {"sum": float(ds.W[key].values.sum(dtype=np.float64))}
+    if what[0] == "write":
+        rows, facts = native_rows(run, int(what[2]))
+        before = resident("VmRSS")
+        write_run(Path(run).with_name("peak.zarr"), rows, facts, what[1])
+    else:
+        before = resident("VmRSS")
+        ds = READERS[what[1]](Path(run))
+        questions(ds.W.shape)[what[0]][1](ds)
+    print(json.dumps(resident("VmHWM") - before))
 
-    keys = {"all of W": ..., "a token": np.s_[:, shape[1] // 2], "a step": np.s_[shape[0] // 2 + 1]}
-    return {f"{encoding}: {name}": partial(read, key) for name, key in keys.items()}
+
+def peak(run: Path | str, *what: str) -> str:
+    """Return the same in MB, from a separate process."""
+    command = [sys.executable, __file__, str(run), "--peak", *what]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return f"{int(json.loads(done.stdout)) / 1e6:,.0f}"
+
+
+def ingest(folder: Path, run: str, rows: Any, facts: dict[str, Any], rounds: int) -> Any:
+    """Return lines of a table, and the seconds of each contender."""
+    paths = {each: folder / f"{each}.zarr" for each in ENCODINGS}
+    writers: dict[str, Contender] = {
+        each: partial(write_run, path, rows, facts, each) for each, path in paths.items()
+    }
+    base = "h5py, uncompressed"
+    writers[base] = partial(write_hdf5, folder / "run.h5", rows)
+    found = alternate(writers, rounds, memory=MEMORY)
+    lines = []
+    for name, each in found.items():
+        taken = peak(run, "write", name, str(len(rows))) if name in ENCODINGS else ""
+        ratio = each.rate / found[base].rate
+        lines.append(["write", name, f"{each.rate / 1e6:,.0f} MB/s", f"{ratio:.2f}", taken])
+    return lines, {name: each.seconds for name, each in found.items()}
+
+
+def reading(folder: Path, shape: tuple[int, ...], rounds: int) -> Any:
+    """Return lines of a table, and the seconds of each question and contender."""
+    file = h5py.File(folder / "run.h5")
+    opened = {
+        f"{each}, {name}": (read(folder / f"{each}.zarr"), each, name)
+        for each in ENCODINGS
+        for name, read in READERS.items()
+    }
+
+    def answer(ask: Ask, given: Any) -> tuple[float, dict[str, Any]]:
+        ask(given)
+        return 1.0, {}
+
+    lines, seconds = [], {}
+    for question, (count, ask, of_file) in questions(shape).items():
+        lazy = question not in ("one token, all steps", "one step")
+        asked = {
+            key: partial(answer, ask, ds)
+            for key, (ds, _, name) in opened.items()
+            if not (lazy and "None" in name)
+        }
+        base = next(iter(asked))
+        if of_file is not None:
+            base = "h5py"
+            asked[base] = partial(answer, of_file, file)
+        for each in asked.values():  # compiles loops
+            each()
+        computed.clear()
+        found = alternate(
+            asked, rounds, memory=MEMORY if lazy else 0, after=lambda _: computed.clear()
+        )
+        seconds[question] = {key: each.seconds for key, each in found.items()}
+        for key, each in found.items():
+            _, encoding, reader = opened.get(key, (None, "", ""))
+            path = folder / f"{encoding}.zarr"
+            taken = peak(path, question, reader) if encoding == "replay" else ""
+            ratio = each.rate / found[base].rate
+            time = f"{1e3 / each.rate / count:,.1f} ms"
+            lines.append([question, key, time, f"{ratio:.2f}", taken])
+    return lines, seconds
 
 
 def main() -> None:
@@ -69,45 +213,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-h5py", action="store_true")
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--peak", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    ds = open_run(given.run).load()
-    names = [str(name) for name in ds.data_vars if "example" not in ds[name].dims]
-    rows: Rows = {name: ds[name].values for name in names} | {"step": ds.step.values}
-    facts = {
-        "token": ds.token.values,
-        "hidden": ds.sizes["hidden"],
-        "variables": {name: ds[name].attrs["native_dtype"] for name in names},
-        "attributes": {"optimizer": ds.attrs["optimizer"]},
-    }
-    folder = Path(tempfile.mkdtemp())
+    if given.peak:
+        print_peak(given.run, *given.peak)
+        return
+    facts_of_machine = machine()
+    rows, facts = native_rows(given.run, given.rows)
+    folder = cache() / "scratch-encodings"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    back_memory(MEMORY)
     try:
-        writers = {each: partial(written, folder, each, rows, facts) for each in ENCODINGS}
-        if not given.no_h5py:
-            writers["uncompressed HDF5"] = partial(written_by_h5py, folder, rows)
-        ingest = alternate(writers, given.rounds)
+        lines, written = ingest(folder, given.run, rows, facts, given.rounds)
         sizes = {each: information(folder / f"{each}.zarr")["arrays"] for each in ENCODINGS}
-        reading: dict[str, Contender] = {}
-        for each in ENCODINGS:
-            reading |= readers(folder, each, ds.W.shape)
-        read = alternate(reading, given.rounds)
+        more, read = reading(folder, (len(rows), *rows[0]["W"].shape), given.rounds)
     finally:
         shutil.rmtree(folder)
+        shutil.rmtree(Path(given.run).with_name("peak.zarr"), ignore_errors=True)
     native = sum(sizes["delta"][name]["bytes_native"] for name in MATRICES)
-    lines = [
+    totals = [sum(sizes[each][name]["bytes_on_disk"] for name in MATRICES) for each in ENCODINGS]
+    ratios = [
         [name, *(f"{sizes[each][name]['ratio']:.2f}" for each in ENCODINGS)] for name in MATRICES
     ]
-    totals = [sum(sizes[each][name]["bytes_on_disk"] for name in MATRICES) for each in ENCODINGS]
-    lines.append(["all", *(f"{native / total:.2f}" for total in totals)])
-    text = table("Times smaller than native", ["array", *ENCODINGS], lines)
-    taken = ingest | read
-    text += "\n" + table(
-        "MB of native values a second",
-        ["", "MB/s"],
-        [[name, f"{found.rate / 1e6:,.0f}"] for name, found in taken.items()],
-    )
-    results = {name: {"seconds": found.seconds} for name, found in taken.items()}
-    save("encodings", text, {"machine": machine(), "sizes": sizes, "times": results})
+    ratios.append(["all", *(f"{native / total:.2f}" for total in totals)])
+    text = table("Times smaller than native", ["array", *ENCODINGS], ratios)
+    columns = ["", "", "time", "× h5py's speed", "peak, MB"]
+    text += "\n" + table(f"{len(rows)} rows", columns, lines + more)
+    results = {"machine": facts_of_machine, "sizes": sizes, "written": written, "read": read}
+    save(f"encodings-{Path(given.run).stem}", text, results)
 
 
 if __name__ == "__main__":

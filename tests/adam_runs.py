@@ -104,11 +104,11 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
 
     The change that Adam makes of two moments is the package's own, which has tests against torch.
     """
-    from trajstore.analysis.optimizer.update_rule import AdamRule
+    from trajstore.values.optimizer_rule import OptimizerRule
     from trajstore.values.rounding import round_to
     from trajstore.values.ulp_lattice import spacing
 
-    rule = AdamRule.of(ds.attrs["optimizer"])
+    rule = OptimizerRule.of(ds.attrs["optimizer"])
     native, W = ds.W.attrs["native_dtype"], ds.W.values
     rows, tokens, _ = W.shape
     lr, kind = ds.lr.values, W.dtype

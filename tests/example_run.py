@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from trajstore import RunWriter
-from trajstore.analysis.optimizer.update_rule import AdamRule
+from trajstore.values.optimizer_rule import OptimizerRule
 from trajstore.values.rounding import round_to
 
 TEXT = "the cat sat on the mat"
@@ -28,7 +28,7 @@ def write_example_run(path: Path) -> None:
     count = np.bincount(np.frombuffer(TEXT.encode(), np.uint8), minlength=TOKENS)
     wanted = count / count.sum()
     state = np.array([1.0, 0.5, -0.5, 0.25])  # what the model makes of every context
-    rule = AdamRule.of(OPTIMIZER)
+    rule = OptimizerRule.of(OPTIMIZER)
     W = np.repeat(np.where(count == 0, 0.75, 1.5).astype(np.float32)[:, None], HIDDEN, axis=1)
     moments = {name: np.zeros_like(W) for name in ("exp_avg", "exp_avg_sq")}
     with RunWriter.create(

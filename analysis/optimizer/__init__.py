@@ -1,7 +1,7 @@
 """Updates of the optimizer, and the effects of rounding.
 
-``update_rule``
-    Adam's update rule: the change of W from the recorded moments.
+The rule itself is in `trajstore.values.optimizer_rule`.
+
 ``freeze_causes``
     Intended updates, and the causes of tokens that do not move.
 ``freeze_counterfactuals``
@@ -10,7 +10,7 @@
     Fraction of intended changes that rounding discarded.
 ``moment_ratios``
     Ratios of the recorded moments to the exact ones.
-``moment_rule``
+``exact_recurrence``
     The recurrence of Adam's moments in float64, without the rounding of their state.
 ``moments``
     Exact moments, computed from the recorded gradients.

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.update_rule import AdamRule, next_weights
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, in_turn, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
@@ -19,6 +18,7 @@ from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
+from trajstore.values.optimizer_rule import OptimizerRule, next_weights
 from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
 from trajstore.values.ulp_lattice import spacing, unsigned_view
@@ -54,7 +54,7 @@ _CHECKED_TOGETHER = 1 << 14
 """Elements per check, which ends when one element is found."""
 
 
-def _second_moment(scan: Scan, rule: AdamRule) -> da.Array:
+def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
     """The second moment under the root of the divisor."""
     moment = scan.aligned("W", "exp_avg_sq")
     if not rule.amsgrad:
@@ -98,7 +98,7 @@ def _update_kernel(
     lr: Array,
     step: Array,
     follows: Array,
-    rule: AdamRule,
+    rule: OptimizerRule,
     native: str,
     in_ulp: bool,
 ) -> Array:
@@ -112,7 +112,7 @@ def _update_kernel(
                 change = change / spacing(W, native).astype(np.float64)
         with np.errstate(over="ignore"):
             result[:, part] = change
-    if in_ulp or rule.weight_decay:
+    if in_ulp or (rule.weight_decay and rule.decoupled):
         # The W before the step was not recorded.
         result[~follows[:, 0, 0]] = np.nan
     return result
@@ -158,7 +158,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     """
     input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "adam_update")
-    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
+    rule = input_checks.adam_rule(scan.ds, optimizer)
     native = native_dtype(scan.ds["W"])
     blocks = scan.blocks("W")
     dtype = result_dtype(blocks.dtype)
@@ -241,7 +241,7 @@ def _evidence_kernel(
     second: Array,
     lr: Array,
     step: Array,
-    rule: AdamRule,
+    rule: OptimizerRule,
     native: str,
     chosen: str,
 ) -> npt.NDArray[np.void]:
@@ -341,7 +341,7 @@ def freeze_cause(
     """
     input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "freeze_cause")
-    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
+    rule = input_checks.adam_rule(scan.ds, optimizer)
     lr, follows = _learning_rates(scan), _follows(scan)
     W = scan.points()
     arrays = (

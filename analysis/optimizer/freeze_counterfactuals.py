@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.moment_rule import MOMENTS
 from trajstore.analysis.optimizer.moments import Recurrence
-from trajstore.analysis.optimizer.update_rule import AdamRule, next_weights
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
     last_rows,
@@ -31,6 +29,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import POPULATIONS, members
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
@@ -125,7 +124,7 @@ def freeze_attribution(
         raise InvalidArgument(f"got window={window}, expected at least 1 step")
     input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
-    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
+    rule = input_checks.adam_rule(scan.ds, optimizer)
     facts = _facts(recurrence, rule, window)[0]
     attribution = facts.map_blocks(
         _outcome_kernel,
@@ -171,7 +170,7 @@ def _check_lattice(scan: Scan, lattice: str) -> None:
         )
 
 
-def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
+def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array:
     """State of each token after the last row: (1, token, fact).
 
     Each block of rows updates the state of the previous block, so that earlier blocks are freed.
@@ -244,7 +243,7 @@ def _fold_kernel(
     taken: Array,
     counts: Array,
     *,
-    rule: AdamRule,
+    rule: OptimizerRule,
     native: str,
     peak: float,
     window: int,

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.update_rule import AdamRule
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared
 from trajstore.analysis.scan.quantity import takes_scan
@@ -94,7 +93,7 @@ def moment_plane(
     ds = scan.ds
     input_checks.variables(ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "moment_plane")
-    rule = AdamRule.of(input_checks.optimizer_of(ds, optimizer))
+    rule = input_checks.adam_rule(ds, optimizer)
     if rule.amsgrad:
         raise InvalidArgument(
             "moment_plane does not support amsgrad, which divides by the largest second moment so "
@@ -122,8 +121,8 @@ def moment_plane(
     at = int(scan.steps[row])
     middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
     with np.errstate(divide="ignore", invalid="ignore"):
-        scale = np.float64(1 - rule.beta1**at) / np.float64(ds["lr"].values[row])
-        below = scale * (middle / np.sqrt(1 - rule.beta2**at) + rule.eps)
+        correction, root = rule.corrections(at)
+        below = correction / np.float64(ds["lr"].values[row]) * (middle / root + rule.eps)
     thresholds = da.blockwise(
         _thresholds,
         "qr",

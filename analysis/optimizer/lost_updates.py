@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.moment_rule import MOMENTS, MomentRule
+from trajstore.analysis.optimizer.exact_recurrence import intended_change
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, per_row, shared
@@ -17,6 +17,7 @@ from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 __all__ = ["moment_stuck"]
 
@@ -47,7 +48,7 @@ def _count_kernel(
     lr: Array,
     count: Array,
     taken: Array,
-    rule: MomentRule,
+    rule: OptimizerRule,
 ) -> npt.NDArray[np.void]:
     rows, tokens, hidden = W.shape
     result = np.zeros((rows, tokens), _COUNTS)
@@ -57,7 +58,7 @@ def _count_kernel(
         for number, (name, (block, boundary)) in enumerate(zip(_VARIABLES, pairs, strict=True)):
             before = np.concatenate([boundary[:, part], block[:-1, part]])
             if name == "W":
-                intended = rule.update.change(
+                intended = rule.change(
                     before.astype(np.float64),
                     exp_avg[:, part].astype(np.float64),
                     exp_avg_sq[:, part].astype(np.float64),
@@ -66,7 +67,7 @@ def _count_kernel(
                     "float64",
                 )
             else:
-                intended = rule.intended(name, before, gradient[:, part])
+                intended = intended_change(rule, name, before, gradient[:, part])
             meant = (intended != 0) & np.isfinite(intended) & taken
             left = meant & (before == block[:, part])
             out["meant"][..., number] = meant.sum(-1)

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.moment_rule import MOMENTS
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, waiting
@@ -23,6 +22,7 @@ from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
+from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["CLASSES", "moment_error", "quantiles_of_counts", "ratio_classes"]

@@ -15,7 +15,7 @@ import xarray as xr
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from trajstore.analysis.optimizer.moment_rule import MOMENTS, MomentRule
+from trajstore.analysis.optimizer.exact_recurrence import follow
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import last_row, per_row
 from trajstore.analysis.scan.consecutive_rows import tiles
@@ -23,6 +23,7 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 __all__ = [
     "Recurrence",
@@ -51,7 +52,7 @@ class Recurrence:
     Attributes
     ----------
     scan : Scan
-    rule : MomentRule
+    rule : OptimizerRule
     gradient : dask Array, (step, token, hidden)
         Input of the moments, in smaller chunks than `grad` if those are large.
     read : dask Array, (step, token, hidden)
@@ -63,7 +64,7 @@ class Recurrence:
     """
 
     scan: Scan
-    rule: MomentRule
+    rule: OptimizerRule
     gradient: da.Array
     read: da.Array
     taken: npt.NDArray[np.bool_]
@@ -79,7 +80,12 @@ class Recurrence:
         """
         ds = scan.ds
         scan.require_rows(1, quantity)
-        rule = MomentRule.of(input_checks.optimizer_of(ds, optimizer))
+        rule = input_checks.adam_rule(ds, optimizer)
+        if rule.amsgrad:
+            raise InvalidArgument(
+                "got a run trained with amsgrad, which is not supported: it divides by the largest "
+                "second moment so far, which is not recorded"
+            )
         input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
         _require_every_step(scan.steps, quantity)
         taken = np.ones(scan.rows, bool)
@@ -245,13 +251,14 @@ def _require_known_factors(
         )
 
 
+@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _gradient_kernel(
     grad: Array,
     clip: Array,
     W: Array | None = None,
     boundary: Array | None = None,
     *,
-    rule: MomentRule,
+    rule: OptimizerRule,
     native: str,
 ) -> Array:
     if (clip == 1).all() and not rule.maximize and not rule.coupled_decay:
@@ -262,17 +269,20 @@ def _gradient_kernel(
         before = None
         if W is not None and boundary is not None:
             before = np.concatenate([boundary[:, part], W[:-1, part]])
-        result[:, part] = rule.gradient(grad[:, part], clip, before, native)
+        taken = rule.gradient(grad[:, part], clip, native)
+        if before is not None:
+            taken = taken + rule.coupled_decay * before.astype(np.float64)
+        result[:, part] = taken
     return result
 
 
 def _exact_kernel(
-    gradient: Array, before: Array, taken: Array, rule: MomentRule, moment: str
+    gradient: Array, before: Array, taken: Array, rule: OptimizerRule, moment: str
 ) -> Array:
     _, tokens, hidden = gradient.shape
     result = np.empty(gradient.shape)
     for part in tiles(1, tokens, hidden, _BATCH):
-        rule.follow(moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
+        follow(rule, moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
     return result
 
 
@@ -283,7 +293,7 @@ def _follow(
     before: Array,
     taken: Array,
     *,
-    rule: MomentRule,
+    rule: OptimizerRule,
     moment: str,
 ) -> Array:
     """Compute some tokens of a block. `zeros` is only a dependency."""

@@ -12,13 +12,14 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.values.optimizer_rule import OptimizerRule
 
 __all__ = [
     "RUN",
+    "adam_rule",
     "check_every_step",
     "check_single_run",
     "hold_only_changes",
-    "optimizer_of",
     "quantile_levels",
     "row_of_step",
     "rows_of_steps",
@@ -125,16 +126,33 @@ def _recording_of(names: Sequence[str]) -> str:
     return ",".join([tier if len(by_name) < len(names) else "all", *by_name])
 
 
-def optimizer_of(ds: xr.Dataset, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Optimizer of these rows: as given, or as recorded in the run.
+def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
+    """Rule of the optimizer of these rows: as given, or as recorded in the run.
 
     Raises
     ------
+    VariableNotRecorded
+        If the optimizer is not recorded.
     InvalidArgument
-        If the run is a fork, and some steps precede it and used another optimizer.
+        If it is not Adam, AdamW, RoundedAdam or RoundedAdamW, or lacks a hyperparameter; and if the
+        run is a fork, and some steps precede it and used another optimizer.
     """
-    if given:
-        return given
+    optimizer = given or _recorded_optimizer(ds)
+    if not optimizer:
+        raise VariableNotRecorded(
+            "the run has no attribute optimizer, so its update rule is unknown; pass "
+            "optimizer={'class': 'AdamW', 'hyperparameters': {'betas': …, 'eps': …, …}}"
+        )
+    rule = OptimizerRule.of(optimizer)
+    if rule.kind != "adam":
+        raise InvalidArgument(
+            f"got the optimizer {optimizer['class']!r}, expected one of Adam, AdamW, RoundedAdam, "
+            "RoundedAdamW"
+        )
+    return rule
+
+
+def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any] | None:
     last = steps_of_another_optimizer(ds.attrs)
     steps = ds["step"].values
     if steps.size > 1 and steps[1] <= last:

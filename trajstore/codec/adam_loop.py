@@ -77,6 +77,7 @@ def run_adam_loop(
         rule.maximize,
         bool(rule.weight_decay) and rule.decoupled,
         bool(rule.weight_decay) and not rule.decoupled,
+        rule.amsgrad,
     )
 
 
@@ -89,7 +90,6 @@ def _factors(
         return [0] * 11
     one = np.float32
     correction, root = rule.corrections(rates.step)
-    known = bool(correction and root > 0)
     coupled, eps = one(rule.weight_decay), one(rule.eps)
     if not rule.rounds_once:
         coupled = cast(np.array([coupled], one), natives["W"].name)[0]
@@ -103,9 +103,9 @@ def _factors(
         one(rule.beta1),
         one(rule.beta2),
         one(1 - rule.beta2),
-        one(root if known else np.nan),
+        one(root),
         eps,
-        one(-rates.lr / correction if known else np.nan),
+        one(-rates.lr / correction),
         one(1 - rule.beta1 < 0.5),
     ]
 
@@ -128,6 +128,7 @@ def adam_rows(
     maximize: bool,
     decays: bool,
     couples: bool,
+    keeps_largest: bool,
 ) -> None:
     """The loop for numba. `run_adam_loop` prepares its arguments; arrays are 1-D memory.
 
@@ -137,29 +138,40 @@ def adam_rows(
     """
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
 
-    # Functions within the loop are inlined by numba.
+    # Functions within the loop are inlined by numba. A NaN is checked for where values are loaded
+    # and stored: the bits of a quiet NaN without payload, of any sign, are not changed by rounding.
+    def raise_to(values: Any, others: Any, size: Any) -> None:
+        for at in range(size):
+            other = others[at]
+            values[at] = other if other > values[at] or other != other else values[at]
+
     def load(memory: Any, base: Any, shift: Any, out: Any, size: Any) -> None:
         bits = out.view(np.uint32)
-        for at in range(size):
-            bits[at] = np.uint32(memory[base + at]) << shift
+        if shift:
+            for at in range(size):
+                bits[at] = np.uint32(memory[base + at]) << shift
+        else:
+            for at in range(size):
+                wide = np.uint32(memory[base + at])
+                is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                bits[at] = quiet if is_nan else wide
 
     def rounded(values: Any, shift: Any, size: Any) -> None:
-        bits = values.view(np.uint32)
-        half = np.uint32(0x7FFF) if shift else np.uint32(0)
-        odd = one if shift else np.uint32(0)
-        kept = np.uint32(0xFFFF0000) if shift else np.uint32(0xFFFFFFFF)
-        for at in range(size):
-            wide = bits[at]
-            nearest = np.uint32(np.uint32(wide + np.uint32(half + ((wide >> last) & odd))) & kept)
-            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            bits[at] = quiet if is_nan else nearest
+        if shift:
+            bits = values.view(np.uint32)
+            for at in range(size):
+                wide = bits[at]
+                half = np.uint32(np.uint32(0x7FFF) + ((wide >> last) & one))
+                bits[at] = np.uint32(wide + half) & np.uint32(0xFFFF0000)
 
     def store(
         values: Any, shift: Any, given: Any, base: Any, out: Any, place: Any, size: Any
     ) -> None:
         bits = values.view(np.uint32)
         for at in range(size):
-            made = np.uint32(bits[at] >> shift)
+            wide = bits[at]
+            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            made = np.uint32((quiet if is_nan else wide) >> shift)
             out[place + at] = given[base + at] ^ out.dtype.type(made)
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
@@ -170,6 +182,7 @@ def adam_rows(
     stage_second = none if rounds_once else of_second
     w, m, v = np.empty(1024, np.float32), np.empty(1024, np.float32), np.empty(1024, np.float32)
     g, t = np.empty(1024, np.float32), np.empty(1024, np.float32)
+    largest = np.empty(1024, np.float32)
     for first in range(0, count, 1024):
         size = np.uint64(min(1024, count - first))
         for row in range(1, taken.size):
@@ -181,6 +194,10 @@ def adam_rows(
             load(W, before[0], of_W, w, size)
             load(exp_avg, before[1], of_first, m, size)
             load(exp_avg_sq, before[2], of_second, v, size)
+            if row == 1:
+                load(exp_avg_sq, before[2], of_second, largest, size)
+            elif keeps_largest:
+                raise_to(largest, v, size)
             if taken[row]:
                 load(grad, np.uint64(row) * places[3] + np.uint64(first), of_grad, g, size)
                 if clip != np.float32(1):
@@ -218,8 +235,15 @@ def adam_rows(
                     product = np.float64(scaled) * np.float64(g[at])
                     v[at] = np.float32(product + np.float64(v[at]))
                 rounded(v, stage_second, size)
+                if keeps_largest:
+                    for at in range(size):
+                        t[at] = largest[at]
+                    raise_to(t, v, size)
+                else:
+                    for at in range(size):
+                        t[at] = v[at]
                 for at in range(size):
-                    t[at] = np.sqrt(v[at])
+                    t[at] = np.sqrt(t[at])
                 rounded(t, stage_second, size)
                 for at in range(size):
                     t[at] = t[at] / root
@@ -231,8 +255,9 @@ def adam_rows(
                     step = np.float32(scale * m[at])
                     w[at] = w[at] + np.float32(step / t[at])
             rounded(w, of_W, size)
-            rounded(m, of_first, size)
-            rounded(v, of_second, size)
+            if rounds_once:
+                rounded(m, of_first, size)
+                rounded(v, of_second, size)
             bases = np.uint64(row) * places[:3] + np.uint64(first)
             ends = np.uint64(row) * places[4:] + np.uint64(first)
             if computed[0]:

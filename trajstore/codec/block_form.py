@@ -388,7 +388,7 @@ class _OpenUnit:
         return (*self._unit.matrices, *self._unit.rates)
 
     def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
-        held: dict[str, tuple[bool, Array]] = {}
+        held: dict[str, tuple[int | None, Array]] = {}
         for name in self._unit.matrices:
             form, tail, _ = self._open(name)
             offset, length = tail.index[entry].tolist()

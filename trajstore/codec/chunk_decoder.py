@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
 
-from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, Chain
+from trajstore.codec.codec_chain import DIFFERENCES, LENGTH, OWN_FORM, SKIPS, Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
 from trajstore.codec.predicted_rows import MOST_TERMS, decode_rows
@@ -57,7 +57,6 @@ class Decoder:
         self._length = shape[self._lead]
         self._rest = tuple(shape[axis] for axis in order[1:])
         self._row = math.prod(self._rest) * chain.itemsize
-        self._size = self._length * self._row
         self._bits = np.dtype(f"<u{chain.itemsize}")
 
     def decode(self, data: bytes, window: tuple[slice, ...], out: npt.NDArray[np.generic]) -> None:
@@ -91,7 +90,7 @@ class Decoder:
         else:
             raise ValueError("its rows are computed from other arrays, which were not passed")
 
-    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[bool, Array]:
+    def stored_form(self, data: bytes, window: tuple[slice, ...]) -> tuple[int | None, Array]:
         """Stored content of a chunk of the kind ``computed``, for the rows before the window's end.
 
         Parameters
@@ -102,8 +101,8 @@ class Decoder:
 
         Returns
         -------
-        whole : bool
-            True if `bits` are the rows themselves.
+        skips : int or None
+            Number of skipped steps before the first row; None if `bits` are the rows themselves.
         bits : ndarray of ``native.bits``, shape of the window
             The rows, or the first row and the corrections of the rule's results.
 
@@ -117,8 +116,8 @@ class Decoder:
             shape = tuple(part.stop - part.start for part in window)
             out = np.empty(shape, self._chain.native.bits)
             self._decode_frame(frame[1:], window, out)
-            return True, out
-        return False, self._corrections(frame, window).copy()
+            return None, out
+        return SKIPS.unpack_from(frame, 1)[0], self._corrections(frame, window)
 
     def is_computed(self, data: bytes) -> bool:
         """True if a chunk needs the chunks of other arrays."""
@@ -135,8 +134,15 @@ class Decoder:
             out[...] = values.view(out.dtype)
 
     def _corrections(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
-        values = self._unpack(frame[1:], 0, window[0].stop)
-        return values[:, *window[1:]]
+        """The first row, and the corrections of the further ones, which may all be 0."""
+        own, stop = frame[1 + SKIPS.size :], window[0].stop
+        length = int.from_bytes(own[12:16], "little")
+        values = np.zeros([part.stop - part.start for part in window], self._bits)
+        values[:1] = self._unpack(own[:length], 0, 1, length=1)[:, *window[1:]]
+        if len(own) > length and stop > 1:
+            left = self._unpack(own[length:], 0, stop - 1, length=self._length - 1)
+            values[1:] = left[:, *window[1:]]
+        return values
 
     def _predicted(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """Bits of the rows before the window's end."""
@@ -197,7 +203,7 @@ class Decoder:
         -------
         ndarray of unsigned integers
             Folded differences of the native bits, or bits of the stored values, in the shape of the
-            chunk. It is scratch memory of this thread, valid until the next call.
+            chunk. It may be scratch memory of this thread, valid until the next call.
 
         Raises
         ------
@@ -207,9 +213,11 @@ class Decoder:
         frame = self._checked(data)
         if not self._chain.has_forms:
             return self._unpack(frame, 0, self._length)
-        if frame[:1] == DIFFERENCES or self._chain.kind == "computed":
+        if frame[:1] == DIFFERENCES:
             return self._unpack(frame[1:], 0, self._length)
-        return self._predicted(frame, tuple(slice(0, length) for length in self._shape))
+        whole = tuple(slice(0, length) for length in self._shape)
+        own = self._predicted if self._chain.kind == "predicted" else self._corrections
+        return own(frame, whole)
 
     def _unpack_window(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
         """Decompress the values that a part of a chunk needs.
@@ -224,17 +232,28 @@ class Decoder:
             key[0] = slice(window[0].stop)
         return values[tuple(key)]
 
-    def _unpack(self, frame: memoryview, start: int, stop: int) -> Array:
-        """Decompress a range of the axis that comes first in the bytes."""
+    def _unpack(
+        self, frame: memoryview, start: int, stop: int, *, length: int | None = None
+    ) -> Array:
+        """Decompress a range of the axis that comes first in the bytes.
+
+        Parameters
+        ----------
+        frame : memoryview
+        start, stop : int
+        length : int, optional
+            Length of that axis in the frame; by default that of a chunk.
+        """
+        length = self._length if length is None else length
+        size = length * self._row
         if len(frame) < _HEADER:
             raise ValueError("it is not a whole Blosc frame")
-        if int.from_bytes(frame[4:8], "little") != self._size:  # the uncompressed size
+        if int.from_bytes(frame[4:8], "little") != size:  # the uncompressed size
             raise ValueError("its size differs from that in the metadata")
         if int.from_bytes(frame[12:16], "little") != len(frame):  # Blosc does not check it
             raise ValueError("it is not a whole Blosc frame")
-        size = self._size
         skip = start * self._row
-        if stop - start < self._length:
+        if stop - start < length:
             frame, skip = cut_frame(frame, skip, stop * self._row)
             size = int.from_bytes(frame[4:8], "little")
         values = scratch.array("values", (size,), "u1")

@@ -28,7 +28,7 @@ from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 
-__all__ = ["DIFFERENCES", "LENGTH", "OWN_FORM", "Chain", "chain", "padded"]
+__all__ = ["DIFFERENCES", "LENGTH", "OWN_FORM", "SKIPS", "Chain", "chain", "padded"]
 
 Compressor = Literal["lz4", "zstd"]
 Kind = Literal["delta", "plain", "predicted", "computed"]
@@ -40,6 +40,9 @@ DIFFERENCES, OWN_FORM = b"\0", b"\1"
 
 LENGTH = struct.Struct("<I")
 """Length in bytes of the frame of coefficients, which precedes that of the differences."""
+
+SKIPS = struct.Struct("<I")
+"""Number of skipped steps before the block, which precedes the frame of corrections."""
 
 _FEW = 1 / 512  # fraction of corrections below which differences are not tried
 
@@ -166,7 +169,9 @@ class Chain:
             packed = self.compress(values)
         return packed + checksum(packed)
 
-    def encode_corrections(self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any]) -> bytes:
+    def encode_corrections(
+        self, corrections: npt.NDArray[Any], bits: npt.NDArray[Any], skips: int
+    ) -> bytes:
         """Encode one chunk of the kind ``computed``.
 
         Parameters
@@ -175,11 +180,16 @@ class Chain:
             The bits of the first row; for each further row, the result of the rule XOR its bits.
         bits : ndarray of ``native.bits``, (step, …)
             See `encode`. Differences are stored if they are shorter.
+        skips : int
+            Number of skipped steps before the first row.
         """
-        packed = OWN_FORM + self.compress(corrections)
-        if np.count_nonzero(corrections[1:]) > _FEW * corrections[1:].size:
-            other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
-            packed = min(packed, other, key=len)
+        packed = OWN_FORM + SKIPS.pack(skips) + self.compress(corrections[:1])
+        left = corrections[1:]
+        if left.max(initial=0):  # faster than counting
+            packed += self.compress(left)
+            if np.count_nonzero(left) > _FEW * left.size:
+                other = DIFFERENCES + self.compress_differences(bits, corrections.shape)
+                packed = min(packed, other, key=len)
         return packed + checksum(packed)
 
     def _prediction(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
@@ -100,7 +101,11 @@ class ComputedUnit:
         return tuple(name for name in RATES if name in self.chains)
 
     def encode(
-        self, bits: Mapping[str, Array], rates: Mapping[str, Array], shape: tuple[int, ...]
+        self,
+        bits: Mapping[str, Array],
+        rates: Mapping[str, Array],
+        skips: int,
+        shape: tuple[int, ...],
     ) -> dict[str, bytes]:
         """Encode one chunk of each computed array.
 
@@ -110,6 +115,8 @@ class ComputedUnit:
             Present rows of each of `matrices`.
         rates : mapping of str to ndarray, (row,)
             Values of each of `rates`.
+        skips : int
+            Number of skipped steps before the first row.
         shape : tuple of int
             Shape of a whole chunk.
 
@@ -117,20 +124,24 @@ class ComputedUnit:
         -------
         dict of str to bytes
         """
-        corrections = {name: np.zeros(shape, bits[name].dtype) for name in self.rule.state}
-        inside = tuple(slice(length) for length in bits[GRADIENT].shape[1:])
-        places = {name: made[: len(bits[GRADIENT]), *inside] for name, made in corrections.items()}
-        for name, place in places.items():
-            place[0] = bits[name][0]
-        self._follow(bits, places, self.rule.state, rates)
+        inside = tuple(slice(length) for length in bits[GRADIENT].shape)
+        corrections: dict[str, Array] = {}
+        places: dict[str, Array] = {}
+        for name in self.rule.state:
+            made = scratch.array(f"corrections of {name}", shape, bits[name].dtype)
+            if bits[name].shape != shape:
+                made.fill(0)
+            corrections[name], places[name] = made, made[inside]
+            places[name][0] = bits[name][0]
+        self._follow(bits, places, self.rule.state, self._rates(rates, skips))
         return {
-            name: self.chains[name].encode_corrections(made, bits[name])
+            name: self.chains[name].encode_corrections(made, bits[name], skips)
             for name, made in corrections.items()
         }
 
     def compute(
         self,
-        held: Mapping[str, tuple[bool, Array]],
+        held: Mapping[str, tuple[int | None, Array]],
         grad: Array,
         rates: Mapping[str, Array],
     ) -> dict[str, Array]:
@@ -138,7 +149,7 @@ class ComputedUnit:
 
         Parameters
         ----------
-        held : mapping of str to (bool, ndarray)
+        held : mapping of str to (int or None, ndarray)
             Result of `Decoder.stored_form` for each computed array.
         grad : ndarray of native bits, (row, token, hidden)
         rates : mapping of str to ndarray, (row,)
@@ -148,8 +159,12 @@ class ComputedUnit:
         dict of str to ndarray of native bits, (row, token, hidden)
         """
         rows = {name: bits for name, (_, bits) in held.items()}
-        computed = [name for name, (whole, _) in held.items() if not whole]
-        self._follow({**rows, GRADIENT: grad}, rows, computed, rates)
+        computed = {name: skips for name, (skips, _) in held.items() if skips is not None}
+        skips = {*computed.values()}
+        if len(skips) != 1:
+            raise ValueError(f"{', '.join(computed)} differ in the number of skipped steps")
+        numbers = self._rates(rates, skips.pop())
+        self._follow({**rows, GRADIENT: grad}, rows, list(computed), numbers)
         return rows
 
     def _follow(
@@ -157,7 +172,7 @@ class ComputedUnit:
         rows: Mapping[str, Array],
         out: Mapping[str, Array],
         computed: Sequence[str],
-        rates: Mapping[str, Array],
+        rates: Sequence[Rates | None],
     ) -> None:
         """Compute each row after the first XOR the rule's bits. In place, this restores rows.
 
@@ -168,35 +183,42 @@ class ComputedUnit:
         out : mapping of str to ndarray
             Results for each computed array; may be `rows`.
         computed : sequence of str
-        rates : mapping of str to ndarray, (row,)
+        rates : sequence of Rates or None
+            Numbers of the step of each row; None if no step was taken.
         """
         check_subnormals()
         natives = {name: self.chains[name].native for name in self.matrices}
-        numbers = [self._rates(rates, row) for row in range(len(rows[GRADIENT]))]
-        if run_adam_loop(self.rule, rows, out, computed, natives, numbers):
+        if run_adam_loop(self.rule, rows, out, computed, natives, rates):
             return
         names = {name: native.name for name, native in natives.items()}
         state = self.rule.state
         before = {name: widen(rows[name][0], natives[name]) for name in state}
-        for row in range(1, len(numbers)):
+        before |= dict.fromkeys(self.rule.carried, before.get("exp_avg_sq"))
+        for row in range(1, len(rates)):
             made: Mapping[str, Array] = before
-            rate = numbers[row]
+            rate = rates[row]
             if rate is not None:
                 grad = widen(rows[GRADIENT][row], natives[GRADIENT])
                 made = self.rule.next_row(before, grad, names, rate)
             for name in computed:
                 bits = result_bits(made[name], natives[name])
                 np.bitwise_xor(rows[name][row], bits, out=out[name][row])
+            carried = {name: before[name] for name in self.rule.carried}
             before = {name: widen(rows[name][row], natives[name]) for name in state}
+            before |= {n: np.maximum(each, before["exp_avg_sq"]) for n, each in carried.items()}
 
     @staticmethod
-    def _rates(rates: Mapping[str, Array], row: int) -> Rates | None:
-        """Numbers of a step; None if no step was taken, or its learning rate is unknown."""
-        step, lr = int(rates["step"][row]), float(rates["lr"][row])
-        if step < 1 or not math.isfinite(lr) or ("skipped" in rates and rates["skipped"][row] == 1):
-            return None
-        clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
-        return Rates(step=step, lr=lr, clip=clip)
+    def _rates(rates: Mapping[str, Array], skips: int) -> list[Rates | None]:
+        """Numbers of each step; None if no step was taken, or its learning rate is unknown."""
+        made: list[Rates | None] = []
+        for row, (step, lr) in enumerate(zip(rates["step"], rates["lr"], strict=True)):
+            skipped = "skipped" in rates and bool(rates["skipped"][row] == 1)
+            skips += skipped
+            clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
+            taken = not skipped and int(step) > skips and math.isfinite(lr)
+            numbers = Rates(step=int(step) - skips, lr=float(lr), clip=clip)
+            made.append(numbers if taken else None)
+        return made
 
 
 @lru_cache(maxsize=64)

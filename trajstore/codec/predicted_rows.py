@@ -11,12 +11,12 @@ The encoder also sums in a fixed order: the same rows give the same bytes on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.prediction_loop import run_decoding_loop, run_encoding_loop
 from trajstore.values.native_types import NativeType, narrow, widen
 from trajstore.values.rounding import cast, check_subnormals, result_bits
 
@@ -25,8 +25,11 @@ __all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
 Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row
-_ITERATIONS = 3  # of the power method
-_SAMPLE = 96  # approximate number of tokens that determine the directions of a row
+_ITERATIONS = 2  # of the power method, and then as many with less weight for tokens apart
+_NEAR = np.float32(1e-4)  # square of the distance at which a token has half of its weight
+_TRIALS = 2  # terms to try after the best number of terms
+_BITS = {2: 11, 4: 28}  # approximate bits of a stored coefficient, by bytes of a value
+_SAMPLE = 72  # approximate number of tokens that determine the directions of a row
 
 
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
@@ -47,21 +50,29 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     """
     check_subnormals()
     rows, tokens, hidden = bits.shape
-    with np.errstate(all="ignore"):
-        made = [_terms(widen(bits[row], native), native) for row in range(rows)]
-    most = max((len(directions) for directions, _ in made), default=0)
-    if not most:
-        return None
-    coefficients = np.zeros((rows, most, hidden + tokens), native.bits)
-    for row, (directions, factors) in enumerate(made):
-        count = len(directions)
-        coefficients[row, :count, :hidden] = directions
-        coefficients[row, :count, hidden:] = factors
-    differences = np.empty_like(bits)
-    for row in range(rows):
-        predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
-        differences[row] = _folded(_ordered(bits[row], native) - predicted)
-    return coefficients, differences
+    coefficients = np.zeros((rows, MOST_TERMS, hidden + tokens), native.bits)
+    differences = np.empty(bits.shape, native.bits)
+    every = max(1, tokens // _SAMPLE)
+    # A sampled token stands for `every` tokens, which share the direction.
+    price = _BITS[native.itemsize] * (-(-tokens // every) + hidden // every)
+    if not run_encoding_loop(
+        bits,
+        native,
+        coefficients,
+        differences,
+        every=every,
+        price=price,
+        trials=_TRIALS,
+        iterations=_ITERATIONS,
+        near=_NEAR,
+    ):
+        for row in range(rows):
+            with np.errstate(all="ignore"):
+                _find_terms(widen(bits[row], native), native, coefficients[row], every, price)
+            predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
+            differences[row] = _folded(_ordered(bits[row], native) - predicted)
+    used = np.flatnonzero(coefficients.any(axis=(0, 2)))
+    return (coefficients[:, : used[-1] + 1], differences) if used.size else None
 
 
 def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> Array:
@@ -77,6 +88,8 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
     """
     check_subnormals()
     bits = np.empty(differences.shape, native.bits)
+    if run_decoding_loop(coefficients, differences, native, bits):
+        return bits
     for row, folded in enumerate(differences):  # one row stays in the cache
         predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
         predicted += _unfolded(folded)
@@ -102,69 +115,81 @@ def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
     return result_bits(total, native)
 
 
-def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
-    """Directions (term, hidden) and coefficients (term, token) of a row, as bits.
+def _find_terms(values: Array, native: NativeType, terms: Array, every: int, price: int) -> None:
+    """Find directions and coefficients of a row, and write their bits to `terms`.
 
-    A sample of the tokens determines the directions. More are added while the estimated size falls.
+    Each token of the distance `every` belongs to the sample that determines the directions.
     """
-    tokens, hidden = values.shape
-    directions: list[Array] = []
-    factors: list[Array] = []
-    if np.isfinite(values).all() and values.any():
-        sample = values[:: max(1, tokens // _SAMPLE)]
-        left = values
-        for direction in _directions(sample, native):
-            factor = _factors(left, direction, native)
-            if not np.isfinite(factor).all():
-                break
-            left = left - factor[:, None] * direction
-            directions.append(narrow(direction, native))
-            factors.append(narrow(factor, native))
-    return np.array(directions).reshape(-1, hidden), np.array(factors).reshape(-1, tokens)
-
-
-def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
-    """Yield directions of a row while its estimated size falls."""
-    tokens, hidden = sample.shape
-    bits = _ordered(narrow(sample, native), native)
-    left, total = sample, np.zeros_like(sample)
-    weights = _lengths(left)
-    weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
-    size = _estimated_size(bits, total, native)
-    for count in range(1, MOST_TERMS + 1):
-        found = _main_direction(left, weights)
-        if found is None:
-            return
-        direction = cast(found, native.name)
+    hidden = values.shape[1]
+    if not (np.isfinite(values).all() and values.any()):
+        return
+    left = values
+    for term, direction in zip(terms, _directions(values[::every], native, price), strict=False):
         factor = _factors(left, direction, native)
+        if not np.isfinite(factor).all():
+            break
+        left = left - factor[:, None] * direction
+        term[:hidden] = narrow(direction, native)
+        term[hidden:] = narrow(factor, native)
+
+
+def _directions(sample: Array, native: NativeType, price: int) -> list[Array]:
+    """Directions of a row that minimize its estimated size.
+
+    The next direction is that of what is left of all tokens, each with the same weight. A token
+    of which less than the spacing of its values is left has less weight.
+    """
+    ordered = _ordered(narrow(sample, native), native)
+    left, total = sample, np.zeros_like(sample)
+    spacing = _lengths(sample) * np.float32(native.epsilon / 2)
+    size = _estimated_size(ordered, total, native)
+    found: list[Array] = []
+    best = 0
+    while len(found) < min(MOST_TERMS, best + _TRIALS):
+        weights = _lengths(left) + spacing
+        weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
+        main = _main_direction(left * weights[:, None])
+        if main is None:
+            break
+        direction = cast(main, native.name)
+        factor = _factors(left, direction, native)
+        if not np.isfinite(factor).all():
+            break
         product = factor[:, None] * direction
         total = total + product
-        now = _estimated_size(bits, total, native) + count * (tokens + hidden) * 8 * native.itemsize
-        if now >= size:
-            return
-        size = now
         left = left - product
-        yield direction
+        found.append(direction)
+        now = _estimated_size(ordered, total, native) + len(found) * price
+        if now < size:
+            size, best = now, len(found)
+    return found[:best]
 
 
 def _factors(values: Array, direction: Array, native: NativeType) -> Array:
     """Coefficient of each row of values along a direction."""
-    square = np.add.reduce(direction * direction)
-    return cast(np.add.reduce(values * direction, axis=1) / square, native.name)
+    return cast(_sums(values * direction) / _sums(direction * direction), native.name)
 
 
-def _main_direction(values: Array, weights: Array) -> Array | None:
-    """Main direction of the weighted rows, of unit length; None if all are 0."""
-    rows = values * weights[:, None]
-    lengths = _lengths(rows)
+def _main_direction(rows: Array) -> Array | None:
+    """Direction that many rows share, of unit length; None if there is none.
+
+    First the main direction by the power method. Then rows have the less weight the further they
+    are from it, so that it does not follow a few of them.
+    """
+    squares = _sums(rows * rows)
+    lengths = np.sqrt(squares)
     largest = int(lengths.argmax())
-    if not lengths[largest] > 0:
+    if not 0 < lengths[largest] < np.inf:
         return None
     direction = rows[largest] / lengths[largest]
-    for _ in range(_ITERATIONS):
-        along = np.add.reduce(rows * direction, axis=1)
-        summed = np.add.reduce(rows * along[:, None], axis=0)
-        length = np.sqrt(np.add.reduce(summed * summed))
+    for iteration in range(2 * _ITERATIONS):
+        along = _sums(rows * direction)
+        if iteration >= _ITERATIONS:
+            along /= np.maximum(squares - along * along, 0) + _NEAR
+        products = rows * along[:, None]
+        products[0] += 0  # so that no sum is -0
+        summed = np.add.accumulate(products)[-1]
+        length = _lengths(summed)
         if not length > 0:
             break
         direction = summed / length
@@ -172,14 +197,29 @@ def _main_direction(values: Array, weights: Array) -> Array | None:
 
 
 def _lengths(rows: Array) -> Array:
-    return np.asarray(np.sqrt(np.add.reduce(rows * rows, axis=1)))
+    return np.asarray(np.sqrt(_sums(rows * rows)))
+
+
+def _sums(products: Array) -> Array:
+    """Sums along the last axis: the second half is added to the first until one value is left.
+
+    The order of `numpy.sum` differs between machines.
+    """
+    length = products.shape[-1]
+    width = max(8, 1 << (length - 1).bit_length())
+    if width > length:
+        padding = [(0, 0)] * (products.ndim - 1) + [(0, width - length)]
+        products = np.pad(products, padding)
+    while width > 1:
+        width //= 2
+        products = products[..., :width] + products[..., width:]
+    return np.asarray(products[..., 0])
 
 
 def _estimated_size(ordered: Array, predicted: Array, native: NativeType) -> int:
     """Estimated bits of the differences to a prediction: bits up to the highest set one."""
-    bits = narrow(cast(predicted, native.name), native)
-    folded = _folded(ordered - _ordered(bits, native)).astype(np.float32)
-    exponents = folded.view(np.uint32) >> np.uint32(23)
+    folded = _folded(ordered - _ordered(result_bits(predicted, native), native))
+    exponents = folded.astype(np.float32).view(np.uint32) >> np.uint32(23)
     return int(np.add.reduce(exponents, axis=None, dtype=np.int64)) - 126 * int(
         np.count_nonzero(exponents)
     )

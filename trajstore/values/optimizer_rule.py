@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -23,13 +23,19 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 
-__all__ = ["OptimizerRule", "Rates"]
+__all__ = ["LARGEST", "MOMENTS", "OptimizerRule", "Rates", "next_weights"]
 
 Array = npt.NDArray[Any]
 
 _DIGITS = decimal.Context(
     prec=60, rounding=decimal.ROUND_HALF_EVEN, Emin=-(10**6), Emax=10**6, clamp=0, traps=[]
 )
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of the variables that hold Adam's moments."""
+
+LARGEST = "max_exp_avg_sq"
+"""Name of the largest second moment so far, which amsgrad divides by. No run records it."""
 
 _ADAM = ("Adam", "AdamW")
 _SGD = "SGD"
@@ -70,6 +76,8 @@ class OptimizerRule:
         Whether the gradient is taken with the other sign.
     rounds_once : bool
         Whether only the results are rounded, not the intermediate values.
+    amsgrad : bool
+        Whether Adam divides by the largest second moment so far.
     """
 
     kind: Literal["adam", "sgd"]
@@ -80,6 +88,7 @@ class OptimizerRule:
     decoupled: bool
     maximize: bool
     rounds_once: bool
+    amsgrad: bool
 
     @classmethod
     def of(cls, optimizer: Mapping[str, Any] | None) -> Self:
@@ -107,8 +116,6 @@ class OptimizerRule:
         missing = [key for key in needed if key not in given]
         if missing:
             raise InvalidArgument(f"the hyperparameters of {full!r} lack {', '.join(missing)}")
-        if given.get("rounding", "nearest") != "nearest":
-            raise InvalidArgument(f"{full!r} rounds at random")
         if given.get("momentum"):
             raise InvalidArgument(f"{full!r} has a momentum buffer, which is not recorded")
         betas = (0.0, 0.0) if plain == _SGD else given["betas"]
@@ -121,6 +128,7 @@ class OptimizerRule:
             decoupled=bool(given.get("decoupled_weight_decay", plain == "AdamW")),
             maximize=bool(given.get("maximize", False)),
             rounds_once=plain != name or bool(given.get("fused")),
+            amsgrad=bool(given.get("amsgrad", False)),
         )
 
     def facts(self) -> dict[str, Any]:
@@ -136,7 +144,8 @@ class OptimizerRule:
         ValueError
             If it describes none.
         """
-        types = {"kind": str, "decoupled": bool, "maximize": bool, "rounds_once": bool}
+        flags = ("decoupled", "maximize", "rounds_once", "amsgrad")
+        types = {"kind": str, **dict.fromkeys(flags, bool)}
         numbers = {"beta1", "beta2", "eps", "weight_decay"}
         if facts.keys() != types.keys() | numbers:
             raise ValueError(f"no optimizer's rule has {dict(facts)!r}")
@@ -151,20 +160,105 @@ class OptimizerRule:
         }
         return cls(**given)
 
-    def corrections(self, step: int) -> tuple[float, float]:
-        """Bias corrections of Adam: 1 - beta1^step, and the square root of 1 - beta2^step.
-
-        The second is NaN where it would be imaginary.
-        """
-        second = 1 - _power(self.beta2, step)
-        return 1 - _power(self.beta1, step), math.sqrt(second) if second >= 0 else math.nan
-
     @property
     def state(self) -> tuple[str, ...]:
         """Names of the recorded variables that a step makes, W first."""
-        return ("W", "exp_avg", "exp_avg_sq") if self.kind == "adam" else ("W",)
+        return ("W", *MOMENTS) if self.kind == "adam" else ("W",)
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Names of the state that no run records."""
+        return (LARGEST,) if self.amsgrad else ()
+
+    @property
+    def coupled_decay(self) -> float:
+        """Weight decay that is added to the gradient; 0 if it acts on W."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+    def corrections(self, step: npt.ArrayLike) -> tuple[Any, Any]:
+        """Bias corrections of Adam: 1 - beta1^step, and the square root of 1 - beta2^step.
+
+        Parameters
+        ----------
+        step : int or ndarray of int
+            Number of steps that the optimizer took.
+
+        Returns
+        -------
+        float64 or ndarray of float64, shape of `step`
+            NaN where they are 0 or imaginary: torch raises there.
+        """
+        counts = np.asarray(step)
+        if counts.ndim:
+            each, place = np.unique(counts, return_inverse=True)
+            pairs = np.array([self.corrections(one) for one in each.tolist()]).reshape(-1, 2)
+            first, second = pairs[place.reshape(counts.shape)].transpose(-1, *range(counts.ndim))
+            return first, second
+        first = 1 - _power(self.beta1, int(counts))
+        second = 1 - _power(self.beta2, int(counts))
+        return first or math.nan, math.sqrt(second) if second > 0 else math.nan
 
     @np.errstate(all="ignore")  # NaN and infinity are results
+    def gradient(self, grad: Array, clip: npt.ArrayLike, native: str) -> Array:
+        """The gradient as the optimizer takes it: clipped, rounded, and with its sign.
+
+        Parameters
+        ----------
+        grad : ndarray of stored values, any shape
+        clip : float or ndarray that broadcasts
+            Factor of the clipping; NaN counts as 1.
+        native : str
+            Type of the gradient.
+
+        Returns
+        -------
+        ndarray, shape of `grad`
+            `grad` itself if nothing changes.
+        """
+        # torch rounds the factor to the type of the multiplication.
+        factor = np.asarray(clip).astype(grad.dtype)
+        factor = np.where(np.isnan(factor), factor.dtype.type(1), factor)
+        if (factor != 1).any():
+            grad = cast(grad * factor, native)
+        return -grad if self.maximize else grad
+
+    @np.errstate(all="ignore")
+    def change(
+        self,
+        W: Array,
+        exp_avg: Array,
+        exp_avg_sq: Array,
+        lr: npt.ArrayLike,
+        step: npt.ArrayLike,
+        native: str,
+    ) -> Array:
+        """Change of W in a step of Adam, before its sum with W is rounded.
+
+        Parameters
+        ----------
+        W : ndarray of stored values, any shape
+            W before the step.
+        exp_avg, exp_avg_sq : ndarray of stored values, same shape
+            Moments after the step. With amsgrad, the second is the largest so far.
+        lr, step : number, or ndarray that broadcasts
+            Learning rate, and number of the step.
+        native : str
+            Type whose rounding the intermediate results have.
+
+        Returns
+        -------
+        ndarray of float32 (float64 if W or the moments are), same shape
+        """
+        kind = np.result_type(W, exp_avg)
+        moved = self._move(exp_avg.astype(kind, copy=False), exp_avg_sq, lr, step, native)
+        if not self.weight_decay or not self.decoupled:
+            return moved
+        decayed = self._decayed(W.astype(kind, copy=False), lr, native)
+        # In float64 the difference of neighbors and the sum are nearly exact, so that the result is
+        # rounded once.
+        return np.asarray((np.subtract(decayed, W, dtype=np.float64) + moved).astype(kind))
+
+    @np.errstate(all="ignore")
     def next_row(
         self,
         before: Mapping[str, Array],
@@ -177,7 +271,7 @@ class OptimizerRule:
         Parameters
         ----------
         before : mapping of str to ndarray of stored values, any shape
-            Each of `state`.
+            Each of `state` and `carried`.
         grad : ndarray of stored values, same shape
             Before clipping.
         natives : mapping of str to str
@@ -187,65 +281,82 @@ class OptimizerRule:
         Returns
         -------
         dict of str to ndarray of stored values
+            Of the same names.
         """
-        lr = rates.lr
-        grad = self._taken(grad, rates.clip, natives["grad"])
-        rounded: Callable[[Array, str], Array] = cast
+        grad = self.gradient(grad, rates.clip, natives["grad"])
         if self.rounds_once:
             wide = np.result_type(*before.values(), grad)
             before = {name: values.astype(wide) for name, values in before.items()}
             grad = grad.astype(wide)
-            rounded = _unrounded
         W, native = before["W"], natives["W"]
-        if self.weight_decay and self.decoupled:
-            W = rounded(W * _scalar(1 - lr * self.weight_decay, W), native)
-        elif self.weight_decay:
-            # torch.add rounds its factor to the type of the parameter first.
-            decay = rounded(np.array([self.weight_decay], W.dtype), native)[0]
-            grad = rounded(_fused(W, decay, grad), native)
+        if self.coupled_decay:
+            grad = self._staged(_fused(W, self._factor(self.weight_decay, W, native), grad), native)
         if self.kind == "sgd":
-            rate = rounded(np.array([-lr], W.dtype), native)[0]
-            made = {"W": _fused(grad, rate, W)}
+            if self.weight_decay and self.decoupled:
+                W = self._decayed(W, rates.lr, native)
+            made = {"W": _fused(grad, self._factor(-rates.lr, W, native), W)}
         else:
-            made = self._adam(W, before, grad, natives, rates, rounded)
-        return {name: cast(values, natives[name]) for name, values in made.items()}
+            made = {name: self._moment(name, before[name], grad, natives[name]) for name in MOMENTS}
+            divisor, second = made["exp_avg_sq"], natives["exp_avg_sq"]
+            if self.amsgrad:
+                natives = {**natives, LARGEST: second}
+                divisor = made[LARGEST] = np.maximum(before[LARGEST], divisor)
+            moved = self._move(made["exp_avg"], divisor, rates.lr, rates.step, second)
+            if self.weight_decay and self.decoupled:
+                W = self._decayed(W, rates.lr, native)
+            made["W"] = W + moved
+        return {name: cast(made[name], natives[name]) for name in (*self.state, *self.carried)}
 
-    def _adam(
+    def _moment(self, name: str, before: Array, grad: Array, native: str) -> Array:
+        """A moment after a step."""
+        if name == "exp_avg":
+            weight = 1 - self.beta1
+            if weight < 0.5:
+                return self._staged(_fused(grad - before, weight, before), native)
+            return self._staged(_fused(before - grad, self.beta1, grad), native)
+        kept = self._staged(before * _scalar(self.beta2, before), native)
+        return self._staged(_sum(grad * _scalar(1 - self.beta2, grad), grad, kept), native)
+
+    def _move(
         self,
-        W: Array,
-        before: Mapping[str, Array],
-        grad: Array,
-        natives: Mapping[str, str],
-        rates: Rates,
-        rounded: Callable[[Array, str], Array],
-    ) -> dict[str, Array]:
-        first, second = natives["exp_avg"], natives["exp_avg_sq"]
-        exp_avg, exp_avg_sq = before["exp_avg"], before["exp_avg_sq"]
-        weight = 1 - self.beta1
-        if weight < 0.5:
-            exp_avg = rounded(_fused(grad - exp_avg, weight, exp_avg), first)
-        else:
-            exp_avg = rounded(_fused(exp_avg - grad, self.beta1, grad), first)
-        exp_avg_sq = rounded(exp_avg_sq * _scalar(self.beta2, exp_avg_sq), second)
-        scaled = grad * _scalar(1 - self.beta2, grad)
-        exp_avg_sq = rounded(_sum(scaled, grad, exp_avg_sq), second)
-        correction, root = self.corrections(rates.step)
-        if not correction or not root > 0:  # of β = 1: torch raises
-            nan = np.full_like(W, np.nan)
-            return {"W": nan, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        below = rounded(np.sqrt(exp_avg_sq), second)
-        below = rounded(below / _scalar(root, below), second)
-        below = rounded(below + rounded(_scalar(self.eps, below), second), second)
-        scale = _scalar(-rates.lr / correction, exp_avg)
-        W = W + scale * exp_avg / below
-        return {"W": W, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        exp_avg: Array,
+        exp_avg_sq: Array,
+        lr: npt.ArrayLike,
+        step: npt.ArrayLike,
+        native: str,
+    ) -> Array:
+        """Change of W without weight decay."""
+        correction, root = self.corrections(step)
+        below = self._staged(np.sqrt(exp_avg_sq), native)
+        below = self._staged(below / _scalar(root, below), native)
+        below = self._staged(below + self._factor(self.eps, below, native), native)
+        return np.asarray(_scalar(-np.asarray(lr) / correction, exp_avg) * exp_avg / below)
 
-    def _taken(self, grad: Array, clip: float, native: str) -> Array:
-        """The gradient as the optimizer takes it."""
-        factor = _scalar(clip, grad)
-        if factor != 1 and not np.isnan(factor):
-            grad = cast(grad * factor, native)
-        return -grad if self.maximize else grad
+    def _decayed(self, W: Array, lr: npt.ArrayLike, native: str) -> Array:
+        return self._staged(W * _scalar(1 - np.asarray(lr) * self.weight_decay, W), native)
+
+    def _staged(self, values: Array, native: str) -> Array:
+        """An intermediate result, rounded if the optimizer does."""
+        return values if self.rounds_once else cast(values, native)
+
+    def _factor(self, value: float, like: Array, native: str) -> Any:
+        """A number that torch rounds to the type of the parameter first."""
+        return self._staged(np.array([value], like.dtype), native)[0]
+
+
+def next_weights(W: Array, change: Array, native: str) -> Array:
+    """W + change, rounded once.
+
+    Parameters
+    ----------
+    W : ndarray of stored values, any shape
+    change : ndarray, same shape
+        Result of `OptimizerRule.change`.
+    native : str
+        Type of W.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return cast((W.astype(np.float64) + change).astype(W.dtype), native)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -254,12 +365,8 @@ def _power(base: float, exponent: int) -> float:
     return float(_DIGITS.power(Decimal(base), exponent))
 
 
-def _unrounded(values: Array, native: str) -> Array:
-    return values
-
-
-def _scalar(value: float, like: Array) -> Any:
-    return like.dtype.type(value)
+def _scalar(value: npt.ArrayLike, like: Array) -> Any:
+    return np.asarray(value).astype(like.dtype)
 
 
 def _fused(values: Array, factor: float, added: Array) -> Array:

@@ -54,7 +54,8 @@ LARGEST_TASK = 16 << 20
 """Decoded bytes of a task that scans a whole run. Larger tasks need memory and are not faster."""
 
 _WIDEST_PREDICTED = 4  # bytes of a value
-_SMALLEST: dict[str, Any] = {"compressor": "zstd", "level": 3, "blocksize": 0}
+_REPLAYED: dict[str, Any] = {"compressor": "zstd", "level": 1, "blocksize": 1 << 18}
+"""Compression of large rows in the encoding ``replay``."""
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # the history of a token reads and checks the whole chunk
 _FEWEST_TOKENS = 128
@@ -306,12 +307,15 @@ def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> di
     rule : OptimizerRule, optional
     """
     made = dict(chains)
+    names = (GRADIENT, *(() if rule is None else rule.state))
+    for name in names:
+        if name in made and made[name].compressor == "lz4":
+            made[name] = replace(made[name], **_REPLAYED)
     if GRADIENT in made and made[GRADIENT].native.itemsize <= _WIDEST_PREDICTED:
-        made[GRADIENT] = replace(made[GRADIENT], kind="predicted", **_SMALLEST)
+        made[GRADIENT] = replace(made[GRADIENT], kind="predicted")
     if rule is not None:
-        unit = {name: replace(made[name], **_SMALLEST) for name in rule.state}
-        unit |= {name: made[name] for name in (GRADIENT, *RATES) if name in made}
-        made |= computed_chains(rule, unit)
+        unit = (*rule.state, GRADIENT, *RATES)
+        made |= computed_chains(rule, {name: made[name] for name in unit if name in made})
     return made
 
 

@@ -37,6 +37,8 @@ class UnitChunks:
         Native bits of each of ``unit.matrices``.
     rates : mapping of str to ndarray, (row,)
         Values of each of ``unit.rates``.
+    skips : int
+        Number of skipped steps before the block.
     shape : tuple of int
         Shape of a whole chunk.
     """
@@ -46,11 +48,13 @@ class UnitChunks:
         unit: ComputedUnit,
         bits: Mapping[str, npt.NDArray[Any]],
         rates: Mapping[str, npt.NDArray[Any]],
+        skips: int,
         shape: tuple[int, ...],
     ) -> None:
         self._unit = unit
         self._bits = bits
         self._rates = rates
+        self._skips = skips
         self._shape = shape
         self._made: dict[str, bytes] | None = None
         self._lock = Lock()
@@ -59,7 +63,7 @@ class UnitChunks:
         """Return the chunk of an array. Each is returned once."""
         with self._lock:
             if self._made is None:
-                self._made = self._unit.encode(self._bits, self._rates, self._shape)
+                self._made = self._unit.encode(self._bits, self._rates, self._skips, self._shape)
             data = self._made.pop(name)
         return data, hashlib.sha256(data).digest()
 

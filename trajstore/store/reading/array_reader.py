@@ -8,7 +8,7 @@ themselves, and `open_run` reads values without zarr's event loop.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
 
-__all__ = ["StoredArray", "block_form", "stored_array"]
+__all__ = ["StoredArray", "block_form", "skipped_steps", "stored_array"]
 
 Array = npt.NDArray[Any]
 
@@ -200,9 +200,14 @@ class StoredArray:
         }
         bits = {name: others[name].bits(key) for name in unit.matrices}
         rates = {name: others[name].values(key[:1]) for name in unit.rates}
+        skips = skipped_steps(others, key[0].start)
         chunks = [
             UnitChunks(
-                unit, {name: each[window] for name, each in bits.items()}, rates, self.form.chunk
+                unit,
+                {name: each[window] for name, each in bits.items()},
+                rates,
+                skips,
+                self.form.chunk,
             ).take(self.name)
             for window in chunk_windows(self.form)
         ]
@@ -302,3 +307,10 @@ def stored_array(path: RunPath, name: str, array: zarr.Array[Any]) -> StoredArra
     return StoredArray(
         path=location(path).absolute(), name=name, shape=tuple(array.shape), form=form
     )
+
+
+def skipped_steps(arrays: Mapping[str, StoredArray], rows: int) -> int:
+    """Number of steps that the gradient scaler skipped in the first rows of a run."""
+    if "skipped" not in arrays:
+        return 0
+    return int(np.count_nonzero(arrays["skipped"].values((slice(rows),)) == 1))

@@ -117,6 +117,7 @@ class BlockCommits:
         """Load the kept rows of the unfinished block. The stored run does not change."""
         self.rows = kept.rows
         self._block_writer.bytes_written += kept.load(self._block())
+        self._block_writer.skips = kept.skips()
 
     def cut(self, kept: ResumedRun) -> None:
         """Cut the run to the kept rows."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.computed_rows import unit_of
@@ -57,6 +58,8 @@ class BlockWriter:
 
     Attributes
     ----------
+    skips : int
+        Number of skipped steps before the last submitted block.
     bytes_written : int
         Bytes of all shards so far. Replaced shards of a growing block are not counted.
     failure : BaseException or None
@@ -72,6 +75,7 @@ class BlockWriter:
         fsync: bool = True,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
+        self.skips = 0
         self.bytes_written = 0
         self.failure: BaseException | None = None
         self._path = path
@@ -84,6 +88,7 @@ class BlockWriter:
         self._ahead: deque[Future[Chunk]] = deque()
         self._last: Future[None] | None = None
         self._number, self._block_bytes = -1, 0  # of the last written block
+        self._submitted, self._skips_inside = -1, 0  # of the last submitted block
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
         self._uploads: ThreadPoolExecutor | None = None
@@ -116,7 +121,10 @@ class BlockWriter:
             Its exception is `failure`.
         """
         if block is not None:
-            self._blocks.append(self._tasks(block))
+            if number != self._submitted:
+                self.skips += self._skips_inside
+            self._submitted, self._skips_inside = number, self._skips_of(block)
+            self._blocks.append(self._tasks(block, self.skips))
         rows = None if block is None else len(next(iter(block.values())))
         self._last = submit(self._writer, self._run, self._last, number, rows, change)
         return self._last
@@ -217,7 +225,14 @@ class BlockWriter:
             self._blocks.popleft()
         return None
 
-    def _tasks(self, block: Block) -> Iterator[Task]:
+    def _skips_of(self, block: Block) -> int:
+        """Number of steps of a block that the gradient scaler skipped."""
+        if "skipped" not in self._layout.arrays:
+            return 0
+        values = widen(block["skipped"], self._layout.arrays["skipped"].native)
+        return int(np.count_nonzero(values == 1))
+
+    def _tasks(self, block: Block, skips: int) -> Iterator[Task]:
         units: dict[tuple[int, int], UnitChunks] = {}
         for name, array in self._layout.arrays.items():
             for part in range(array.parts):
@@ -227,14 +242,19 @@ class BlockWriter:
                         yield partial(encode_chunk, array.chain, bits[window], array.chunk)
                         continue
                     if (part, number) not in units:
-                        units[part, number] = self._unit_chunks(array, block, part, window)
+                        units[part, number] = self._unit_chunks(array, block, skips, part, window)
                     yield partial(units[part, number].take, name)
 
     def _unit_chunks(
-        self, array: ArrayLayout, block: Block, part: int, window: tuple[slice, ...]
+        self,
+        array: ArrayLayout,
+        block: Block,
+        skips: int,
+        part: int,
+        window: tuple[slice, ...],
     ) -> UnitChunks:
         unit = unit_of(array.chain.rule)
         bits = {name: block[name][array.window(part)][window] for name in unit.matrices}
         natives = {name: self._layout.arrays[name].native for name in unit.rates}
         rates = {name: widen(block[name], native) for name, native in natives.items()}
-        return UnitChunks(unit, bits, rates, array.chunk)
+        return UnitChunks(unit, bits, rates, skips, array.chunk)

@@ -70,7 +70,10 @@ def replay_rule(
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
-    rule = OptimizerRule.of(attributes.get("optimizer"))
+    optimizer = attributes.get("optimizer")
+    rule = OptimizerRule.of(optimizer)
+    if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
+        raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
     missing = [name for name in (*rule.state, GRADIENT, "lr") if name not in variables]
     if missing:
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")

@@ -24,7 +24,7 @@ from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coor
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
 from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.reading.array_reader import StoredArray, stored_array
+from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
 from trajstore.store.reading.checked_documents import check_own_documents
 from trajstore.store.reading.open_group import open_group, run_identity
 from trajstore.store.reading.run_info import object_sizes
@@ -122,6 +122,12 @@ class ResumedRun:
             if self.share is None or self.share.is_first:
                 size += self._size_of_full_blocks(name, sizes)
         return size
+
+    def skips(self) -> int:
+        """Number of skipped steps before the unfinished block, if rows are computed."""
+        if not any(array.chain.rule for array in self.layout.arrays.values()):
+            return 0
+        return skipped_steps(self.arrays, self.rows - self.rows % self.layout.block_rows)
 
     def _tokens(self, array: ArrayLayout) -> tuple[slice, ...]:
         """Selection of the tokens that this process holds."""

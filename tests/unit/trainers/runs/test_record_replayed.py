@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
+from list_recorder import TinyModel, batches  # noqa: E402
 from replayed_runs import RULE_ARRAYS  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import ConfigError, InvalidArgument, export, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, fork, record  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture, fork, record  # noqa: E402
 from trajstore.trainers.counterfactuals.what_if import what_if  # noqa: E402
 from trajstore.trainers.replay.replay import replay  # noqa: E402
 
@@ -63,6 +65,26 @@ def test_both_encodings_hold_the_same_bits(name: str, text: Path, tmp_path: Path
     if name in ("trainer", "float32 moments"):
         forms = [stored_forms(stopped)[name] for name in computed]
         assert all(not form["differences"] and not form["corrected"] for form in forms)
+
+
+def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
+    """3 of 20, in two blocks; the scaler's optimizer counts 17."""
+    path = tmp_path / "run.zarr"
+    torch.manual_seed(1)
+    model = TinyModel(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with capture(model, optimizer, path, scaler=scaler, encoding="replay", block_rows=8):
+        for number, batch in enumerate(batches(20)):
+            optimizer.zero_grad()
+            loss = model(**batch)["loss"]
+            scaler.scale(loss * (math.inf if number in (0, 5, 12) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert xr.open_zarr(path).skipped.sum() == 3
+    for name in RULE_ARRAYS:
+        form = stored_forms(path)[name]
+        assert (form["differences"], form["corrected"]) == (0, 0), name
 
 
 def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> None:

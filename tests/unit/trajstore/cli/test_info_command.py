@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from replayed_runs import sample_part
 from watched_runs import begin, extend
 
+from trajstore import RunWriter
 from trajstore.cli.info_command import print_information
 from trajstore.cli.main import main
 from trajstore.store.reading.run_info import information
@@ -64,6 +65,13 @@ def test_corrections_are_counted_for_one_run(sample: Path, tmp_path: Path) -> No
     assert "encoding replay" in done.stdout
     assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
     assert re.search(r"exp_avg_sq +3 +0 +0 +38,912", done.stdout)
+    without = tmp_path / "without.zarr"
+    RunWriter.create(
+        without, token=[0], hidden=1, variables={"W": "float32"}, encoding="replay"
+    ).close()
+    printed = CliRunner().invoke(main, ["info", str(without)]).stdout
+    assert "Computed from the gradient: nothing." in printed
+    assert "not computed: the run does not name its optimizer" in printed.replace("\n", " ")
     done = CliRunner().invoke(main, ["info", str(path), "--corrections", "--json"])
     assert json.loads(done.stdout)["corrections"]["grad"] == {"chunks": 3, "differences": 0}
     done = CliRunner().invoke(main, ["info", str(path), str(sample), "--corrections"])

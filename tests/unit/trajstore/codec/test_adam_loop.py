@@ -30,7 +30,7 @@ def unit_of(natives: dict[str, str], **settings: Any) -> ComputedUnit:
     [
         ("bfloat16", "bfloat16", {}),
         ("bfloat16", "bfloat16", {"name": "Adam", "betas": [0.3, 0.99]}),
-        ("bfloat16", "float32", {"name": "RoundedAdamW", "maximize": True}),
+        ("bfloat16", "float32", {"name": "RoundedAdamW", "maximize": True, "amsgrad": True}),
         ("float32", "float32", {"weight_decay": 0}),
         ("bfloat16", "bfloat16", {"eps": 0}),  # and a second moment of 0 divides by 0
     ],
@@ -60,11 +60,12 @@ def test_the_loop_gives_the_bits_of_the_rule(
         monkeypatch.setattr(loop, "is_worth", lambda count, compiled=compiled: compiled)
         monkeypatch.setattr(adam_loop, "_LOOP", loop)
         out = {name: np.zeros_like(bits[name]) for name in unit.rule.state}
-        unit._follow(bits, out, unit.rule.state, rates)
+        numbers = unit._rates(rates, 0)
+        unit._follow(bits, out, unit.rule.state, numbers)
         back = {name: bits[name].copy() for name in bits}
         for name in out:
             back[name][1:] = out[name][1:]
-        unit._follow(back, back, unit.rule.state, rates)
+        unit._follow(back, back, unit.rule.state, numbers)
         for name, given in bits.items():
             np.testing.assert_array_equal(back[name], given)
         made.append(out)

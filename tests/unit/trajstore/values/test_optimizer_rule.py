@@ -22,6 +22,7 @@ from trajstore.values.optimizer_rule import OptimizerRule, Rates  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 TOKENS, HIDDEN, STEPS = 32, 16, 40  # whole vectors of every processor
 
 
@@ -85,6 +86,63 @@ def test_float32_differs_by_the_square_root_of_torch_alone() -> None:
     assert differing(torch.bfloat16, RoundedAdamW, state_dtype="float32") < STEPS
 
 
+def every_bfloat16() -> Any:
+    """All finite values, in another order at each call."""
+    bits = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    finite = bits[bits.isfinite()]
+    return finite[torch.randperm(len(finite))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+        (RoundedAdamW, {"weight_decay": 0.1, "state_dtype": "bfloat16", "amsgrad": True}),
+    ],
+)
+def test_a_step_from_every_finite_bfloat16(kind: Any, settings: dict[str, Any]) -> None:
+    """W, the gradient and the moments each take all of them."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(every_bfloat16())
+    optimizer = kind([parameter], lr=1e-3, **settings)
+    rule = OptimizerRule.of(described(optimizer))
+    state = {name: every_bfloat16() for name in (*rule.state[1:], *rule.carried)}
+    before = {"W": stored(parameter)} | {name: stored(each) for name, each in state.items()}
+    parameter.grad = every_bfloat16()
+    optimizer.state[parameter] = {"step": torch.tensor(6.0), **state}
+    natives = dict.fromkeys((*before, "grad"), "bfloat16")
+    made = rule.next_row(before, stored(parameter.grad), natives, Rates(lr=1e-3, clip=1, step=7))
+    optimizer.step()
+    after = {"W": parameter} | {name: optimizer.state[parameter][name] for name in state}
+    for name, values in after.items():
+        np.testing.assert_array_equal(made[name], stored(values), err_msg=name)
+
+
+@pytest.mark.parametrize("factor", ["of the same type", "float32", "float64"])
+@pytest.mark.parametrize("native", ["bfloat16", "float16", "float32", "float64"])
+def test_clipping_rounds_as_torch_does(native: str, factor: str) -> None:
+    torch.manual_seed(0)
+    dtype = getattr(torch, native)
+    grad = torch.randn(50, 60, 7).to(dtype)
+    clip = torch.rand(50).to(dtype if factor == "of the same type" else getattr(torch, factor))
+    wide = torch.float64 if native == "float64" else torch.float32
+    rule = OptimizerRule.of({"class": "AdamW", "hyperparameters": ADAM})
+    got = rule.gradient(grad.to(wide).numpy(), clip.double().numpy()[:, None, None], native)
+    for row in range(50):
+        expected = grad[row].clone()
+        torch._foreach_mul_([expected], clip[row])  # as clip_grad_norm_
+        np.testing.assert_array_equal(got[row], expected.to(wide).numpy())
+
+
+def test_decay_is_added_to_the_gradient_only_where_it_is_coupled() -> None:
+    """Older attributes have no entry `decoupled_weight_decay`."""
+    for name, decay in (("AdamW", 0), ("RoundedAdamW", 0), ("Adam", 0.1), ("RoundedAdam", 0.1)):
+        assert OptimizerRule.of({"class": name, "hyperparameters": ADAM}).coupled_decay == decay
+    given = ADAM | {"decoupled_weight_decay": True}
+    assert OptimizerRule.of({"class": "Adam", "hyperparameters": given}).coupled_decay == 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -108,6 +166,8 @@ def test_bias_corrections_are_those_of_the_exact_powers() -> None:
     for step in (*range(1, 60), 482, 554):
         powers = [float(Fraction(beta) ** step) for beta in (0.95, 0.999)]
         assert rule.corrections(step) == (1 - powers[0], math.sqrt(1 - powers[1]))
+    both = [rule.corrections(step) for step in (3, 1, 3)]
+    np.testing.assert_array_equal(rule.corrections([[3], [1], [3]]), np.array(both).T[..., None])
     assert rule.corrections(2**62) == (1, 1)
     wrong = replace(rule, beta1=2.0, beta2=3.0).corrections(10**7)
     assert wrong[0] == -math.inf

@@ -105,8 +105,13 @@ class Reader:
             form, frame = frame[0], frame[1:]
             if form == 1 and settings["kind"] == "predicted":
                 return self.predicted(settings, frame)
-            if form == 1:
-                return np.frombuffer(blosc.decompress(frame), bits).reshape(shape)
+            if form == 1:  # after the number of skipped steps, the first row and the corrections
+                frame, out = frame[4:], np.zeros(shape, bits)
+                (length,) = struct.unpack("<I", frame[12:16])
+                out[0] = np.frombuffer(blosc.decompress(frame[:length]), bits).reshape(shape[1:])
+                if left := frame[length:]:  # not all corrections are 0
+                    out[1:].flat = np.frombuffer(blosc.decompress(left), bits)
+                return out
         size = int(np.prod(shape)) * bits.itemsize
         assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
         axes = list(range(len(shape)))

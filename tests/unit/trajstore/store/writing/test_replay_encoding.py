@@ -14,10 +14,11 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import information
 from trajstore.store.writing.replay_encoding import check_encoding, replay_rule
 
-ADAMW = {
+ADAMW: dict[str, Any] = {
     "class": "torch.optim.adamw.AdamW",
     "hyperparameters": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
 }
+AT_RANDOM = ADAMW | {"hyperparameters": ADAMW["hyperparameters"] | {"rounding": "stochastic"}}
 TYPES = {
     "W": "bfloat16", "grad": "bfloat16", "exp_avg": "float32", "exp_avg_sq": "float32",
     "lr": "float64",
@@ -29,6 +30,7 @@ TYPES = {
     [
         ({}, {}, "the run does not name its optimizer"),
         ({"optimizer": {"class": "my.Lion"}}, {}, "no rule is known for the optimizer 'my.Lion'"),
+        ({"optimizer": AT_RANDOM}, {}, "the optimizer 'torch.optim.adamw.AdamW' rounds at random"),
         ({"recording": {"every": 5}}, {}, "the run is recorded every 5 steps"),
         ({}, {"grad": None, "exp_avg": None}, "the run does not hold exp_avg, grad"),
         ({}, {"exp_avg": "float64"}, "exp_avg are float64"),

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from trajstore import compiled_loop
-from trajstore.analysis.optimizer import moment_rule
-from trajstore.analysis.optimizer.moment_rule import MOMENTS, MomentRule
+from trajstore.analysis.optimizer import exact_recurrence
 from trajstore.compiled_loop import CompiledLoop
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 pytest.importorskip("numba")
 
-RULE = MomentRule.of(
+RULE = OptimizerRule.of(
     {
         "class": "AdamW",
         "hyperparameters": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
@@ -30,11 +30,9 @@ def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
 
     with monkeypatch.context() as patch:
         patch.setattr(compiled_loop, "_ENOUGH", 0)
-        patch.setattr(
-            moment_rule, "_LOOP", Spy("trajstore.analysis.optimizer.moment_rule", "follow_rows")
-        )
+        patch.setattr(exact_recurrence, "_LOOP", Spy(exact_recurrence.__name__, "follow_rows"))
         out = np.full(gradient.shape, -1.0)
-        RULE.follow(moment, before, gradient, taken, out)
+        exact_recurrence.follow(RULE, moment, before, gradient, taken, out)
     return out, any(made)
 
 

@@ -1,0 +1,58 @@
+"""The compiled loops give the bits of the prediction in NumPy, also of extreme values."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+numba = pytest.importorskip("numba")
+
+from trajstore.codec import prediction_loop  # noqa: E402
+from trajstore.codec.predicted_rows import coefficients_and_differences, decode_rows  # noqa: E402
+from trajstore.compiled_loop import CompiledLoop  # noqa: E402
+from trajstore.values.native_types import NATIVE_TYPES, NativeType, narrow  # noqa: E402
+from trajstore.values.rounding import cast  # noqa: E402
+
+Array = npt.NDArray[np.unsignedinteger]
+
+
+def gradients(native: NativeType, tokens: int, hidden: int) -> Array:
+    """Rows of low rank with noise; and of zeros, extreme numbers, and any bits."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for rank in (1, 3, 6, 2, 2, 2):
+        directions = rng.standard_normal((rank, hidden))
+        directions *= 4.0 ** -np.arange(rank)[:, None]
+        noise = 1e-3 * rng.standard_normal((tokens, hidden))
+        rows.append(rng.standard_normal((tokens, rank)) @ directions + noise)
+    rows[3] *= 1e-38
+    rows[4] *= np.where(np.arange(tokens) == tokens // 2, 1e38, 1)[:, None]
+    rows[5] *= 1e37
+    rows.append(np.zeros((tokens, hidden)))
+    bits = narrow(cast(np.clip(rows, -3e38, 3e38), native.name), native)
+    some = rng.integers(0, 2 ** (8 * native.itemsize), (1, tokens, hidden)).astype(native.bits)
+    return np.concatenate([bits, some])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "hidden"), [("bfloat16", 250, 64), ("float32", 7, 5), ("bfloat16", 130, 3)]
+)
+def test_the_loops_give_the_bits_of_numpy(
+    name: str, tokens: int, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = NATIVE_TYPES[name]
+    bits = gradients(native, tokens, hidden)
+    made = []
+    for compiled in (False, True):
+        for loop in ("_ENCODING", "_DECODING"):
+            name = "terms_and_differences" if loop == "_ENCODING" else "decoded_rows"
+            fresh = CompiledLoop("trajstore.codec.prediction_loop", name)
+            monkeypatch.setattr(fresh, "is_worth", lambda count, compiled=compiled: compiled)
+            monkeypatch.setattr(prediction_loop, loop, fresh)
+        made.append(coefficients_and_differences(bits, native))
+        assert made[-1] is not None
+        np.testing.assert_array_equal(decode_rows(*made[-1], native), bits)
+        assert fresh._ready or not compiled
+    for one, other in zip(*made, strict=True):
+        np.testing.assert_array_equal(one, other)
