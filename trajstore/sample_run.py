@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trajstore.errors import RunExists
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.writer import RunWriter
+from trajstore.values.optimizer_rule import OptimizerRule, Rates
 from trajstore.values.rounding import round_to
 
 __all__ = ["sample_run"]
@@ -27,14 +28,14 @@ name in a book with a green cover. There were nine boats in spring and six in au
 where the other three had gone, and nobody on the pier wanted to be the first to ask about it.
 """
 _TOKENS, _HIDDEN, _STEPS, _BATCH = 128, 16, 300, 64
-_LR, _BETAS, _EPS, _DECAY = 0.01, (0.9, 0.999), 1e-8, 0.01
+_LR = 0.01
 _OPTIMIZER = {
     "class": "trajstore.trainers.rounded_optimizer.RoundedAdamW",
     "hyperparameters": {
         "lr": _LR,
-        "betas": list(_BETAS),
-        "eps": _EPS,
-        "weight_decay": _DECAY,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
         "state_dtype": "bfloat16",
         "rounding": "nearest",
         "rounding_seed": 0,
@@ -124,13 +125,13 @@ def _train(text: Array) -> Any:
     random = np.random.default_rng(7)
     states = 0.5 * random.standard_normal(_HIDDEN) + random.standard_normal((_TOKENS, _HIDDEN))
     W = _rounded(0.02 * random.standard_normal((_TOKENS, _HIDDEN)) + 0.25)
-    moments = {"exp_avg": np.zeros_like(W), "exp_avg_sq": np.zeros_like(W)}
+    rule = OptimizerRule.of(_OPTIMIZER)
+    state = {"W": W, "exp_avg": np.zeros_like(W), "exp_avg_sq": np.zeros_like(W)}
     nan = np.float32("nan")
     yield {
         "step": 0,
-        "W": W,
+        **state,
         "grad": np.full_like(W, nan),
-        **moments,
         "hidden_mean": np.full(_HIDDEN, nan),
         "logits": np.full(_TOKENS, nan),
         "loss": nan,
@@ -140,7 +141,7 @@ def _train(text: Array) -> Any:
     for step in range(1, _STEPS + 1):
         place = random.integers(len(text) - 1, size=_BATCH)
         hidden, following = states[text[place]], text[place + 1]
-        logits = hidden @ W.T.astype(np.float64)
+        logits = hidden @ state["W"].T.astype(np.float64)
         likely = np.exp(logits - logits.max(axis=1, keepdims=True))
         likely /= likely.sum(axis=1, keepdims=True)
         loss = -np.log(likely[np.arange(_BATCH), following]).mean()
@@ -148,32 +149,17 @@ def _train(text: Array) -> Any:
         error[np.arange(_BATCH), following] -= 1
         grad = _rounded(error.T @ hidden / _BATCH)
         lr = _LR * (1 - (step - 1) / _STEPS)
-        W = _adamw(W, grad, moments, lr, step)
+        state = rule.next_row(state, grad, _VARIABLES, Rates(step=step, lr=lr, clip=1.0))
         yield {
             "step": step,
-            "W": W,
+            **state,
             "grad": grad,
-            **moments,
             "hidden_mean": hidden.mean(axis=0).astype(np.float32),
             "logits": logits[0].astype(np.float32),
             "loss": np.float32(loss),
             "lr": lr,
             "clip_coef": np.float32(1),
         }
-
-
-def _adamw(W: Array, grad: Array, moments: dict[str, Array], lr: float, step: int) -> Array:
-    """W after a step that float32 computes and bfloat16 rounds once; changes the moments."""
-    weights = [np.float32(1 - beta) for beta in _BETAS]
-    decayed = W * np.float32(1 - lr * _DECAY)
-    change = (grad - moments["exp_avg"]).astype(np.float64)  # torch adds the product unrounded
-    exp_avg = moments["exp_avg"] + np.float64(weights[0]) * change
-    exp_avg_sq = np.float32(_BETAS[1]) * moments["exp_avg_sq"] + weights[1] * grad * grad
-    scale = np.float32(lr / (1 - _BETAS[0] ** step))
-    root = np.float32(np.sqrt(1 - _BETAS[1] ** step))
-    updated = decayed - scale * exp_avg / (np.sqrt(exp_avg_sq) / root + np.float32(_EPS))
-    moments.update(exp_avg=_rounded(exp_avg), exp_avg_sq=_rounded(exp_avg_sq))
-    return _rounded(updated)
 
 
 def _rounded(values: Array) -> Array:

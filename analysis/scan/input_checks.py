@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.optimizer_rule import ADAM, OptimizerRule
 
 __all__ = [
     "RUN",
@@ -143,13 +143,13 @@ def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
             "the run has no attribute optimizer, so its update rule is unknown; pass "
             "optimizer={'class': 'AdamW', 'hyperparameters': {'betas': …, 'eps': …, …}}"
         )
-    rule = OptimizerRule.of(optimizer)
-    if rule.kind != "adam":
+    name = str(optimizer.get("class", "")).rpartition(".")[2]
+    if name.removeprefix("Rounded") not in ADAM:
         raise InvalidArgument(
-            f"got the optimizer {optimizer['class']!r}, expected one of Adam, AdamW, RoundedAdam, "
-            "RoundedAdamW"
+            f"got the optimizer {optimizer.get('class')!r}, expected one of Adam, AdamW, "
+            "RoundedAdam, RoundedAdamW"
         )
-    return rule
+    return OptimizerRule.of(optimizer)
 
 
 def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any] | None:

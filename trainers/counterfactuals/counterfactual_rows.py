@@ -15,12 +15,12 @@ from trajstore.trainers.counterfactuals.planned_counterfactual import (
     PlannedCounterfactual,
 )
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
-from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.replay.parameter_placement import Placement, tensor_of
 from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, State
 from trajstore.trainers.replay.recorded_rows import RecordedRow
 from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType, as_bits, native_type
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["CounterfactualRows"]
 

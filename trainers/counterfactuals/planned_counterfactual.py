@@ -20,7 +20,6 @@ from trajstore.trainers.counterfactuals.changed_rates import (
     changed_schedule,
 )
 from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
-from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.recording.provenance import provenance
 from trajstore.trainers.recording.token_selection import Tokens, select_tokens
 from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
@@ -29,6 +28,7 @@ from trajstore.trainers.replay.recorded_rows import RecordedRows
 from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.trainers.replay.step_simulator import check_inputs
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["CAVEAT", "OPTIMIZER_VARIABLES", "PlannedCounterfactual"]
 

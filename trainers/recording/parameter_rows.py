@@ -27,10 +27,10 @@ from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.sharding import has_rows_of, own_rows
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
+from trajstore.values.optimizer_rule import MOMENTS
 
-__all__ = ["MOMENTS", "ParameterRows"]
+__all__ = ["ParameterRows"]
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Row = dict[str, torch.Tensor]
 

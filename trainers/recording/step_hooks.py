@@ -40,7 +40,7 @@ from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenS
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import TrainingLoop
-from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
+from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import unwrap
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -57,6 +57,7 @@ from trajstore.trainers.recording.torch_internals import (
     found_overflow,
     version,
 )
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 

@@ -13,7 +13,6 @@ import torch
 
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
-from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
 from trajstore.trainers.replay.recorded_optimizer import (
     RecordedOptimizer,
@@ -22,6 +21,7 @@ from trajstore.trainers.replay.recorded_optimizer import (
 )
 from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Bits", "Simulator", "StepInputs", "StepResult", "check_inputs", "recorded_simulator"]
 

@@ -9,8 +9,8 @@ from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import TIERS
 from trajstore.store.writing.branched_run import holds_exactly
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.runs.run_plan import native_types
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["changed_fields", "forked_config", "forked_types", "keeps_state"]
 

@@ -38,12 +38,11 @@ from trajstore.trainers.recording.token_selection import (
 from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
-from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MOMENTS_OF_ALL = tuple(f"params_{name}" for name in _MOMENTS)
+_MOMENTS_OF_ALL = tuple(f"params_{name}" for name in MOMENTS)
 _GROUPS = 2  # of the optimizer: with and without weight decay
 
 # Ratio of native bytes to bytes on disk. bfloat16: measured on the first 32 rows of Wordybird 1b on
@@ -203,7 +202,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     forward = weights if training.autocast == "none" else training.autocast
     types = dict.fromkeys(VARIABLES, "float32")
     types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
-    types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
+    types |= dict.fromkeys(MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
     types |= {"batch": "float64", "hidden_states": weights}
     types |= dict.fromkeys(("params", "params_grad"), weights)
@@ -211,7 +210,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= dict.fromkeys(("params_lr", "params_count", "scale"), "float64")
     absent = {"random_state", "buffers"}  # the models have no dropout, and their buffers are fixed
     if config.optimizer.name == "sgd":
-        absent |= {*_MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
+        absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
     named = set(config.recording.record) - set(TIERS)

@@ -25,7 +25,7 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
-from trajstore.values.optimizer_rule import OptimizerRule, Rates
+from trajstore.values.optimizer_rule import LARGEST, OptimizerRule, Rates
 from trajstore.values.rounding import check_subnormals, result_bits
 
 __all__ = [
@@ -193,7 +193,8 @@ class ComputedUnit:
         names = {name: native.name for name, native in natives.items()}
         state = self.rule.state
         before = {name: widen(rows[name][0], natives[name]) for name in state}
-        before |= dict.fromkeys(self.rule.carried, before.get("exp_avg_sq"))
+        if self.rule.amsgrad:
+            before[LARGEST] = before["exp_avg_sq"]
         for row in range(1, len(rates)):
             made: Mapping[str, Array] = before
             rate = rates[row]
@@ -203,9 +204,10 @@ class ComputedUnit:
             for name in computed:
                 bits = result_bits(made[name], natives[name])
                 np.bitwise_xor(rows[name][row], bits, out=out[name][row])
-            carried = {name: before[name] for name in self.rule.carried}
+            largest = before.get(LARGEST)
             before = {name: widen(rows[name][row], natives[name]) for name in state}
-            before |= {n: np.maximum(each, before["exp_avg_sq"]) for n, each in carried.items()}
+            if largest is not None:
+                before[LARGEST] = np.maximum(largest, before["exp_avg_sq"])
 
     @staticmethod
     def _rates(rates: Mapping[str, Array], skips: int) -> list[Rates | None]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 
-__all__ = ["LARGEST", "MOMENTS", "OptimizerRule", "Rates", "next_weights"]
+__all__ = ["ADAM", "LARGEST", "MOMENTS", "OptimizerRule", "Rates", "next_weights"]
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +37,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = "max_exp_avg_sq"
 """Name of the largest second moment so far, which amsgrad divides by. No run records it."""
 
-_ADAM = ("Adam", "AdamW")
+ADAM = ("Adam", "AdamW")
+"""Names of the classes with Adam's rule, without the prefix ``Rounded``."""
+
 _SGD = "SGD"
 
 
@@ -110,7 +112,7 @@ class OptimizerRule:
         name = full.rpartition(".")[2]
         plain = name.removeprefix("Rounded")
         given = optimizer.get("hyperparameters") or {}
-        if plain not in (*_ADAM, _SGD):
+        if plain not in (*ADAM, _SGD):
             raise InvalidArgument(f"no rule is known for the optimizer {full!r}")
         needed = ("momentum", "weight_decay") if plain == _SGD else ("betas", "eps", "weight_decay")
         missing = [key for key in needed if key not in given]

@@ -23,13 +23,12 @@ from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, positions
 from trajstore.values.native_types import is_nan, native_type
+from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.version import __version__
 
 __all__ = ["layout_file", "numbers_of", "population"]
 
 Array = npt.NDArray[Any]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> ExportedFile:
@@ -170,7 +169,7 @@ def _columns(
             tensors[column.key] = _column(layout, column, run, selection, steps)
         elif column.variable in run.series:
             unselected.append(column.key)
-        elif column.variable in _MOMENTS and _is_sgd(run):
+        elif column.variable in MOMENTS and _is_sgd(run):
             tensors[column.key] = _zeros(column, run, selection, len(steps))
             zeros.append(column.key)
         else:

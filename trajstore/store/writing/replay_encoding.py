@@ -70,7 +70,7 @@ def replay_rule(
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
-    optimizer = attributes.get("optimizer")
+    optimizer = attributes.get("optimizer") or {}
     rule = OptimizerRule.of(optimizer)
     if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
         raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
