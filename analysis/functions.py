@@ -9,8 +9,10 @@ from trajstore.analysis.cloud.near_cells import adjacency
 from trajstore.analysis.cloud.nearest_vectors import nearest_distance
 from trajstore.analysis.cloud.projections import projection
 from trajstore.analysis.cloud.shape import inertia, pca
+from trajstore.analysis.cloud.sky_directions import sky
 from trajstore.analysis.model.gradient_explanation import explain_gradient
 from trajstore.analysis.model.logit_statistics import logit_stats
+from trajstore.analysis.model.mean_state_logits import mean_logits
 from trajstore.analysis.motion.autocorrelation import autocorrelation
 from trajstore.analysis.motion.collective import bulk_thermal, centroid, coherence, distinct
 from trajstore.analysis.motion.freezing import freeze
@@ -19,8 +21,16 @@ from trajstore.analysis.motion.moving_elements import last_moving_element
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
 from trajstore.analysis.motion.resume_discontinuities import discontinuities
-from trajstore.analysis.motion.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
+from trajstore.analysis.motion.separation import separation
+from trajstore.analysis.motion.ulp_motion import (
+    exponent_crossings,
+    lattice_displacement,
+    lifecycle,
+    regimes,
+    ulp,
+)
 from trajstore.analysis.motion.update_heatmap import heatmap
+from trajstore.analysis.motion.vectors import VECTORS, vectors
 from trajstore.analysis.motion.velocity import acceleration, speed, velocity
 from trajstore.analysis.optimizer.freeze_causes import CAUSES, adam_update, freeze_cause
 from trajstore.analysis.optimizer.freeze_counterfactuals import (
@@ -31,6 +41,7 @@ from trajstore.analysis.optimizer.freeze_counterfactuals import (
 from trajstore.analysis.optimizer.lost_update_line import moment_plane
 from trajstore.analysis.optimizer.lost_updates import moment_stuck
 from trajstore.analysis.optimizer.moment_ratios import moment_error
+from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.optimizer.moments import exact_moments
 from trajstore.analysis.registry import QUANTITIES, answer, compute
 from trajstore.analysis.results.run_summary import summary
@@ -49,6 +60,7 @@ __all__ = [
     "OUTCOMES",
     "QUANTITIES",
     "REGIMES",
+    "VECTORS",
     "acceleration",
     "adam_update",
     "adjacency",
@@ -70,6 +82,7 @@ __all__ = [
     "each_run",
     "exact_moments",
     "explain_gradient",
+    "exponent_crossings",
     "freeze",
     "freeze_attribution",
     "freeze_cause",
@@ -80,8 +93,10 @@ __all__ = [
     "lattice_displacement",
     "lifecycle",
     "logit_stats",
+    "mean_logits",
     "moment_error",
     "moment_plane",
+    "moment_sizes",
     "moment_stuck",
     "nearest_distance",
     "over_runs",
@@ -90,9 +105,12 @@ __all__ = [
     "projection",
     "radial_tangential",
     "regimes",
+    "separation",
+    "sky",
     "speed",
     "summary",
     "ulp",
+    "vectors",
     "velocity",
     "with_populations",
 ]

@@ -16,8 +16,13 @@ from trajstore.analysis.cloud import (  # noqa: F401
     nearest_vectors,
     projections,
     shape,
+    sky_directions,
 )
-from trajstore.analysis.model import gradient_explanation, logit_statistics  # noqa: F401
+from trajstore.analysis.model import (  # noqa: F401
+    gradient_explanation,
+    logit_statistics,
+    mean_state_logits,
+)
 from trajstore.analysis.motion import (  # noqa: F401
     autocorrelation,
     collective,
@@ -27,14 +32,17 @@ from trajstore.analysis.motion import (  # noqa: F401
     norms,
     paths,
     resume_discontinuities,
+    separation,
     ulp_motion,
     velocity,
 )
+from trajstore.analysis.motion.vectors import vectors_named
 from trajstore.analysis.optimizer import (  # noqa: F401
     freeze_causes,
     freeze_counterfactuals,
     lost_updates,
     moment_ratios,
+    moment_sizes,
     moments,
 )
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, is_category, with_flag
@@ -202,6 +210,7 @@ def answer(
     steps: Steps = None,
     within: bool = False,
     min_unchanged: int | None = None,
+    vectors: str | None = None,
 ) -> xr.Dataset:
     """Compute quantities by name, with options as text, as ``trajstore analyze`` does.
 
@@ -219,6 +228,8 @@ def answer(
         token. For a category, ``tokens``, the number of tokens in each.
     lattice, steps, within, min_unchanged
         As for `compute`.
+    vectors : str, optional
+        Vectors in place of W, as for `vectors`: ``grad``, or with a population ``centroid:all``.
 
     Returns
     -------
@@ -238,7 +249,9 @@ def answer(
     """
     seen: dict[str, Any] = {"steps": steps, "within": within, "min_unchanged": min_unchanged}
     if RUN in ds.dims:
+        seen["vectors"] = vectors
         return _answer_of_runs(ds, names, assignments, by_population, lattice, seen)
+    ds = vectors_named(ds, vectors)
     if len(names) != 1:
         if assignments or by_population:
             raise InvalidArgument(
@@ -292,7 +305,8 @@ def _answer_of_runs(
     seen: Mapping[str, Any],
 ) -> xr.Dataset:
     across = [name for name in names if name in ACROSS_RUNS]
-    if across and (len(names) > 1 or assignments or by_population or lattice != "native"):
+    others = assignments or by_population or lattice != "native" or seen["vectors"]
+    if across and (len(names) > 1 or others):
         raise InvalidArgument(f"{across[0]} cannot be combined with other quantities or options")
     if across:
         return ACROSS_RUNS[across[0]](rows_of_window(ds, seen["steps"]))

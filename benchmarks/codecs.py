@@ -1,10 +1,12 @@
 """Speed and ratio of candidate codecs in one encoding thread, on real histories.
 
 python benchmarks/codecs.py [--gatsby RUN.zarr]
+python benchmarks/codecs.py --gradients RUN.zarr [--chunk 16 480]
 
 These figures are the reason for the choice in `trajstore.codec.codec_chain`. Wordybird's rows come
 from `history.py`; Gatsby's come from the given run, or from one that is recorded here. Speeds are
-bytes of the native type per second of processor time, in one thread.
+bytes of the native type per second of processor time, in one thread. `--gradients` compares forms
+of the gradient instead, with rows from the start, the middle and the end of a run.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ import numpy as np
 from history import MATRICES, wordybird
 from measure import cache, machine, save, table
 
+from trajstore import compiled_loop
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
+from trajstore.codec.delta import fold
+from trajstore.codec.predicted_rows import coefficients_and_differences
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type
@@ -44,6 +49,28 @@ def by_token(level: int) -> Chain:
     return lz4(level, 1 << 16, token_first=True, shuffle="shuffle")
 
 
+def predicted(compressor: Any, level: int, shuffle: Any, blocksize: int) -> Chain:
+    """Return differences to a prediction over tokens."""
+    return Chain(
+        native=NATIVE,
+        kind="predicted",
+        compressor=compressor,
+        level=level,
+        shuffle=shuffle,
+        blocksize=blocksize,
+    )
+
+
+GRADIENTS = [
+    ("time, bits, lz4-5", lz4(5)),
+    ("time, bits, zstd-3", zstd(3)),
+    ("tokens, bits, lz4-5", predicted("lz4", 5, "bitshuffle", 1 << 17)),
+    ("tokens, bits, zstd-1", predicted("zstd", 1, "bitshuffle", 1 << 18)),
+    ("tokens, bits, zstd-3", predicted("zstd", 3, "bitshuffle", 1 << 18)),
+    ("tokens, bytes, zstd-1", predicted("zstd", 1, "shuffle", 1 << 19)),
+    ("tokens, bytes, zstd-3", predicted("zstd", 3, "shuffle", 1 << 19)),
+    ("tokens, bytes, zstd-9", predicted("zstd", 9, "shuffle", 1 << 19)),
+]
 WORDYBIRD = [
     ("delta, bits, lz4-1", (16, 508), lz4(1)),
     ("delta, bits, lz4-5 (chosen)", (16, 508), lz4(5)),
@@ -71,7 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gatsby", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gradients", type=Path)
+    parser.add_argument("--chunk", type=int, nargs=2, default=(16, 480))
     options = parser.parse_args()
+    if options.gradients:
+        compare_gradients(options.gradients, options.chunk, options.rounds)
+        return
     text = ""
     results: dict[str, Any] = {"machine": machine()}
     for title, candidates, source in (
@@ -95,6 +127,44 @@ def main() -> None:
         columns = ["candidate", "chunk (step × token)", "encode MB/s", "decode MB/s", "ratio"]
         text += table(f"One encoding thread, rows of {title}", [*columns, *MATRICES], rows) + "\n"
     save("codecs", text, results)
+
+
+def compare_gradients(run: Path, chunk: tuple[int, int], rounds: int) -> None:
+    """Print a table of the forms of the gradient, for the start, the middle and the end."""
+    compiled_loop._ENOUGH = 0  # loops are compiled from the start, if numba is installed
+    rows, tokens = chunk
+    array = stored_array(run, "grad", open_group(run)["grad"])
+    steps, all_tokens, hidden = array.shape
+    places = [t * (all_tokens // tokens - 1) // 7 * tokens for t in range(8)]
+    history = {
+        f"steps {first} to {first + rows - 1}": np.concatenate(
+            [
+                array.bits((slice(first, first + rows), slice(at, at + tokens)))
+                for at in sorted(set(places))
+            ],
+            axis=1,
+        )
+        for first in (1, (steps - rows) // 2, steps - rows)
+    }
+    lines, results = [], {}
+    for name, chain in GRADIENTS:
+        facts = results[name] = _measure(history, chunk, chain, rounds)
+        speeds = (f"{facts[what] / 1e6:,.0f}" for what in ("encode", "decode"))
+        lines.append([name, *speeds, *(f"{facts[what]:.2f}" for what in ("ratio", *history))])
+        print(*lines[-1], sep="  ", flush=True)
+    lines.append(["tokens, bytes, zstd-1, coefficients along steps", "–", "–", "–"])
+    for bits in history.values():
+        size = 0
+        for at in range(0, bits.shape[1], tokens):
+            made = coefficients_and_differences(bits[:, at : at + tokens], NATIVE)
+            assert made is not None
+            along = np.empty_like(made[0])
+            fold(made[0], along)
+            size += sum(len(GRADIENTS[5][1].compress(each)) for each in (along, made[1]))
+        lines[-1].append(f"{bits.nbytes / size:.2f}")
+    title = f"Gradients of {run.stem}, chunks of {rows} × {tokens} × {hidden}"
+    columns = ["differences", "encode MB/s", "decode MB/s", "ratio", *history]
+    save("gradients", table(title, columns, lines), {"machine": machine()} | results)
 
 
 def _wordybird() -> dict[str, np.ndarray]:

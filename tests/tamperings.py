@@ -81,7 +81,7 @@ class Tampering:
         return {"plain": self.plain, "ours": self.ours}[reader] == "wrong"
 
 
-def make_world(folder: Path) -> World:
+def make_world(folder: Path, encoding: str = "delta") -> World:
     """Record the runs."""
     world = World(
         run=folder / "run.zarr",
@@ -89,18 +89,23 @@ def make_world(folder: Path) -> World:
         before=folder / "before.zarr",
         other=folder / "other.zarr",
     )
-    _record(world.run, seed=1)
+    _record(world.run, encoding, seed=1)
     shutil.copytree(world.run, world.before)
     with RunWriter.resume(world.run, rows=4) as writer:
         _append(writer, range(4, 9), seed=2)
     shutil.copytree(world.run, world.shorter)
     with RunWriter.resume(world.run) as writer:
         _append(writer, range(9, 10), seed=3)
-    _record(world.other, seed=5)
+    _record(world.other, encoding, seed=5)
     return world
 
 
-def _record(path: Path, seed: int) -> None:
+def _record(path: Path, encoding: str, seed: int) -> None:
+    facts: dict[str, Any] = {"variables": TYPES}
+    if encoding == "replay":
+        optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
+        facts = {"variables": TYPES | {"lr": "float64"}, "encoding": encoding}
+        facts["attributes"] = {"optimizer": optimizer}
     with pytest.MonkeyPatch.context() as patch:
         small = {"_FEWEST_TOKENS": 3, "_LARGEST_OBJECT": BLOCK * HIDDEN * 4 * 6, "_CHUNK": 150}
         for name, value in small.items():
@@ -109,7 +114,7 @@ def _record(path: Path, seed: int) -> None:
             path,
             token=np.arange(TOKENS) * 7 + seed,
             hidden=HIDDEN,
-            variables=TYPES,
+            **facts,
             is_dead=(np.arange(TOKENS) + seed) % 3 == 0,
             token_count=(np.arange(TOKENS) + seed) % 3 * 5,
             token_text=[f"«{number + seed}»" for number in range(TOKENS)],

@@ -30,7 +30,15 @@ DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
 SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --population dead"}
 COLORS = 64
-MAPS = ("heatmap", "speed-density", "moments", "parameters", "trajectory", "bulk-thermal")
+MAPS = (
+    "heatmap",
+    "speed-density",
+    "moments",
+    "parameters",
+    "moment-tracks",
+    "trajectory",
+    "bulk-thermal",
+)
 
 
 def figures(page: str) -> dict[str, str]:

@@ -1,11 +1,17 @@
-"""Table and figures of docs/studies/freeze.md, from the runs of its commands.
+"""Tables and figure of docs/studies/freeze.md, from the folders of its sweeps.
 
-python tools/freeze_study.py FOLDER docs/figures
+python tools/freeze_study.py STUDY OPEN docs
+
+Complete runs are read, missing open loops computed. The tables are printed, and replace those of
+the page; the figure replaces docs/figures/freeze-last-motion.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,116 +22,196 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 from trajstore import open_run
-from trajstore.analysis import displacement, exact_moments, freeze, speed
+from trajstore.trainers import what_if
 
+SCHEDULES = {
+    "linear-1000": "linear, 1,000 steps",
+    "linear-3000": "linear, 3,000 steps",
+    "constant-5000": "constant, 5,000 steps",
+}
+# Settings of the counterfactuals; None marks the runs that were trained.
+LOOPS = {
+    "recorded": None,
+    "open, float32 state": ("optimizer.state_dtype=float32",),
+    "closed, float32 state": None,
+    "open, float32 weights": ("model.dtype=float32",),
+}
 # Colors of Okabe and Ito, which color-blind readers can distinguish.
-RUNS = (
-    ("recorded", "as recorded", "#000000", "-"),
-    ("open-state", "open loop, float32 state", "#0072B2", "--"),
-    ("open-weights", "open loop, float32 weights", "#D55E00", "--"),
-    ("open-constant", "open loop, constant rate", "#009E73", "--"),
-    ("open-constant-state", "open loop, both", "#CC79A7", "--"),
-    ("open-stochastic", "open loop, stochastic rounding", "#E69F00", ":"),
-    ("fork-state", "closed loop, float32 state", "#0072B2", "-"),
-    ("fork-weights", "closed loop, float32 weights", "#D55E00", "-"),
-)
+COLORS = dict(zip(LOOPS, ("#000000", "#56B4E9", "#0072B2", "#D55E00"), strict=True))
 
-_WINDOW = 50
+MOVING = 50
+"""A token that moved in this many last steps is moving: the default of `freeze`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Curves:
-    """Curves of a run: medians over its dead tokens, (step,)."""
+class Freeze:
+    """Last motions of a population of a run.
 
-    label: str
-    color: str
-    line: str
-    steps: npt.NDArray[np.int64]
-    distance: npt.NDArray[np.float64]
-    speed: npt.NDArray[np.float64]
+    Attributes
+    ----------
+    steps : int
+        Last recorded step.
+    last : ndarray of int, (token, hidden)
+        Step of the last change of each element, 0 if none.
+    rank : ndarray of int, (token, hidden)
+        Rank of the magnitude of each element among those of its token, at the end; 1 for the
+        smallest.
+    """
+
+    steps: int
+    last: npt.NDArray[np.int64]
+    rank: npt.NDArray[np.int64]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Step of the last motion of each token."""
+        return self.last.max(1)
+
+    @property
+    def moving(self) -> npt.NDArray[np.bool_]:
+        """True for tokens that moved near the end of the recording."""
+        return self.tokens > self.steps - MOVING
+
+    @property
+    def rank_of_last(self) -> float:
+        """Median rank of the element that moved last in its token; NaN if most still move."""
+        if np.median(self.moving) > 0:
+            return np.nan
+        return float(np.median(np.take_along_axis(self.rank, self.last.argmax(1)[:, None], 1)))
 
 
-def dead(values: xr.DataArray) -> xr.DataArray:
-    """Return the median over dead tokens."""
-    return values.isel(token=np.flatnonzero(values.is_dead.values)).median("token")
+def last_motions(ds: xr.Dataset) -> npt.NDArray[np.int64]:
+    """Step of the last change of each element of W, (token, hidden); 0 if none."""
+    steps, bits = ds.step.values, ds.W.values.view(np.uint32)
+    last = np.zeros(bits.shape[1:], np.int64)
+    for row in range(1, len(steps)):
+        last[bits[row] != bits[row - 1]] = steps[row]
+    return last
 
 
-def row(name: str, label: str, ds: xr.Dataset, curves: Curves) -> str:
-    """Return one line of the table."""
-    found = freeze(ds, min_unchanged=1).compute()  # the text names those near the end of the run
-    since = found.frozen_since
-    cells = [label]
-    for population, mask in (("dead", ds.is_dead), ("live", ~ds.is_dead)):
-        steps = since.values[mask.values]
-        frozen = steps[steps >= 0]
-        when = "none" if not frozen.size else f"{int(np.median(frozen)):,}"
-        cells.append(f"{frozen.size} of {steps.size} {population}, median {when}")
-    fell = (ds.exp_avg_sq.diff("step") < 0).any("step").mean().compute().item()
-    cells += [f"{curves.distance[-1]:.2f}", f"{100 * fell:.0f} %"]
-    return f"| {' | '.join(cells)} |"
+def read(path: Path) -> dict[str, Freeze]:
+    """Last motions of a run, by population."""
+    ds = open_run(path)
+    last, is_dead = last_motions(ds), ds.is_dead.values.astype(bool)
+    rank = np.abs(ds.W.values[-1]).argsort(1).argsort(1) + 1
+    return {
+        name: Freeze(steps=int(ds.step[-1]), last=last[chosen], rank=rank[chosen])
+        for name, chosen in (("dead", is_dead), ("live", ~is_dead))
+    }
 
 
-def draw(axes: Axes, curves: list[Curves], quantity: str, title: str) -> None:
-    """Draw one quantity of several runs."""
-    for run in curves:
-        values = getattr(run, quantity)
-        shown = np.where(values > 0, values, np.nan)
-        axes.plot(run.steps, shown, run.line, color=run.color, label=run.label, lw=1.2)
-    axes.set(xlabel="optimizer step", yscale="log", title=title)
-    axes.legend(fontsize=8, frameon=False)
+Found = dict[tuple[str, str], dict[int, dict[str, Freeze]]]
+"""Last motions by schedule and loop, by seed, and by population."""
+
+
+def trained(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Complete runs of a sweep: type of the state, seed and path."""
+    for path in sorted(folder.glob("*.zarr")):
+        found = re.search(r"state_dtype=(\w+)_seed=(\d+)", path.name)
+        if found and (path / "zarr.json").exists():
+            if open_run(path).attrs["status"] == "complete":
+                yield found[1], int(found[2]), path
+            else:
+                print(f"{path}: not complete, omitted")
+
+
+def study(folder: Path, counterfactuals: Path) -> Found:
+    """Last motions by schedule and loop, and by seed. Missing open loops are computed."""
+    found: Found = defaultdict(dict)
+    for schedule in SCHEDULES:
+        for state, seed, path in trained(folder / schedule):
+            if state == "float32":
+                found[schedule, "closed, float32 state"][seed] = read(path)
+                continue
+            found[schedule, "recorded"][seed] = read(path)
+            for loop, settings in LOOPS.items():
+                if settings is None:
+                    continue
+                other = counterfactuals / schedule / f"{settings[0]}_seed={seed}.zarr"
+                if not other.exists():
+                    other.parent.mkdir(parents=True, exist_ok=True)
+                    what_if(path, other, settings)
+                found[schedule, loop][seed] = read(other)
+    return found
+
+
+def spread(values: Iterable[float]) -> str:
+    """Median and range over seeds."""
+    numbers = [value for value in values if not np.isnan(value)]
+    if not numbers:
+        return "—"
+    middle, low, high = (
+        f"{each:,.0f}" for each in (np.median(numbers), min(numbers), max(numbers))
+    )
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def table(found: Found, population: str) -> str:
+    """A table of the page, a line per schedule and loop."""
+    heads = ["schedule", "loop", "seeds", "token", "element", "moving", "rank"]
+    lines = [heads, ["---"] * len(heads)]
+    for schedule, title in SCHEDULES.items():
+        for loop in LOOPS:
+            runs = [run[population] for run in found[schedule, loop].values()]
+            cells = (
+                [float(np.median(run.tokens)) for run in runs],
+                [float(np.median(run.last)) for run in runs],
+                [float(np.count_nonzero(run.moving)) for run in runs],
+                [run.rank_of_last for run in runs],
+            )
+            lines.append([title, loop, str(len(runs)), *map(spread, cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def replace_tables(page: Path, text: str) -> None:
+    """Replace the tables between the marks of the page."""
+    before, begin, rest = page.read_text().partition("<!-- tables -->\n")
+    _, end, after = rest.partition("<!-- end of tables -->")
+    if not (begin and end):
+        raise SystemExit(f"{page} has no marks of the tables")
+    page.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
+
+
+def draw(found: Found, file: Path) -> None:
+    """Draw the fraction of dead tokens and elements that move again after each step."""
+    figure, axes = plt.subplots(
+        2, len(SCHEDULES), figsize=(11, 6), sharey=True, layout="constrained"
+    )
+    for (schedule, loop), runs in found.items():
+        column = [*SCHEDULES].index(schedule)
+        for seed, run in runs.items():
+            dead = run["dead"]
+            for row, last in enumerate((dead.tokens, dead.last.ravel())):
+                at = np.arange(dead.steps + 1)
+                later = 1 - np.searchsorted(np.sort(last), at, side="right") / last.size
+                label = loop if seed == min(runs) else None
+                axes[row, column].plot(at, later, color=COLORS[loop], lw=1, alpha=0.8, label=label)
+        axes[0, column].set_title(SCHEDULES[schedule])
+        axes[1, column].set_xlabel("optimizer step")
+    for row, what in enumerate(("tokens", "elements")):
+        axes[row, 0].set_ylabel(f"fraction of dead {what}")
+    axes[0, 0].legend(fontsize=8, frameon=False)
+    figure.suptitle("Dead tokens, and their elements, that move after each step; a line per seed")
+    figure.savefig(file, dpi=110)
 
 
 def main() -> None:
-    """Print the table, and write the figures."""
+    """Print the table, and write it and the figure into the documentation."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path, help="folder of the runs")
-    parser.add_argument("figures", type=Path, help="folder for the figures")
+    parser.add_argument("study", type=Path, help="folder of the sweeps")
+    parser.add_argument("open", type=Path, help="folder for the open loops")
+    parser.add_argument("docs", type=Path, help="folder of the documentation")
     options = parser.parse_args()
-    lines, curves = [], []
-    for name, label, color, line in RUNS:
-        ds = open_run(options.runs / f"{name}.zarr")
-        distance = dead(displacement(ds)).compute()
-        # In most steps a bfloat16 weight does not change; in the others it changes by whole ulps.
-        pace = dead(speed(ds)).rolling(step=_WINDOW, center=True).mean().compute()
-        curves.append(
-            Curves(
-                label=label,
-                color=color,
-                line=line,
-                steps=pace.step.values,
-                distance=distance.sel(step=pace.step).values,
-                speed=pace.values,
-            )
-        )
-        lines.append(row(name, label, ds, curves[-1]))
-    print("| run | frozen | frozen | distance of the dead tokens | v that decreased |")
-    print("| --- | --- | --- | --- | --- |")
-    print("\n".join(lines))
-    options.figures.mkdir(parents=True, exist_ok=True)
-    for quantity, title in (
-        ("distance", "Distance of dead tokens from their start (median of ‖W − W₀‖)"),
-        ("speed", f"Speed of dead tokens (‖ΔW‖, mean of {_WINDOW} steps)"),
-    ):
-        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-        draw(axes, curves, quantity, title)
-        figure.savefig(options.figures / f"freeze-{quantity}.png", dpi=110)
-    ds = open_run(options.runs / "recorded.zarr")
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    exact = exact_moments(ds).exact_exp_avg_sq
-    for label, moment, line in (("recorded, bfloat16", ds.exp_avg_sq, "-"), ("exact", exact, "--")):
-        for population, mask, color in (
-            ("dead", ds.is_dead.values, "#0072B2"),
-            ("live", ~ds.is_dead.values, "#D55E00"),
-        ):
-            chosen = moment.isel(token=np.flatnonzero(mask))
-            mean = np.sqrt(chosen.astype("f8").mean(["token", "hidden"])).compute()
-            axes.plot(ds.step, mean, line, color=color, label=f"{population}, {label}", lw=1.2)
-    axes.set(xlabel="optimizer step", yscale="log", title="√ of the mean second moment")
-    axes.legend(fontsize=8, frameon=False)
-    figure.savefig(options.figures / "freeze-moment.png", dpi=110)
+    found = study(options.study, options.open)
+    text = "\n\n".join(
+        f"{population.capitalize()} tokens:\n\n{table(found, population)}"
+        for population in ("dead", "live")
+    )
+    print(text)
+    replace_tables(options.docs / "studies" / "freeze.md", text)
+    draw(found, options.docs / "figures" / "freeze-last-motion.png")
 
 
 if __name__ == "__main__":

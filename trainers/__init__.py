@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trajstore.trainers.config import RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if
+    from trajstore.trainers.evaluations.evaluate import evaluate
     from trajstore.trainers.presets import PRESETS, preset
     from trajstore.trainers.recording.capture import capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from trajstore.trainers.runs.resume_checks import recorded_config
     from trajstore.trainers.runs.run_plan import plan
     from trajstore.trainers.runs.timed_steps import time_steps
+    from trajstore.trainers.step_models.checkout import checkout
+    from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+    from trajstore.trainers.step_models.step_model import model_at, models
     from trajstore.trainers.texts.fetch import fetch
 
 __all__ = [
@@ -26,8 +30,13 @@ __all__ = [
     "RunConfig",
     "TrajectoryCallback",
     "capture",
+    "checkout",
+    "evaluate",
     "fetch",
     "fork",
+    "model_at",
+    "models",
+    "optimizer_state_at",
     "plan",
     "preset",
     "record",
@@ -41,8 +50,13 @@ _HOME = {
     "RunConfig": "trajstore.trainers.config",
     "TrajectoryCallback": "trajstore.trainers.recording.hf_callback",
     "capture": "trajstore.trainers.recording.capture",
+    "checkout": "trajstore.trainers.step_models.checkout",
+    "evaluate": "trajstore.trainers.evaluations.evaluate",
     "fetch": "trajstore.trainers.texts.fetch",
     "fork": "trajstore.trainers.runs.fork",
+    "model_at": "trajstore.trainers.step_models.step_model",
+    "models": "trajstore.trainers.step_models.step_model",
+    "optimizer_state_at": "trajstore.trainers.step_models.optimizer_state",
     "plan": "trajstore.trainers.runs.run_plan",
     "preset": "trajstore.trainers.presets",
     "record": "trajstore.trainers.runs.record",

@@ -3,7 +3,8 @@
 NumPy reads the numbers once per operation, and takes the interpreter's lock after each; threads
 then wait for one another. A compiled loop reads them once, without the lock. numba is the extra
 `fast`. Without it the results are the same, only later. A process loads numba in about half a
-second. It compiles a loop in the same time, once per machine. Small runs therefore use neither.
+second. It compiles a short loop in the same time, a long one in seconds, once per machine. Small
+runs therefore use neither.
 
 Loops take their arrays as 1-D memory, since numba knows only then that values are contiguous.
 """

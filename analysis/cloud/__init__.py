@@ -12,4 +12,6 @@
     Projections of tokens on given axes, and their orthogonal parts.
 ``shape``
     Shape of the cloud of tokens: principal axes, and inertia at each step.
+``sky_directions``
+    Directions of tokens on the sky about an axis.
 """

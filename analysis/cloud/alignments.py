@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
 from trajstore.analysis.scan.quantity import quantity
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 
 VECTORS = ("W", "delta", "grad")
-PARTNERS = ("hidden_mean", "centroid", "grad", "delta", "previous")
+PARTNERS = ("hidden_mean", "centroid", "bulk", "grad", "delta", "previous")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -83,9 +83,10 @@ def alignment(
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), and the selected variables.
-    with_ : {'hidden_mean', 'centroid', 'grad', 'delta', 'previous'}
+    with_ : {'hidden_mean', 'centroid', 'bulk', 'grad', 'delta', 'previous'}
         The other vector: the recorded h̄ of the step; the mean of W over `population` (default: all
-        tokens); the token's gradient; its change ΔW; or `of` itself in the previous row.
+        tokens); the bulk motion, which is the mean of ΔW over it; the token's gradient; its change
+        ΔW; or `of` itself in the previous row.
     of : {'W', 'delta', 'grad'}
         The vector: W, its change from the previous row, or its gradient.
     population : str, optional
@@ -97,7 +98,9 @@ def alignment(
     -------
     Dataset, float64
         ``cosine`` (step, token), from −1 to 1, NaN if one of the vectors is zero or not finite, or
-        a previous row is missing. Over (step, population): ``alignment``, the mean cosine,
+        a previous row is missing; ``angle``, its arc cosine in degrees, accurate to 10⁻⁶. The angle
+        between consecutive W is the swing of a vector, that between consecutive ΔW its turning
+        angle. Over (step, population): ``alignment``, the mean cosine,
         ``alignment_quantiles`` (…, quantile), and ``aligned_tokens``, int64, the number of tokens
         with a cosine. Statistics are over these tokens.
 
@@ -138,6 +141,9 @@ def alignment(
     )
     label = f"cosine of {of} and {with_}"
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
+    angle = own.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
+        long_name=f"angle between {of} and {with_}", units="degree"
+    )
     dims = ("step", "population", "quantile")
     count = table[..., 0].astype(np.int64)
     columns = {
@@ -146,7 +152,7 @@ def alignment(
         "aligned_tokens": (count, "tokens with a cosine"),
     }
     result = xr.Dataset(
-        {"cosine": own}
+        {"cosine": own, "angle": angle}
         | {
             name: xr.DataArray(
                 data, dims=dims[: data.ndim], attrs={"long_name": long_name, "units": "1"}
@@ -193,5 +199,9 @@ def _of_steps(scan: Scan, name: str, population: str | None) -> da.Array:
     """One vector per step, (step, hidden)."""
     if name == "centroid":
         return centroid(scan, population or "all")["centroid"].data
+    if name == "bulk":
+        velocity = bulk_thermal(scan, population or "all")["bulk_velocity"].data
+        none = da.full((1, velocity.shape[1]), np.nan)
+        return da.concatenate([none, velocity])
     input_checks.variables(scan.ds, name)
     return scan.ds[name].transpose("step", "hidden").chunk().data

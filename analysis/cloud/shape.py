@@ -20,7 +20,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import one_population
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
-__all__ = ["inertia", "pca", "scores_along_axes"]
+__all__ = ["inertia", "pca", "principal_axes", "scores_along_axes"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -129,13 +129,37 @@ def _scores(W: Array, axes: Wide, count: int, out: npt.DTypeLike) -> Array:
     return result
 
 
+def principal_axes(
+    scan: Scan, population: str, basis: str | int = "all", first: str | None = None
+) -> da.Array:
+    """Mean, spectrum and axes of `pca`, (2 + hidden, hidden)."""
+    blocks = scan.blocks("W")
+    hidden = blocks.shape[2]
+    group = one_population(scan.ds, population)
+    made = fold_rows(
+        blocks[_rows_of_basis(scan, basis)],
+        _scatters,
+        _gather,
+        functools.partial(_axes_of, hidden=hidden),
+        (2 + hidden, hidden),
+        most=max(1, _SCATTER_BYTES // (8 * hidden**2)),
+        members=np.nonzero(group)[0],
+    )
+    if first is not None:
+        made = da.blockwise(
+            _with_first, "ah", made, "ah", _first_axis(scan, first, made), "b",
+            concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
+        )  # fmt: skip
+    return made
+
+
 @quantity()
 def pca(
     scan: Scan,
     population: str = "all",
     components: int = 3,
     basis: str | int = "all",
-    first: Literal["hidden_mean"] | None = None,
+    first: Literal["hidden_mean", "centroid"] | None = None,
 ) -> xr.Dataset:
     """Principal axes of a population, one basis for all steps, and all tokens projected on them.
 
@@ -151,9 +175,9 @@ def pca(
         Number of axes to project tokens on.
     basis : {'all', 'last'} or int
         Rows that define the basis: all, the last one, or the row of a step.
-    first : 'hidden_mean', optional
-        Use the direction of h̄, averaged over the steps, as the first axis. The others are principal
-        axes orthogonal to it.
+    first : {'hidden_mean', 'centroid'}, optional
+        Use the direction of h̄, averaged over the steps, or of W̄ as the first axis. The others are
+        principal axes orthogonal to it.
 
     Returns
     -------
@@ -187,21 +211,7 @@ def pca(
     hidden = blocks.shape[2]
     if not 1 <= components <= hidden:
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
-    group = one_population(scan.ds, population)
-    made = fold_rows(
-        blocks[_rows_of_basis(scan, basis)],
-        _scatters,
-        _gather,
-        functools.partial(_axes_of, hidden=hidden),
-        (2 + hidden, hidden),
-        most=max(1, _SCATTER_BYTES // (8 * hidden**2)),
-        members=np.nonzero(group)[0],
-    )
-    if first is not None:
-        made = da.blockwise(
-            _with_first, "ah", made, "ah", _first_axis(scan, first), "b",
-            concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
-        )  # fmt: skip
+    made = principal_axes(scan, population, basis, first)
     dtype = result_dtype(blocks.dtype)
     scores = da.blockwise(
         of_only_blocks,
@@ -283,12 +293,15 @@ def _rows_of_basis(scan: Scan, basis: str | int) -> slice:
     return slice(row, row + 1)
 
 
-def _first_axis(scan: Scan, name: str) -> da.Array:
-    if name != "hidden_mean":
-        raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean' or none")
-    input_checks.variables(scan.ds, name)
-    states = da.asarray(scan.ds[name].transpose("step", "hidden").data).rechunk(-1)
-    mean = da.nanmean(states.astype(np.float64), axis=0)
+def _first_axis(scan: Scan, name: str, made: da.Array) -> da.Array:
+    if name == "centroid":
+        mean = made[0]
+    elif name == "hidden_mean":
+        input_checks.variables(scan.ds, name)
+        states = da.asarray(scan.ds[name].transpose("step", "hidden").data).rechunk(-1)
+        mean = da.nanmean(states.astype(np.float64), axis=0)
+    else:
+        raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean', 'centroid' or none")
     return (mean / da.linalg.norm(mean)).rechunk(-1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, VECTORS, WITHIN
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
@@ -56,7 +56,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     "-o",
     "--output",
     type=click.Path(),
-    help="File to write: .nc, .zarr, or .csv (one file per set of dimensions).",
+    help="File to write: .nc, .zarr, .safetensors, or .csv (one file per set of dimensions).",
 )
 @click.option(
     "--set",
@@ -68,6 +68,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 @STEPS
 @WITHIN
 @UNCHANGED
+@VECTORS
 @COMMON_STEPS
 @click.option("--by-population", is_flag=True, help="Compute statistics of each population.")
 @LATTICE
@@ -83,6 +84,7 @@ def analyze(
     steps: str | None,
     within: bool,
     min_unchanged: int | None,
+    vectors: str | None,
     common_steps: bool,
     by_population: bool,
     lattice: str,
@@ -103,7 +105,9 @@ def analyze(
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+      trajstore analyze gatsby.zarr freeze centroid -o for-scripts.safetensors
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
+      trajstore analyze gatsby.zarr autocorrelation --vectors hidden_mean
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
       trajstore analyze runs/*.zarr divergence -o divergence.nc
@@ -137,6 +141,7 @@ def analyze(
         steps=steps,
         within=within,
         min_unchanged=min_unchanged,
+        vectors=vectors,
     )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:

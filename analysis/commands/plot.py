@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, VECTORS, WITHIN
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
@@ -62,6 +62,7 @@ def _american(word: str) -> str:
     help="Logarithmic axes; default: chosen by the figure.",
 )
 @UNCHANGED
+@VECTORS
 @LATTICE
 @click.option(
     "--color",
@@ -73,7 +74,7 @@ def _american(word: str) -> str:
     "--plane",
     type=Choice(("principal", "hidden_mean")),
     default="principal",
-    help="Projection plane of the trajectory.",
+    help="Projection plane of the trajectory; axis of the sky: centroid, or hidden_mean.",
 )
 @COMMON_STEPS
 @click.option(
@@ -106,6 +107,7 @@ def plot(
     population: str | None,
     log: str | None,
     min_unchanged: int | None,
+    vectors: str | None,
     lattice: str,
     color: str,
     plane: str,
@@ -126,7 +128,8 @@ def plot(
 
     Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
     hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, clusters, logits, parameters, discontinuities;
+    autocorrelation, moments, moment-sizes, moment-tracks, sky, clusters, logits, parameters,
+    discontinuities;
     for several runs also divergence.
 
     \b
@@ -135,11 +138,13 @@ def plot(
       trajstore plot gatsby.zarr freeze last-motion causes -o freeze.pdf
       trajstore plot gatsby.zarr all --style dark
       trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
+      trajstore plot gatsby.zarr autocorrelation --vectors hidden_mean -o mean.png
       trajstore plot runs/*.zarr gradients --population dead -o dead.png
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib
     from trajstore.analysis.figures.registry import FIGURES, figures_named
     from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
+    from trajstore.analysis.motion.vectors import vectors_named
     from trajstore.analysis.several.many_runs import each_run
     from trajstore.exchange.selection import select_part
     from trajstore.populations.files import populations_from
@@ -176,7 +181,7 @@ def plot(
     ds = opened(paths, common_steps=common_steps)
     runs = each_run(ds) if several else [ds]
     runs = [
-        select_part(with_populations(run, named), tokens=tokens)
+        vectors_named(select_part(with_populations(run, named), tokens=tokens), vectors)
         for run in [*runs, *map(open_run, others)]
     ]
     with AnalysisProgress() as progress:

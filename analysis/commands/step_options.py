@@ -1,4 +1,4 @@
-"""Options that select steps, and the number of unchanged steps of a frozen token."""
+"""Options that select steps or vectors, and the number of unchanged steps of a frozen token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 
-__all__ = ["STEPS", "UNCHANGED", "WITHIN"]
+__all__ = ["STEPS", "UNCHANGED", "VECTORS", "WITHIN"]
 
 STEPS = click.option(
     "--steps",
@@ -24,4 +24,10 @@ UNCHANGED = click.option(
     type=click.IntRange(1),
     help="A token is frozen if at least this many final steps leave it unchanged; "
     f"default: {MIN_UNCHANGED}.",
+)
+VECTORS = click.option(
+    "--vectors",
+    metavar="NAME|NAME:POPULATION",
+    help="Use other vectors in place of W: grad, exp_avg, exp_avg_sq or delta of each token, "
+    "hidden_mean, or centroid or largest_cluster of a population, such as centroid:all.",
 )

@@ -234,9 +234,8 @@ def spread_note(ax: Axes, look: Look, *, over: str = "runs", alone: str = "") ->
 
 def named(population: str) -> str:
     """Name of a population in labels."""
-    return {"all": "all tokens", "mostly_dead": "mostly dead tokens"}.get(
-        population, f"{population} tokens"
-    )
+    own = {"all": "all tokens", "mostly_dead": "mostly dead tokens", "hidden_mean": "h̄"}
+    return own.get(population, f"{population} tokens")
 
 
 def with_legend(ax: Axes, *others: Axes, handles: Sequence[Artist] | None = None) -> None:

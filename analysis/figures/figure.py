@@ -46,6 +46,9 @@ __all__ = [
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
 
+USUAL = ("dead", "live", "hidden_mean")
+"""Populations that figures show; the last is the single vector of `analysis.vectors`."""
+
 _ALONE = "alone"
 """Attribute of data that were computed from the rows of a window alone."""
 
@@ -65,7 +68,7 @@ class Options:
     color : {'regime', 'hop'}
         Colors of the heatmap.
     plane : {'principal', 'hidden_mean'}
-        Plane of the trajectory.
+        Plane of the trajectory; the axis of the sky is the centroid, or h̄.
     steps : str, int, slice or iterable of int, optional
         Window of steps to show; facts come from the whole run.
     within : bool
@@ -89,7 +92,7 @@ class Options:
                     f"got {name}={getattr(self, name)!r}, expected {' or '.join(known)}"
                 )
 
-    def populations(self, scan: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
+    def populations(self, scan: Scan, usual: Sequence[str] = USUAL) -> list[str]:
         """Names of the populations to show, which have tokens.
 
         Parameters
@@ -151,6 +154,8 @@ class Figure:
     reading : str
         Name of the pass over the run that computes it. Figures that need much memory have a pass
         of their own.
+    projection : str
+        Projection of its axes, one of matplotlib's.
     """
 
     name: str
@@ -168,6 +173,7 @@ class Figure:
     of_populations: bool = True
     of_window: bool = False
     reading: str = "blocks"
+    projection: str = "rectilinear"
 
     def data(self, scans: Sequence[Scan], options: Options) -> list[xr.Dataset]:
         """Lazy data of each run, or of each run but the first how it differs from the first.
@@ -252,7 +258,7 @@ class Figure:
         check_matplotlib()
         for run in (ds, ds if other is None else other):
             check_dataset(run)
-        _check_axes(ax)
+        _check_axes(ax, self.projection)
         if ax is not None and size is not None:
             raise InvalidArgument(
                 f"got ax and size={size!r}; size needs a new figure, so leave out ax"
@@ -268,7 +274,7 @@ class Figure:
             )
         scans = [prepared(run, [self], chosen) for run in runs]
         found = compute_together(self.data(scans, chosen))
-        target = new_axes(style, size) if ax is None else ax
+        target = new_axes(style, size, self.projection) if ax is None else ax
         with in_style(style):
             self.draw_groups(target, found, groups, style=style, log=log)
             about = titled_runs(runs, labels)
@@ -362,12 +368,17 @@ def figure(
     return decorate
 
 
-def _check_axes(ax: object) -> None:
+def _check_axes(ax: object, projection: str) -> None:
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
         raise InvalidArgument(
             f"got ax={ax!r}, expected Axes of matplotlib, as pyplot.subplots() makes them"
+        )
+    if isinstance(ax, Axes) and ax.name != projection:
+        raise InvalidArgument(
+            f"got {ax.name} axes, expected {projection}; make them with "
+            f"pyplot.subplots(subplot_kw={{'projection': {projection!r}}})"
         )
 
 
@@ -450,7 +461,9 @@ def in_style(name: str) -> Any:
     return rc_context(settings)
 
 
-def new_axes(name: str, size: tuple[float, float] | None = None) -> Axes:
+def new_axes(
+    name: str, size: tuple[float, float] | None = None, projection: str = "rectilinear"
+) -> Axes:
     """Axes of a new figure in a style; a notebook shows the figure."""
     from matplotlib import pyplot
 
@@ -460,4 +473,4 @@ def new_axes(name: str, size: tuple[float, float] | None = None) -> Axes:
         figsize=size or SIZE, dpi=150, layout="constrained", facecolor=style(name).ground
     )
     with in_style(name):
-        return figure.add_subplot()
+        return figure.add_subplot(projection=projection)

@@ -18,8 +18,8 @@ from trajstore.analysis.figures.motion import (
     speed,
 )
 from trajstore.analysis.figures.regimes import causes, regimes
-from trajstore.analysis.figures.training import logits, loss, moments, parameters
-from trajstore.analysis.figures.trajectory import trajectory
+from trajstore.analysis.figures.training import logits, loss, moment_sizes, moments, parameters
+from trajstore.analysis.figures.trajectory import moment_tracks, sky, trajectory
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
@@ -43,9 +43,12 @@ FIGURES: dict[str, Figure] = {
         speed_density,
         centroid,
         trajectory,
+        sky,
         spectrum,
         autocorrelation,
         moments,
+        moment_sizes,
+        moment_tracks,
         clusters,
         logits,
         parameters,

@@ -40,7 +40,7 @@ ENDINGS = (".png", ".svg", ".pdf")
 _COLUMNS = 2
 _MOST_PANELS = 40
 
-_Panel = tuple[str, "Callable[[Axes], None]"]
+_Panel = tuple[str, "Callable[[Axes], None]", str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +186,8 @@ def draw_sheet(
         canvas = Canvas(figsize=size or usual, layout="constrained")
         # One subfigure per panel, so that its legend takes no room from others.
         parts = canvas.subfigures(rows, 1 if alone else _COLUMNS, squeeze=False).ravel()
-        for (name, draw), part in zip(panels, parts, strict=False):
-            ax = part.subplots()
+        for (name, draw, projection), part in zip(panels, parts, strict=False):
+            ax = part.subplots(subplot_kw={"projection": projection})
             draw(ax)
             set_title(ax, (title or f"{name}\n{collected.title}") if alone else name)
         if not alone:
@@ -196,7 +196,7 @@ def draw_sheet(
 
 
 def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
-    """Title and drawing function of each panel: one per figure, or one per run."""
+    """Title, drawing function and projection of each panel: one per figure, or one per run."""
     panels: list[_Panel] = []
     for figure in collected.figures:
         data = collected.data[figure.name]
@@ -206,7 +206,7 @@ def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
             label = f"\n{groups[0].label}" if len(shown) > 1 else ""
             curves = [replace(groups[0], label="")] if len(shown) > 1 else groups
             draw = partial(figure.draw_groups, found=data, groups=curves, style=style, log=log)
-            panels.append((f"{figure.title}{label}", draw))
+            panels.append((f"{figure.title}{label}", draw, figure.projection))
     if len(panels) > _MOST_PANELS:
         raise InvalidArgument(
             f"got {len(panels)} panels for {len(collected.runs)} runs, expected at most "

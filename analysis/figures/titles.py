@@ -33,7 +33,7 @@ def _facts(ds: xr.Dataset) -> list[str]:
     optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]
     return [
         str((config.get("data") or {}).get("corpus") or ""),
-        f"W {sizes}" if sizes else "",
+        f"{ds.attrs.get('vectors', 'W')} {sizes}" if sizes else "",
         optimizer,
         str(ds["W"].attrs.get("native_dtype", "")) if "W" in ds else "",
     ]

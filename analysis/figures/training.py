@@ -13,6 +13,7 @@ from trajstore.analysis.figures.axes_marks import (
     log_scale,
     named,
     note,
+    population_curves,
     spread_note,
     with_legend,
 )
@@ -20,14 +21,16 @@ from trajstore.analysis.figures.figure import Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
 from trajstore.analysis.model import logit_statistics
 from trajstore.analysis.optimizer import lost_update_line
+from trajstore.analysis.optimizer import moment_sizes as optimizer_sizes
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["logits", "loss", "moments", "parameters"]
+__all__ = ["logits", "loss", "moment_sizes", "moments", "parameters"]
 
 
 def _loss(scan: Scan, options: Options) -> xr.Dataset:
@@ -145,6 +148,31 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
         f"{beyond + int(counts.sum()):,} elements, of which not shown: {outside:,} outliers, "
         f"{beyond:,} that are 0 or beyond all classes",
     )
+    with_legend(ax)
+
+
+def _moment_sizes(scan: Scan, options: Options) -> xr.Dataset:
+    sizes = optimizer_sizes.moment_sizes(scan)
+    found = {
+        name: statistics(sizes[name], np.array([]), options.populations(scan))["mean"]
+        for name in _MOMENT_LABELS
+    }
+    return after_first_row(xr.Dataset(found), scan)
+
+
+_MOMENT_LABELS = {
+    "first_moment_size": "|m̂|, first moment",
+    "second_moment_root": "√v̂, second moment",
+}
+
+
+@figure(_moment_sizes, overlays=True, averages=True, reading="moments")
+def moment_sizes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Sizes of Adam's moments, with bias correction."""
+    population_curves(ax, data, look, _MOMENT_LABELS)
+    along_steps(ax, "mean over tokens and hidden", "nat per unit of W")
+    log_scale(ax, "y", *(data[name].values for name in _MOMENT_LABELS))
+    spread_note(ax, look, alone="the distance of both curves is the ratio of these means")
     with_legend(ax)
 
 

@@ -1,4 +1,4 @@
-"""Paths of tokens in a plane."""
+"""Paths of tokens in a plane and on the sky."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud import shape
+from trajstore.analysis.cloud import shape, sky_directions
 from trajstore.analysis.figures.axes_marks import (
     named,
     note,
@@ -17,16 +17,17 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.figure import Options, after_first_row, figure
 from trajstore.analysis.figures.style import Look, population_color, shades
 from trajstore.analysis.figures.titles import token_names
+from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["trajectory"]
+__all__ = ["moment_tracks", "sky", "trajectory"]
 
 
 _LINES = 500
@@ -68,9 +69,14 @@ def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_trajectory, rows=1, scales=False, reading="plane")
 def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Paths of the tokens in a plane."""
+    _draw_paths(ax, data, look, ["the axes have different scales"])
+    _label_axes(ax, data)
+
+
+def _draw_paths(ax: Axes, data: xr.Dataset, look: Look, notes: list[str]) -> None:
+    """Draw the paths of each population, and the notes."""
     position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= _LINES
-    notes = ["the axes have different scales"]
     # Dead tokens last: most of them share one place, which live ones would cover.
     for population in reversed(data["population"].values.tolist()):
         member = data["member"].sel(population=population).values
@@ -93,10 +99,119 @@ def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     if few:
         _name_ends(ax, data, look)
         notes.append("names: tokens whose ends have room for one; +n: more tokens at that place")
-    _label_axes(ax, data)
     notes += [f"1 of every {data.attrs['every']} steps"] if data.attrs["every"] > 1 else []
     note(ax, "; ".join(notes))
     with_legend(ax)
+
+
+def _moment_tracks(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    sizes = moment_sizes(scan)
+    pair = [sizes[name].rename("position") for name in ("second_moment_root", "first_moment_size")]
+    whole = after_first_row(xr.concat(pair, "component").to_dataset(), scan)
+    every = -(-whole["position"].sizes["step"] * scan.ds.sizes["token"] // _POINTS)
+    _, members = chosen_populations(scan.ds, shown)
+    return (
+        whole.isel(step=slice(None, None, max(every, 1)))
+        .assign(
+            member=(("population", "token"), members),
+            name=("token", token_names(scan.ds)),
+        )
+        .assign_coords(population=shown)
+        .assign_attrs(every=every)
+    )
+
+
+@figure(_moment_tracks, scales=False, reading="moments")
+def moment_tracks(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Paths of the tokens in the plane of Adam's moments."""
+    zeros = int((data["position"] == 0).any("component").sum())
+    with np.errstate(divide="ignore"):
+        # Logarithms, so that distances between names and ends are those on paper.
+        places = np.log10(data["position"].where(data["position"] > 0))
+    notes = ["means over hidden, with bias correction"]
+    notes += [f"zeros, not shown: {zeros:,} tokens × steps"] if zeros else []
+    _draw_paths(ax, data.assign(position=places), look, notes)
+    ends = [min(ax.get_xlim()[0], ax.get_ylim()[0]), max(ax.get_xlim()[1], ax.get_ylim()[1])]
+    limits = ax.get_xlim(), ax.get_ylim()
+    for power in range(0, -4, -1):
+        label = "|m̂| = √v̂, a tenth, a hundredth, …" if power == 0 else None
+        line = [end + power for end in ends]
+        ax.plot(ends, line, "--", color=look.style.grid, lw=1, label=label, zorder=0)
+    ax.set_xlim(limits[0])
+    ax.set_ylim(limits[1])
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(lambda power, _: f"{10**power:.2g}")
+    ax.set_xlabel("√v̂, root of the second moment / nat per unit of W")
+    ax.set_ylabel("|m̂|, first moment / nat per unit of W")
+    with_legend(ax)
+
+
+_AXES = {"principal": "centroid", "hidden_mean": "hidden_mean"}
+"""Axis of the sky by the plane of the trajectory."""
+
+
+def _sky(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    axis: Any = _AXES[options.plane]
+    name = scan.ds.attrs.get("vectors")
+    of: Any = "displacement" if name is None else "W"
+    found = sky_directions.sky(scan, axis, of)[["longitude", "latitude"]]
+    every = -(-found["latitude"].size // _POINTS)
+    _, members = chosen_populations(scan.ds, shown)
+    return (
+        found.isel(step=slice(None, None, max(every, 1)))
+        .assign(member=(("population", "token"), members))
+        .assign_coords(population=shown)
+        .assign_attrs(
+            of=name or "W minus its first row",
+            axis="h̄" if axis == "hidden_mean" else name or "W",
+        )
+    )
+
+
+@figure(_sky, rows=1, scales=False, reading="plane", projection="mollweide")
+def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Directions of the tokens about an axis."""
+    # A displacement has no direction at the first row.
+    known = np.flatnonzero(np.isfinite(data["latitude"].values).any(1))
+    data = data.isel(step=known) if known.size else data
+    angles = np.radians([data[name].values for name in ("longitude", "latitude")])
+    few = data.sizes["token"] <= _LINES
+    for population in reversed(data["population"].values.tolist()):
+        paths = angles[..., data["member"].sel(population=population).values]
+        color = population_color(population)
+        label = f"{named(population)} ({paths.shape[-1]:,})"
+        if few:
+            for x, y in paths.transpose(2, 0, 1):
+                ax.plot(_unwrapped(x), y, color=color, lw=0.6, alpha=0.5, rasterized=True)
+            ax.plot(*paths[:, 0], "o", mfc=look.style.ground, mec=color, ms=6, mew=1.2, zorder=4)
+        ax.plot(*paths[:, -1], "o", color=color, ms=4 if few else 1.5, zorder=3, rasterized=True)
+        ax.plot([], [], color=color, lw=3, label=label)
+    first, last = (int(data["step"][at]) for at in (0, -1))
+    ink = look.style.ink
+    if few:
+        ax.plot([], [], "o", mfc=look.style.ground, mec=ink, ms=6, label=f"start, step {first:,}")
+    ax.plot([], [], "o", color=ink, ms=4, label=f"end, step {last:,}")
+    # Stretched, areas keep their ratios. With a fixed aspect, the layout would cut off the notes.
+    ax.set_aspect("auto")
+    ax.grid(True)
+    ax.tick_params(labelsize="x-small")
+    ax.set_xlabel("longitude / degrees")
+    ax.set_ylabel("latitude / degrees")
+    note(
+        ax,
+        f"directions of {data.attrs['of']}; north pole: mean of {data.attrs['axis']}; longitude: "
+        "angle in the plane of largest variance across it",
+    )
+    with_legend(ax)
+
+
+def _unwrapped(longitude: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Longitudes with a gap, in place of a line across the map, where a path leaves its edge."""
+    broken = longitude.copy()
+    broken[1:][np.abs(np.diff(longitude)) > np.pi] = np.nan
+    return broken
 
 
 def _label_axes(ax: Axes, data: xr.Dataset) -> None:

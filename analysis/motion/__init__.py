@@ -18,10 +18,14 @@
     Update-size heatmap: tokens × steps, with tokens in the order of their last motion.
 ``resume_discontinuities``
     Steps at which the pace of motion changes abruptly.
+``separation``
+    Distances and angles between populations.
 ``unchanged``
     Default number of unchanged steps of a frozen token.
 ``ulp_motion``
     Motion on the lattice of a type: hops, regimes, and the last step of each token in each.
+``vectors``
+    Other vectors in place of W: a gradient of each token, or one vector per step.
 ``velocity``
     Velocity, speed and acceleration, in units of W per optimizer step.
 """

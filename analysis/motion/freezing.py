@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.motion.moving_elements import moved_elements
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
+from trajstore.analysis.scan.block_tasks import over_hidden, per_row
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -58,11 +62,11 @@ def _join(
     return result
 
 
-def _fraction(flags: npt.NDArray[np.bool_], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """Fraction of each group with the flag: (…, token) to (…, population); NaN if empty."""
+def _fraction(counts: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """Mean of flags or counts over each group: (…, token) to (…, population); NaN if empty."""
     sizes = groups.sum(-1)
     with np.errstate(invalid="ignore"):
-        return np.asarray((flags.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
+        return np.asarray((counts.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
 
 
 def _frozen_fraction(
@@ -73,15 +77,69 @@ def _frozen_fraction(
     """Fraction of each group that is frozen at each step: (step, population)."""
     frozen = frozen_since >= 0
     counts = [
-        np.searchsorted(np.sort(frozen_since[frozen & group]), steps, side="right")
+        np.searchsorted(np.sort(frozen_since[group][frozen[group]]), steps, side="right")
         for group in groups
     ]
+    elements = math.prod(frozen_since.shape[1:])
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.stack(counts, -1) / groups.sum(-1))
+        return np.asarray(np.stack(counts, -1) / (groups.sum(-1) * elements))
+
+
+def _last_rows(
+    block: npt.NDArray[Any], boundary: npt.NDArray[Any], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Last row of a block at which each element moved, (1, token, hidden); −1 means none."""
+    result = np.full((1, *block.shape[1:]), -1, np.int64)
+    before = np.ascontiguousarray(boundary[0])
+    for row, values in zip(rows.ravel(), block, strict=True):
+        now = np.ascontiguousarray(values)
+        result[0][moved_elements(before, now)] = row
+        before = now
+    return result
+
+
+def _moving(block: npt.NDArray[Any], boundary: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Number of elements of each token that moved, (row, token)."""
+    result = np.empty(block.shape[:2], np.int64)
+    before = np.ascontiguousarray(boundary[0])
+    for row, values in enumerate(block):
+        now = np.ascontiguousarray(values)
+        result[row] = moved_elements(before, now).sum(-1)
+        before = now
+    return result
+
+
+def _lower_median(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    middle = (steps.shape[-1] - 1) // 2
+    return np.asarray(np.partition(steps, middle, axis=-1)[..., middle])
+
+
+def _elements(scan: Scan, lattice: str) -> tuple[xr.DataArray, xr.DataArray]:
+    """Row of the last motion (token, hidden), and elements that moved (step, token)."""
+    points = scan.points(lattice)
+    last = da.map_blocks(
+        _last_rows,
+        points.blocks,
+        points.boundaries,
+        per_row(points.blocks, np.arange(scan.rows)),
+        chunks=((1,) * points.blocks.numblocks[0], *points.blocks.chunks[1:]),
+        dtype=np.int64,
+        meta=np.empty((0, 0, 0), np.int64),
+    ).max(0)
+    moving = over_hidden(_moving, points.blocks, points.boundaries, dtype=np.int64)[1:]
+    return (
+        scan.wrap(last, points.variable, dims=("token", "hidden")),
+        scan.wrap(moving, points.variable, rows=slice(1, None)),
+    )
 
 
 @quantity(measures=("moved",))
-def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "native") -> xr.Dataset:
+def freeze(
+    scan: Scan,
+    min_unchanged: int = MIN_UNCHANGED,
+    lattice: str = "native",
+    per: Literal["token", "element"] = "token",
+) -> xr.Dataset:
     """Last motion of each token, and the fraction of tokens that are frozen at each step.
 
     A token moves at a step if any bit of its row of W differs from the previous recorded row.
@@ -98,6 +156,8 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
         with fewer may be between two motions.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Round W to this type.
+    per : {'token', 'element'}
+        Whose motion: that of a token, which its last moving element decides, or of each element.
 
     Returns
     -------
@@ -109,12 +169,14 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
         recorded rows at which it moved. Per (step, population), for every row but the first:
         ``unchanged_fraction``, the fraction that did not move at this step, and
         ``frozen_fraction``, the fraction with ``frozen_since`` ≤ step.
-        Without ``is_dead``, the only population is ``all``.
+        Without ``is_dead``, the only population is ``all``. Per element, ``last_motion`` and
+        ``frozen_since`` are (token, hidden), the fractions are those of elements, and
+        ``median_last_motion`` (token) is the lower median of ``last_motion`` over hidden.
 
     Raises
     ------
     InvalidArgument
-        If `min_unchanged` is below 1, the lattice is unknown, or W holds values that its
+        If `min_unchanged` is below 1, `per` or the lattice is unknown, or W holds values that its
         ``native_dtype`` does not.
 
     Examples
@@ -127,15 +189,23 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
     """
     if min_unchanged < 1:
         raise InvalidArgument(f"got min_unchanged={min_unchanged}, expected at least 1 step")
+    if per not in ("token", "element"):
+        raise InvalidArgument(f"got per={per!r}, expected 'token' or 'element'")
     scan.require_rows(1, "freeze")
-    motion, steps = scan.moved(lattice), scan.steps
-    summary = scan.combine_rows(
-        motion,
-        functools.partial(_stretch, min_unchanged=min_unchanged),
-        functools.partial(_join, min_unchanged=min_unchanged),
-        4,
-        steps=steps,
-    )
+    steps = scan.steps
+    if per == "element":
+        last, moving = _elements(scan, lattice)
+        unchanged = scan.ds.sizes["hidden"] - moving
+    else:
+        motion = scan.moved(lattice)
+        summary = scan.combine_rows(
+            motion,
+            functools.partial(_stretch, min_unchanged=min_unchanged),
+            functools.partial(_join, min_unchanged=min_unchanged),
+            4,
+            steps=steps,
+        )
+        last, unchanged = summary.isel(fact=_LAST), ~motion
 
     def last_motion(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.where(rows < 0, -1, steps[rows])
@@ -146,18 +216,19 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
         following = steps[np.minimum(rows + 1, steps.size - 1)]
         return np.where(unchanged >= min_unchanged, following, -1)
 
-    def per_token(function: Any) -> xr.DataArray:
+    def steps_of(function: Any) -> xr.DataArray:
         result: xr.DataArray = xr.apply_ufunc(
-            function, summary.isel(fact=_LAST), dask="parallelized", output_dtypes=[np.int64]
+            function, last, dask="parallelized", output_dtypes=[np.int64]
         )
         return result
 
-    since = per_token(frozen_since)
+    since = steps_of(frozen_since)
     names, groups = populations(scan.ds)
-    lazy = motion.chunks is not None
+    lazy = unchanged.chunks is not None
+    elements = scan.ds.sizes["hidden"] if per == "element" else 1
     unchanged_fraction = xr.apply_ufunc(
-        lambda flags, groups: _fraction(~flags, groups),
-        motion.chunk({"token": -1}) if lazy else motion,
+        lambda counts, groups: _fraction(counts, groups) / elements,
+        unchanged.chunk({"token": -1}) if lazy else unchanged,
         groups,
         input_core_dims=[["token"], ["population", "token"]],
         output_core_dims=[["population"]],
@@ -168,34 +239,47 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
     frozen_fraction = xr.apply_ufunc(
         lambda first: _frozen_fraction(first, steps[1:], groups),
         since.chunk({"token": -1}) if lazy else since,
-        input_core_dims=[["token"]],
+        input_core_dims=[[*since.dims]],
         output_core_dims=[["step", "population"]],
         dask="parallelized",
         output_dtypes=[np.float64],
         dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
     )
     step = {"units": "1", **lattice_attributes(lattice)}
+    never = flag_attributes({-1: "never"})
     threshold = {**step, "min_unchanged": min_unchanged}
-    return xr.Dataset(
-        {
-            "last_motion": per_token(last_motion).assign_attrs(
-                long_name="last step with motion", **step, **flag_attributes({-1: "never"})
-            ),
-            "frozen_since": since.assign_attrs(
-                long_name="first recorded step after the last motion",
-                **threshold,
-                **flag_attributes({-1: "not_frozen"}),
-            ),
-            "thaws": summary.isel(fact=_THAWS).assign_attrs(
-                long_name="motions after a freeze", **threshold
-            ),
-            "moves": summary.isel(fact=_MOVES).assign_attrs(long_name="rows with motion", **step),
-            "unchanged_fraction": unchanged_fraction.assign_attrs(
-                long_name="fraction of tokens that did not move", **step
-            ),
-            "frozen_fraction": frozen_fraction.assign_attrs(
-                long_name="fraction of tokens that never move again", **threshold
-            ),
-        },
-        coords={"population": names, "step": motion["step"]},
+    found = {
+        "last_motion": steps_of(last_motion).assign_attrs(
+            long_name="last step with motion", **step, **never
+        ),
+        "frozen_since": since.assign_attrs(
+            long_name="first recorded step after the last motion",
+            **threshold,
+            **flag_attributes({-1: "not_frozen"}),
+        ),
+    }
+    if per == "element":
+        median = xr.apply_ufunc(
+            _lower_median,
+            found["last_motion"],
+            input_core_dims=[["hidden"]],
+            dask="parallelized",
+            output_dtypes=[np.int64],
+        )
+        found["median_last_motion"] = median.assign_attrs(
+            long_name="last step with motion of the median element", **step, **never
+        )
+    else:
+        found["thaws"] = summary.isel(fact=_THAWS).assign_attrs(
+            long_name="motions after a freeze", **threshold
+        )
+        found["moves"] = summary.isel(fact=_MOVES).assign_attrs(
+            long_name="rows with motion", **step
+        )
+    found["unchanged_fraction"] = unchanged_fraction.assign_attrs(
+        long_name=f"fraction of {per}s that did not move", **step
     )
+    found["frozen_fraction"] = frozen_fraction.assign_attrs(
+        long_name=f"fraction of {per}s that never move again", **threshold
+    )
+    return xr.Dataset(found, coords={"population": names, "step": unchanged["step"]})

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["last_moving_element"]
+__all__ = ["last_moving_element", "moved_elements"]
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
         moved = moved_vectors(earlier, later, changed_vectors(earlier, later))
         at = np.nonzero(moved.any(0))[0]
         row = rows - 1 - moved[::-1].argmax(0)[at]
-        elements = _moved_elements(earlier[row, at], later[row, at])
+        elements = moved_elements(earlier[row, at], later[row, at])
         size = np.abs(earlier[row, at].astype(np.float64))
         # Of several, the smallest; if none is finite, the first.
         order = np.where(elements, np.nan_to_num(size, nan=np.inf), np.inf)
@@ -50,7 +50,7 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
     return result
 
 
-def _moved_elements(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+def moved_elements(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """True for elements that differ in more than the sign of a zero."""
     bits, new = unsigned_view(before), unsigned_view(after)
     magnitude = NATIVE_TYPES[before.dtype.name].sign_mask - 1

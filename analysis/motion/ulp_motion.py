@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.norms import check_order, order_label
-from trajstore.analysis.scan.consecutive_rows import REGIMES
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.block_tasks import field, over_hidden
+from trajstore.analysis.scan.consecutive_rows import REGIMES, regime_of_hops
+from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import chosen_type, lattice_attributes, on_lattice
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
@@ -20,14 +22,17 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import ulp_hops
-from trajstore.values.ulp_lattice import ordinal, ordinal_dtype, spacing
+from trajstore.values.ulp_lattice import binade, ordinal, ordinal_dtype, spacing
 
 __all__ = [
+    "exponent_crossings",
     "lattice_displacement",
     "lifecycle",
     "regimes",
     "ulp",
 ]
+
+_CROSSINGS = np.dtype([("exponent_up", "i8"), ("exponent_down", "i8")])
 
 _PHASES = {
     "last_jump": ("jump",),
@@ -38,7 +43,11 @@ _PHASES = {
 
 @registered()
 @checks_types
-def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.DataArray:
+def ulp(
+    W: xr.DataArray | xr.Dataset | Scan,
+    lattice: str = "native",
+    direction: Literal["outward", "up"] = "outward",
+) -> xr.DataArray:
     """Spacing of the native type, or of another lattice, at each magnitude.
 
     For bfloat16 this is 2^(max(E, 1) − 134), E the biased exponent, so 2^−133 for subnormals and
@@ -50,6 +59,9 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
         The attribute ``native_dtype`` names the type. Default: the type of the array.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Round W to this type and return its spacing.
+    direction : {'outward', 'up'}
+        ``'outward'``: to the next value of larger magnitude. ``'up'``: to the next larger number,
+        as by ``nextafter(W, inf)``; at negative powers of two that is half the spacing.
 
     Returns
     -------
@@ -59,7 +71,8 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     Raises
     ------
     InvalidArgument
-        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
+        For an unknown lattice or direction, or if W holds values that its ``native_dtype`` does
+        not.
 
     Examples
     --------
@@ -68,6 +81,8 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     >>> ulp(ds).sel(step=0, token=[ord("e"), ord("z")]).isel(hidden=0).values
     array([0.0078125 , 0.00390625], dtype=float32)
     """
+    if direction not in ("outward", "up"):
+        raise InvalidArgument(f"got direction {direction!r}, expected 'outward' or 'up'")
     if isinstance(W, xr.Dataset):
         W = Scan(W)
     if isinstance(W, Scan):
@@ -77,7 +92,7 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
     chosen = chosen_type(lattice, native)
     name = str(W.name or "W")  # a reference to W would copy it into each task
     result: xr.DataArray = xr.apply_ufunc(
-        lambda values: _spacing_on_lattice(values, name, native, chosen),
+        lambda values: _spacing_on_lattice(values, name, native, chosen, direction),
         W,
         dask="parallelized",
         output_dtypes=[W.dtype if chosen == native else NATIVE_TYPES[chosen].stored],
@@ -89,10 +104,16 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
 
 
 def _spacing_on_lattice(
-    values: npt.NDArray[Any], name: str, native: str, chosen: str
+    values: npt.NDArray[Any], name: str, native: str, chosen: str, direction: str
 ) -> npt.NDArray[Any]:
     whole = np.ascontiguousarray(values).reshape(values.shape)
-    return spacing(on_lattice(whole, name, native, chosen), chosen)
+    points = on_lattice(whole, name, native, chosen)
+    found = spacing(points, chosen)
+    if direction == "up":
+        power = binade(points, chosen)
+        least = NATIVE_TYPES[chosen].least_normal  # the spacing below it is the same
+        found[(points == -power) & (power > least)] /= 2
+    return found
 
 
 def _ordinal_hops(
@@ -193,7 +214,13 @@ def _regime(scan: Scan, lattice: str) -> xr.DataArray:
 
 
 @quantity(measures=("regime",))
-def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
+def regimes(
+    scan: Scan,
+    lattice: str = "native",
+    neighbor: float = 1,
+    jump: float | None = None,
+    far: float | None = None,
+) -> xr.Dataset:
     """Regime of each token at each step, by norms of its hops ΔW/ulp(W_{t−1}) over hidden.
 
     =========  ===========================================================================
@@ -203,6 +230,7 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
     neighbor   L∞ ≤ 1, L1 > 1: no element moved further than to its neighbor
     local      L∞ > 1, L2 ≤ √D
     jump       L2 > √D, or a NaN or infinity appeared or disappeared
+    far        only with the option `far`: L2 > far
     =========  ===========================================================================
 
     Parameters
@@ -211,17 +239,26 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
         With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Round W to this type and use its spacing.
+    neighbor : float
+        Largest L∞ of a neighbor, in cells.
+    jump : float, optional
+        Largest L2 of a local motion, in cells. Default: √D.
+    far : float, optional
+        Largest L2 of a jump, in cells, such as 1000. Default: no class ``far``.
 
     Returns
     -------
     Dataset
         ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``counts``,
-        int64 (step, population, regime_name): the number of tokens. One row fewer than `ds`.
+        int64 (step, population, regime_name): the number of tokens; ``heated`` and ``cooled``,
+        int64 (step, population): the number of tokens with a higher or lower regime than at the
+        previous row, in the order of the table; −1 at the first. One row fewer than `ds`.
 
     Raises
     ------
     InvalidArgument
-        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
+        For an unknown lattice, thresholds that do not increase, or if W holds values that its
+        ``native_dtype`` does not.
 
     Examples
     --------
@@ -231,14 +268,135 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
     >>> counts.sel(step=18, regime_name=["frozen", "neighbor", "jump"]).values
     array([118,   0,   0])
     """
-    regime = _regime(scan, lattice)
-    counts = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
-        regime_name=list(REGIMES)
+    regime, names = _regime(scan, lattice), list(REGIMES)
+    if (neighbor, jump, far) != (1, None, None):
+        regime, names = _by_thresholds(regime, scan, lattice, neighbor, jump, far)
+    counts = count_by_population(regime, len(names), "regime_name").assign_coords(regime_name=names)
+    found = {"counts": counts.assign_attrs(long_name="tokens in each regime", units="1")}
+    changes = _changes(regime)
+    for number, name in ((2, "heated"), (0, "cooled")):
+        changed = changes.isel(change=number)
+        found[name] = changed.assign_attrs(
+            long_name=f"tokens that {name} since the previous row",
+            units="1",
+            **flag_attributes({-1: NO_ROW_BEFORE}),
+        )
+    return xr.Dataset({"regime": regime, **found})
+
+
+def _changes(regime: xr.DataArray) -> xr.DataArray:
+    """Tokens that cooled (0), kept their regime (1) or heated (2), (step, population, change)."""
+    later = regime.isel(step=slice(1, None))
+    earlier = regime.isel(step=slice(-1)).assign_coords(step=later["step"])
+    counts = count_by_population((later - earlier).clip(-1, 1) + 1, 3, "change")
+    first = da.full((min(1, regime.sizes["step"]), *counts.shape[1:]), -1, np.int64)
+    return xr.DataArray(
+        da.concatenate([first, counts.data]),
+        dims=counts.dims,
+        coords={"step": regime["step"], "population": counts["population"]},
     )
+
+
+def _by_thresholds(
+    usual: xr.DataArray,
+    scan: Scan,
+    lattice: str,
+    neighbor: float,
+    jump: float | None,
+    far: float | None,
+) -> tuple[xr.DataArray, list[str]]:
+    """Regimes with other thresholds, and their names."""
+    points = scan.points(lattice)
+    least = np.sqrt(points.blocks.shape[2]) if jump is None else jump
+    if not 0 < neighbor <= least <= (np.inf if far is None else far):
+        raise InvalidArgument(
+            f"got neighbor={neighbor}, jump={least:g} and far={far}, expected positive numbers of "
+            "cells that increase"
+        )
+    found = over_hidden(
+        _other_regimes,
+        points.blocks,
+        points.boundaries,
+        native=points.type,
+        neighbor=neighbor,
+        jump=least,
+        far=np.inf if far is None else far,
+        dtype=np.int8,
+    )
+    names = [*REGIMES] if far is None else [*REGIMES, "far"]
+    return usual.copy(data=found[1:]).assign_attrs(flag_attributes(names, np.int8)), names
+
+
+def _other_regimes(
+    block: npt.NDArray[Any], boundary: npt.NDArray[Any], native: str, **thresholds: float
+) -> npt.NDArray[np.int8]:
+    result = np.empty(block.shape[:2], np.int8)
+    before = boundary[0]
+    for row, now in enumerate(block):
+        with np.errstate(invalid="ignore", over="ignore"):
+            result[row] = regime_of_hops(ulp_hops(before, now, native), **thresholds)
+        before = now
+    return result
+
+
+def _exponents(
+    block: npt.NDArray[Any], boundary: npt.NDArray[Any], native: str
+) -> npt.NDArray[np.void]:
+    result = np.empty(block.shape[:2], _CROSSINGS)
+    before = binade(np.ascontiguousarray(boundary[0]), native)
+    for row, values in enumerate(block):
+        now = binade(np.ascontiguousarray(values), native)
+        known = np.isfinite(now) & np.isfinite(before)
+        result["exponent_up"][row] = (known & (now > before)).sum(-1)
+        result["exponent_down"][row] = (known & (now < before)).sum(-1)
+        before = now
+    return result
+
+
+@quantity()
+def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
+    """Number of elements of each token whose exponent changed since the previous row.
+
+    The exponent is that of the binade of ``|W|``, so the spacing of the lattice changes with it.
+    Subnormals and zero have the exponent of the smallest normal number.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Round W to this type.
+
+    Returns
+    -------
+    Dataset, int64 (step, token), one row fewer than `ds`
+        ``exponent_up`` and ``exponent_down``, elements whose exponent is larger or smaller than in
+        the previous row. Infinities and NaN are not counted.
+
+    Raises
+    ------
+    InvalidArgument
+        For an unknown lattice, or if W holds values that its ``native_dtype`` does not.
+
+    Examples
+    --------
+    >>> found = exponent_crossings(ds)
+    >>> found.exponent_down.sum("step").sel(token=[ord("e"), ord("z")]).values
+    array([0, 0])
+    """
+    scan.require_rows(1, "exponent_crossings")
+    points = scan.points(lattice)
+    found = over_hidden(
+        _exponents, points.blocks, points.boundaries, native=points.type, dtype=_CROSSINGS
+    )[1:]
     return xr.Dataset(
         {
-            "regime": regime,
-            "counts": counts.assign_attrs(long_name="tokens in each regime", units="1"),
+            name: scan.wrap(field(found, name), points.variable, rows=slice(1, None)).assign_attrs(
+                long_name=f"elements whose exponent went {name.partition('_')[2]}",
+                units="1",
+                **lattice_attributes(lattice),
+            )
+            for name in _CROSSINGS.names or ()
         }
     )
 

@@ -12,6 +12,8 @@ The rule itself is in `trajstore.values.optimizer_rule`.
     Ratios of the recorded moments to the exact ones.
 ``exact_recurrence``
     The recurrence of Adam's moments in float64, without the rounding of their state.
+``moment_sizes``
+    Sizes of the moments of each token, with bias correction.
 ``moments``
     Exact moments, computed from the recorded gradients.
 ``lost_update_line``

@@ -1,4 +1,4 @@
-"""Write analysis results block by block: Zarr, NetCDF or CSV, by the file extension."""
+"""Write analysis results block by block: Zarr, NetCDF, safetensors or CSV, by the extension."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import dask.array
 import numpy as np
 import xarray as xr
 
 from trajstore.analysis.scan.flags import flags_of, is_category
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+from trajstore.formats.safetensors import begin_safetensors
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
 
 __all__ = ["ENDINGS", "check_result_target", "describe", "write_result"]
 
-ENDINGS = (".zarr", ".nc", ".csv")
+ENDINGS = (".zarr", ".nc", ".csv", ".safetensors")
 
 _WRITTEN_BY = "written_by_trajstore"
 """Attribute of a Zarr that marks it as a result, not a run or a file of another program."""
@@ -152,8 +154,10 @@ def write_result(
     result : Dataset
         A lazy result of any dimensions.
     path : path-like
-        Path with the extension ``.zarr``, ``.nc`` or ``.csv``. CSV writes one file per set of
-        dimensions, such as ``NAME.token.csv`` and ``NAME.step.population.csv``.
+        Path with the extension ``.zarr``, ``.nc``, ``.csv`` or ``.safetensors``. CSV writes one
+        file per set of dimensions, such as ``NAME.token.csv`` and ``NAME.step.population.csv``.
+        A safetensors file holds the variables and numeric coordinates; dimensions, attributes and
+        text coordinates are JSON in its metadata.
     overwrite : bool
         Replace an existing result.
     report : callable, optional
@@ -178,7 +182,12 @@ def write_result(
     if target.suffix == ".csv":
         parts = _tables(result, target)
         _check_parts(parts, overwrite=overwrite)
-    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
+    write = {
+        ".zarr": _write_zarr,
+        ".nc": _write_netcdf,
+        ".csv": _write_csv,
+        ".safetensors": _write_safetensors,
+    }[target.suffix]
     with staged_folder(target) as scratch:
         for number, (part, ds) in enumerate(parts.items()):
             new = scratch / f"{number}{target.suffix}"
@@ -270,6 +279,35 @@ def _write_zarr(ds: xr.Dataset, path: Path) -> Any:
 
 def _write_netcdf(ds: xr.Dataset, path: Path) -> Any:
     return _plain(ds, object).to_netcdf(path, engine="h5netcdf", compute=False)
+
+
+def _write_safetensors(ds: xr.Dataset, path: Path) -> Any:
+    texts = {str(name): array for name, array in ds.coords.items() if array.dtype.kind in "TUO"}
+    arrays = {
+        str(name): dask.array.asarray(array.data)
+        for name, array in ds.variables.items()
+        if name not in texts
+    }
+    metadata = {name: json.dumps([str(text) for text in array.values.ravel()])
+                for name, array in texts.items()}  # fmt: skip
+    metadata["dims"] = json.dumps({name: ds[name].dims for name in (*arrays, *texts)})
+    metadata["attributes"] = json.dumps(
+        {str(name): array.attrs for name, array in ds.variables.items()}, default=_as_json
+    )
+    path.touch()
+    kinds = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
+    targets = begin_safetensors(path, kinds, metadata)
+    return dask.array.store(
+        [*arrays.values()],
+        [targets[name] for name in arrays],
+        lock=False,
+        compute=False,
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """Plain form of a NumPy value in attributes."""
+    return value.tolist()
 
 
 def _tables(result: xr.Dataset, path: Path) -> dict[Path, xr.Dataset]:

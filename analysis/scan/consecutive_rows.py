@@ -32,6 +32,7 @@ __all__ = [
     "measure_rows",
     "moved_vectors",
     "pair_dtype",
+    "regime_of_hops",
     "tiles",
 ]
 
@@ -249,15 +250,29 @@ def _regime(
     at = np.nonzero(unknown)
     if at[0].size:
         hops = ulp_hops(earlier[at], later[at], native)
-        l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
-        # From jump to frozen, so that NaN, for which every comparison is false, stays a jump.
-        found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
-        found[l2 <= np.sqrt(hidden)] = REGIMES.index("local")
-        found[linf <= 1] = REGIMES.index("neighbor")
-        found[l1 <= 1] = REGIMES.index("single")
-        found[l1 == 0] = REGIMES.index("frozen")
-        regime[at] = found
+        regime[at] = regime_of_hops(hops)
     return regime, lengths
+
+
+def regime_of_hops(
+    hops: npt.NDArray[np.float64],
+    neighbor: float = 1,
+    jump: float | None = None,
+    far: float = np.inf,
+) -> npt.NDArray[np.int8]:
+    """Index of the regime of vectors of hops, (…, hidden), by the thresholds of `regimes`.
+
+    Beyond `far`, the index is one more than that of a jump.
+    """
+    l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
+    # From jump to frozen, so that NaN, for which every comparison is false, stays a jump.
+    found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
+    found[l2 > far] += 1
+    found[l2 <= (np.sqrt(hops.shape[-1]) if jump is None else jump)] = REGIMES.index("local")
+    found[linf <= neighbor] = REGIMES.index("neighbor")
+    found[l1 <= 1] = REGIMES.index("single")
+    found[l1 == 0] = REGIMES.index("frozen")
+    return found
 
 
 def _regime_of_short_hops(

@@ -38,6 +38,7 @@ SIZES = [
 ]
 CHECKPOINTS = ["recording.checkpoint_every=4", "recording.commit_every=0"]
 BY_TIME = ["recording.commit_every=0.001"]
+REPLAY = [*CHECKPOINTS, "recording.encoding=replay"]
 TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
 
 
@@ -132,7 +133,9 @@ def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("changes", [CHECKPOINTS, BY_TIME], ids=["by steps", "by time"])
+@pytest.mark.parametrize(
+    "changes", [CHECKPOINTS, BY_TIME, REPLAY], ids=["by steps", "by time", "replay"]
+)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
 def test_a_killed_training_ends_as_if_it_had_not_been(
     whole: Any, seed: int, changes: list[str]

@@ -19,6 +19,7 @@ from crashing import (
     Reader,
     check_rows,
     create,
+    encoding_of,
     killed,
     row,
     write_rows,
@@ -30,6 +31,12 @@ from trajstore import repair, verify
 ROWS = 7 * BLOCK + 2
 OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root
 A_COMMIT = 2 * OBJECTS + 1
+
+
+@pytest.fixture(params=["run.zarr", pytest.param("replay.zarr", marks=pytest.mark.nightly)])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Run of the encoding `delta`, or `replay`."""
+    return tmp_path / str(request.param)
 
 
 def committed(path: Path) -> int:
@@ -55,7 +62,7 @@ def finish(path: Path) -> None:
     assert not killed(write_rows, path, ROWS, None)
     ds = xr.open_zarr(path)
     ((_, identity),) = ds.attrs["runs"]
-    whole = path.with_name("whole.zarr")
+    whole = path.with_name(f"whole-{path.name}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "trajstore.store.writing.writer.new_identity", lambda: identity
@@ -63,7 +70,7 @@ def finish(path: Path) -> None:
         run = create(whole)
     with run:
         for step in range(ROWS):
-            run.append(step=step, **row(step))
+            run.append(step=step, **row(step, encoding_of(path)))
     assert xr.open_zarr(whole).attrs["content_digest"] == ds.attrs["content_digest"]
     for file in whole.rglob("c.*"):
         assert (path / file.relative_to(whole)).read_bytes() == file.read_bytes()
@@ -74,8 +81,7 @@ def finish(path: Path) -> None:
 
 
 @pytest.mark.parametrize("move", [1, A_COMMIT])
-def test_killed_at_the_first_and_the_last_move_of_a_commit(tmp_path: Path, move: int) -> None:
-    path = tmp_path / "run.zarr"
+def test_killed_at_the_first_and_the_last_move_of_a_commit(path: Path, move: int) -> None:
     assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after=True))
     before = committed(path)
     assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after=True))
@@ -85,8 +91,7 @@ def test_killed_at_the_first_and_the_last_move_of_a_commit(tmp_path: Path, move:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
-    path = tmp_path / "run.zarr"
+def test_killed_at_every_move_of_a_commit(path: Path, after: bool) -> None:
     assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after))
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
@@ -102,13 +107,12 @@ def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -> None:
+def test_killed_at_every_move_of_a_commit_by_time(path: Path, after: bool) -> None:
     """Of a block that is there already, with fewer rows, and is replaced."""
-    path = tmp_path / "run.zarr"
     before = BLOCK + 1
     with create(path) as run:
         for step in range(before):
-            run.append(step=step, **row(step))
+            run.append(step=step, **row(step, encoding_of(path)))
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
             kill = KillAt(OBJECTS + 1 + move, after)
@@ -126,8 +130,7 @@ def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -
 @pytest.mark.parametrize(
     "move", [pytest.param(n, marks=() if n == 5 else pytest.mark.nightly) for n in range(1, 10)]
 )
-def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
-    path = tmp_path / "run.zarr"
+def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(path: Path, move: int) -> None:
     assert killed(write_rows, path, ROWS, KillAt(move, after=True))
     assert check_whole(path) == 0
     finish(path)
@@ -135,10 +138,9 @@ def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
-def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+def test_killed_at_any_moment(path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
     rng = random.Random(seed)
-    path = tmp_path / "run.zarr"
     first = KillAt(rng.randrange(1, 3 * A_COMMIT), after=rng.random() < 0.5)
     assert killed(write_rows, path, ROWS, first)
     with Reader(path) as reader:

@@ -34,6 +34,9 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     assert sheet.stat().st_size > 10_000
     both = tmp_path / "both.png"
     trajstore_cli("plot", run, "loss", "freeze", "--with", run, "-o", both, "--lattice", "native")
+    paths = tmp_path / "paths.svg"
+    trajstore_cli("plot", run, "displacement", "-o", paths, "--vectors", "centroid:all")
+    assert "centroid of all 1 × 4" in paths.read_text()
     other = tmp_path / "other.zarr"
     shutil.copytree(run, other)
     options = ("--label", "one", "--label", "two", "--title", "Mine", "--size", "6x4")

@@ -48,7 +48,10 @@ def samples(folder: Path) -> list[bytes]:
     made = []
     for layout in EXPORT_LAYOUTS:
         if layout == "native" or LAYOUTS[layout].format == "safetensors":
-            trajstore.export(folder / "run.zarr", folder / "f", layout=layout, overwrite=True)
+            runs = [folder / "run.zarr"]
+            if layout != "native" and LAYOUTS[layout].runs == "matrices":
+                runs *= 2
+            trajstore.export(runs, folder / "f", layout=layout, overwrite=True)
             made.append((folder / "f").read_bytes())
     for arrays in grammar().values():
         made.append(write(folder / "f", "safetensors", arrays, n_steps=3).read_bytes())

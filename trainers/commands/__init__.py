@@ -2,10 +2,16 @@
 
 ``annotate``
     The command `annotate`, which labels the tokens of a recorded run.
+``checkout``
+    The command `checkout`, which writes the model of a recorded step to a folder.
 ``configuration``
     Options that set the configuration of a training run.
+``evaluate``
+    The command `evaluate`, which calls a function with the model of many steps.
 ``fetch``
     The command `fetch`, which downloads a corpus or tokenizer.
+``model_options``
+    Options of the commands that rebuild recorded models.
 ``plan``
     The command `plan`, which computes the cost of a recording.
 ``presets``

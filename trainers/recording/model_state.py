@@ -120,13 +120,18 @@ class ModelState:
                 "class": type(self._model).__name__,
                 "transformers": transformers.__version__,
                 "config": json.loads(config.to_json_string(use_diff=False)),
+                "buffer_types": {
+                    name: _type_name(tensor)
+                    for name, tensor in _buffers(self._model)
+                    if tensor.is_floating_point()
+                },
             }
         return found
 
     def _parameter_table(self) -> list[dict[str, Any]]:
         aliases: dict[int, list[str]] = {}
-        for name, tensor in self._model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(tensor), []).append(name_outside_compile(name))
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
         groups = {
             id(tensor): number
             for number, group in enumerate(self._optimizer.param_groups)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trajstore.errors import CorpusError, InvalidArgument
@@ -49,6 +51,16 @@ class AsciiTokenizer:
         """Return the text of each token."""
         return tuple(_printable(chr(byte)) for byte in range(ASCII_SIZE))
 
+    def pretrained(self) -> Any:
+        """Return an equal tokenizer of transformers. It raises an error for other characters."""
+        vocabulary = {chr(byte): byte for byte in range(ASCII_SIZE)}
+        # Its own symbol is not in the vocabulary, so no character is replaced silently.
+        backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        backend.decoder = decoders.Fuse()
+        fast: Any = PreTrainedTokenizerFast  # whose constructor has no types
+        return fast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
 
 class FileTokenizer:
     """A tokenizer from a folder of `save_pretrained`, or from a ``tokenizer.json``.
@@ -80,6 +92,7 @@ class FileTokenizer:
                 loaded = fast(tokenizer_file=str(path))
             else:
                 loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._loaded = loaded
             self._backend = loaded.backend_tokenizer
         # The libraries underneath raise bare Exception for a malformed file.
         except Exception as error:
@@ -110,6 +123,10 @@ class FileTokenizer:
     def texts(self) -> tuple[str, ...]:
         """Return the text of each token; a part of a character has the symbol of its token."""
         return token_texts(self._backend)
+
+    def pretrained(self) -> Any:
+        """Return the tokenizer of transformers."""
+        return self._loaded
 
 
 Tokenizer = AsciiTokenizer | FileTokenizer

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import ENCODING, JSON, RUN
+from trajstore.cli.options import ENCODING, JSON, RUNS
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument
@@ -29,7 +29,7 @@ _MEMORY = partial(
 
 
 @click.command()
-@RUN
+@RUNS
 @click.option(
     "--format",
     "format_name",
@@ -41,7 +41,7 @@ _MEMORY = partial(
     default="native",
     show_default=True,
     help="native, or the notebook whose scripts will read the file: 14.1a, 15.1a, 1.12a, 1.12f, "
-    "thimble-6, thimble-7, …; `trajstore import` lists all.",
+    "thimble-6, thimble-7, …; `trajstore import` lists all. Or a TOML file of a layout.",
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
 @click.option("--steps", metavar="STEPS", help="Steps, such as 0:200:10 (without 200) or 5,10,20:.")
@@ -55,24 +55,34 @@ _MEMORY = partial(
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
 @sentences
-def export(run: str, format_name: str | None, output: str, as_json: bool, **options: Any) -> None:
+def export(
+    runs: tuple[str, ...], format_name: str | None, output: str, as_json: bool, **options: Any
+) -> None:
     """Write a run, or part of it, for other programs, in constant memory.
+
+    Several runs go into one file of layout flannel-3 or flannel-5; both matrices of an untied
+    model, E first, into flannel-2.
 
     \b
     Example:
       trajstore export gatsby.zarr --format safetensors --layout 15.1a -o gatsby.safetensors
       trajstore export gatsby.zarr --format hdf5 --steps 0:1000:10 --tokens dead -o dead.h5
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
+      trajstore export gatsby.zarr --layout mine.toml -o mine.safetensors
+      trajstore export runs/*.zarr --layout flannel-5 -o runs.safetensors
       trajstore export gatsby.zarr --format zarr -o anywhere.zarr
       trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
       trajstore export gatsby.zarr --encoding replay -o small.zarr
     """
     from trajstore.exchange.exporting.export import export as write
+    from trajstore.store.reading.run_paths import run_paths
 
     if options["layout"] == "native" and options["encoding"] is None:
         format_name = format_name or _format_of(output)
     with stopped_by_signals(), BytesProgress("exporting") as progress:
-        done = write(run, output, format=format_name, on_progress=progress.show, **options)
+        done = write(
+            run_paths(runs), output, format=format_name, on_progress=progress.show, **options
+        )
     if as_json:
         print_json(dataclasses.asdict(done) | {"path": str(done.path)})
         return
@@ -138,7 +148,9 @@ def _format_of(output: str) -> str:
     metavar="SCHEDULE",
     help="Compute lr from the file's learning rate: constant or linear:N.",
 )
-@click.option("--layout", help="Layout of FILE, such as native or hdf5; default: detected.")
+@click.option(
+    "--layout", help="Layout of FILE, such as native or hdf5, or a TOML file; default: detected."
+)
 @click.option(
     "--masks",
     type=click.Path(),
@@ -254,7 +266,7 @@ def _print_matches(lines: Iterable[Detection]) -> None:
 def _print_importable(*, as_json: bool) -> None:
     """Print what `import` can read: formats, variables with known names, and layouts."""
     from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS
-    from trajstore.exchange.layouts import EXPORT_LAYOUTS
+    from trajstore.exchange.layouts import EXPORT_LAYOUTS, MASKS
     from trajstore.formats.open_file import FORMATS
 
     if as_json:
@@ -288,4 +300,6 @@ def _print_importable(*, as_json: bool) -> None:
     for scalar in SCALARS.values():
         printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
     print_table(printed)
-    out.print(Text(f"Layouts for export and import: {', '.join(EXPORT_LAYOUTS)}"))
+    of_runs = [name for name in EXPORT_LAYOUTS if name not in MASKS]
+    out.print(Text(f"Layouts for export and import: {', '.join(of_runs)}"))
+    out.print(Text(f"Layouts of masks, for export and --masks: {', '.join(MASKS)}"))

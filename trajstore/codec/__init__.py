@@ -8,7 +8,7 @@ chunk, decompresses the selected part, and adds the differences. ``scratch_memor
 intermediate results; each thread reuses its own.
 
 ``computed_rows`` computes W and the moments from the gradient and stored corrections;
-``adam_loop`` is its compiled loop.
+``adam_loop`` is its compiled loop, ``prediction_loop`` that of ``predicted_rows``.
 
 zarr and xarray read through ``block_codec``, which zarr finds by its entry point. It passes each
 selection to ``selected_block``, which reads only the parts of chunks that it needs

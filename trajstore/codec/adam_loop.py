@@ -8,6 +8,7 @@ bits of the quiet NaN without sign and payload.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ __all__ = ["adam_rows", "run_adam_loop"]
 Array = npt.NDArray[Any]
 
 _LOOP = CompiledLoop("trajstore.codec.adam_loop", "adam_rows")
+
+_LEAST_WORK = 10_000  # numbers that NumPy processes in the time of its calls for one row
 
 _TYPES = {"bfloat16": 16, "float32": 0}
 """Types whose bits are the highest of a float32, with the number of omitted bits."""
@@ -61,9 +64,12 @@ def run_adam_loop(
     if rule.kind != "adam" or any(natives[name].name not in _TYPES for name in names):
         return False
     arrays = [*(rows[name] for name in names), *(out[name] for name in names[:3])]
-    if not _LOOP.is_worth(3 * rows["W"].size) or not all(map(rows_in_one_piece, arrays)):
-        return False
     count = rows["W"][0].size
+    if not _LOOP.is_worth(len(rates) * max(3 * count, _LEAST_WORK)) or not all(
+        map(rows_in_one_piece, arrays)
+    ):
+        return False
+    taken, factors = _numbers(rule, tuple(natives[name].name for name in names), tuple(rates))
     types = np.array([_TYPES[natives[name].name] for name in names], np.uint32)
     return _LOOP.run(
         *map(memory_of, arrays),
@@ -71,8 +77,8 @@ def run_adam_loop(
         count,
         types,
         np.array([name in computed for name in names[:3]], np.bool_),
-        np.array([rate is not None for rate in rates], np.bool_),
-        np.array([_factors(rule, natives, rate) for rate in rates], np.float32),
+        taken,
+        factors,
         rule.rounds_once,
         rule.maximize,
         bool(rule.weight_decay) and rule.decoupled,
@@ -81,10 +87,17 @@ def run_adam_loop(
     )
 
 
+@lru_cache(maxsize=64)  # chunks of a block share them
+def _numbers(
+    rule: OptimizerRule, natives: tuple[str, ...], rates: tuple[Rates | None, ...]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """For each row, True if a step was taken; and its numbers."""
+    taken = np.array([rate is not None for rate in rates], np.bool_)
+    return taken, np.array([_factors(rule, natives, rate) for rate in rates], np.float32)
+
+
 @np.errstate(all="ignore")  # infinity is a result
-def _factors(
-    rule: OptimizerRule, natives: Mapping[str, NativeType], rates: Rates | None
-) -> list[Any]:
+def _factors(rule: OptimizerRule, natives: tuple[str, ...], rates: Rates | None) -> list[Any]:
     """Numbers of one step in float32, in the order that `adam_rows` expects."""
     if rates is None:
         return [0] * 11
@@ -92,8 +105,8 @@ def _factors(
     correction, root = rule.corrections(rates.step)
     coupled, eps = one(rule.weight_decay), one(rule.eps)
     if not rule.rounds_once:
-        coupled = cast(np.array([coupled], one), natives["W"].name)[0]
-        eps = cast(np.array([eps], one), natives["exp_avg_sq"].name)[0]
+        coupled = cast(np.array([coupled], one), natives[0])[0]
+        eps = cast(np.array([eps], one), natives[2])[0]
     clip = one(rates.clip)
     return [
         one(1) if np.isnan(clip) else clip,
@@ -171,8 +184,9 @@ def adam_rows(
         for at in range(size):
             wide = bits[at]
             is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            made = np.uint32((quiet if is_nan else wide) >> shift)
-            out[place + at] = given[base + at] ^ out.dtype.type(made)
+            bits[at] = np.uint32((quiet if is_nan else wide) >> shift) ^ given[base + at]
+        for at in range(size):  # apart, as `out` may be `given`, and then no loop is vectorized
+            out[place + at] = out.dtype.type(bits[at])
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
     none, places = np.uint32(0), strides.astype(np.uint64)
@@ -239,11 +253,11 @@ def adam_rows(
                     for at in range(size):
                         t[at] = largest[at]
                     raise_to(t, v, size)
+                    for at in range(size):
+                        t[at] = np.sqrt(t[at])
                 else:
                     for at in range(size):
-                        t[at] = v[at]
-                for at in range(size):
-                    t[at] = np.sqrt(t[at])
+                        t[at] = np.sqrt(v[at])
                 rounded(t, stage_second, size)
                 for at in range(size):
                     t[at] = t[at] / root

@@ -327,27 +327,47 @@ class _Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all entries, and replace the lock, which a lost thread may hold."""
+        """Remove all entries, and replace the locks, which a lost thread may hold."""
         self._held: OrderedDict[Any, dict[str, Array]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
+        self._making: dict[Any, threading.Lock] = {}
 
     def get(self, key: Any, make: Callable[[], dict[str, Array]], rows: int) -> dict[str, Array]:
-        """Cached arrays with at least `rows` rows; otherwise call `make` and keep the result."""
+        """Cached arrays with at least `rows` rows; otherwise call `make` and keep the result.
+
+        Other threads that need the same arrays wait for them.
+        """
         with self._lock:
-            found = self._held.get(key)
-            if found is not None and len(next(iter(found.values()))) >= rows:
-                self._held.move_to_end(key)
+            found = self._found(key, rows)
+            if found is not None:
                 return found
-        made = make()
-        size = _size(made)
-        with self._lock:
-            last = self._held.pop(key, None)
-            self._bytes += size - (0 if last is None else _size(last))
-            self._held[key] = made
-            while self._bytes > self._most and self._held:
-                self._bytes -= _size(self._held.popitem(last=False)[1])
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            with self._lock:
+                found = self._found(key, rows)
+            try:
+                made = make() if found is None else found
+            finally:
+                with self._lock:
+                    self._making.pop(key, None)
+            with self._lock:
+                self._keep(key, made)
         return made
+
+    def _found(self, key: Any, rows: int) -> dict[str, Array] | None:
+        found = self._held.get(key)
+        if found is None or len(next(iter(found.values()))) < rows:
+            return None
+        self._held.move_to_end(key)
+        return found
+
+    def _keep(self, key: Any, made: dict[str, Array]) -> None:
+        last = self._held.pop(key, None)
+        self._bytes += _size(made) - (0 if last is None else _size(last))
+        self._held[key] = made
+        while self._bytes > self._most and self._held:
+            self._bytes -= _size(self._held.popitem(last=False)[1])
 
 
 def _size(arrays: Mapping[str, Array]) -> int:

@@ -202,7 +202,7 @@ def terms_and_differences(
         base = np.uint64(row * stride)
         # A row without a finite number other than 0 has no terms.
         found = np.uint32(0)
-        finite = True
+        finite: Any = True
         for at in range(tokens * hidden):
             word = np.uint32(bits[base + np.uint64(at)]) << shift
             magnitude = np.uint32(word & np.uint32(0x7FFFFFFF))

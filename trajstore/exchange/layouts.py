@@ -1,7 +1,8 @@
-"""Layouts of the notebooks' files: names, types, alignment, and the numbers besides the arrays.
+"""Layouts of files: names, types, alignment, and the numbers besides the arrays.
 
-Export and import use the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of
-every file, with or without a layout. Differences between the layouts and a run:
+`layouts.toml` lists those of the notebooks; a TOML file can define another. Export and import use
+the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of every file, with or
+without a layout. Differences between the layouts and a run:
 
 * Most hold the state after each step, as a run does. Before the first step they hold zeros, where a
   run holds NaN. 14.1a holds changes of W instead of W; its first form holds dead tokens only.
@@ -12,20 +13,32 @@ every file, with or without a layout. Differences between the layouts and a run:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from trajstore.errors import InvalidArgument
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, scalar_of
+from trajstore.nearest_name import did_you_mean
+from trajstore.schema import VARIABLES
+
 __all__ = [
+    "COUNTS",
     "EXPORT_LAYOUTS",
     "HDF5_KEYS",
     "HDF5_TEXTS",
     "IMPORT_LAYOUTS",
     "KEPT_ATTRIBUTES",
     "LAYOUTS",
+    "MASKS",
     "POPULATIONS",
+    "RECORDED",
     "Column",
     "Layout",
+    "layout_of",
+    "number_type",
 ]
 
 
@@ -43,10 +56,13 @@ class Column:
         True if the file holds the bits of that type as uint16.
     blank : {'zero', 'nan'}
         Value in the row of step 0, where a run has NaN.
-    time : {'after', 'before', 'change'}
-        The value after the step, the value before it, or the difference.
+    time : {'after', 'before', 'change', 'ulps'}
+        The value after the step, the value before it, the difference, or the difference in units of
+        the spacing at the value before it.
     first_row : {0, 1}
         1 if the file omits the row of step 0.
+    tokens : {'all', 'dead', 'live'}
+        Tokens of its rows, if the variable has a value per token.
     """
 
     key: str
@@ -54,8 +70,24 @@ class Column:
     dtype: str
     as_bits: bool = False
     blank: Literal["zero", "nan"] = "zero"
-    time: Literal["after", "before", "change"] = "after"
+    time: Literal["after", "before", "change", "ulps"] = "after"
     first_row: int = 0
+    tokens: Literal["all", "dead", "live"] = "all"
+
+    @property
+    def kind(self) -> str | None:
+        """Variable that an import reads from it; None if it is derived."""
+        return {"change": "delta", "ulps": None}.get(self.time, self.variable)
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if the variable has a value per token."""
+        return "token" in VARIABLES[self.variable].dims
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the variable has a value for each element of W."""
+        return VARIABLES[self.variable].dims == VARIABLES["W"].dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +97,23 @@ class Layout:
     Attributes
     ----------
     name : str
-        Number or name of the notebook.
+        Number or name of the notebook, or the path of a TOML file.
     columns : tuple of Column
+        Empty for a file of masks.
     required : tuple of str
         Keys that every file of this layout has.
     format : {'safetensors', 'hdf5'}
     steps : str, optional
         Key of the steps of the rows; None if rows are steps 0, 1, 2, ….
-    only_dead : bool
-        True if it has rows of the dead tokens only.
+    runs : {'axis', 'keys', 'matrices'}, optional
+        How a file holds several runs: along a first axis, under keys ``run_0_…``, or as both
+        matrices of an untied model, ``…_E`` and ``…_W``. None for one run.
     populations : tuple of str
         Keys that mark the dead tokens, from `POPULATIONS`.
-    counts : dict of str to bool
-        Keys of the numbers of dead (True) and live tokens.
-    scalars : dict of str to str
-        Type of each number besides the arrays; the names are those of the table of kinds.
-    as_texts : tuple of str
+    numbers : tuple of str
+        Numbers besides the arrays: of `COUNTS`, of the table of kinds (in the plural: one per run),
+        ``n_runs``, ``base_seed``, or ``recorded_KEY`` (true if the file holds the array).
+    texts : tuple of str
         Numbers that its metadata hold as strings.
     chunk_rows : int
         Rows of a chunk in HDF5.
@@ -92,19 +125,25 @@ class Layout:
     columns: tuple[Column, ...]
     required: tuple[str, ...]
     format: Literal["safetensors", "hdf5"] = "safetensors"
-    steps: str | None = "recorded_steps"
-    only_dead: bool = False
+    steps: str | None = None
+    runs: Literal["axis", "keys", "matrices"] | None = None
     populations: tuple[str, ...] = ()
-    counts: Mapping[str, bool] = field(default_factory=dict)
-    scalars: Mapping[str, str] = field(default_factory=dict)
-    as_texts: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     chunk_rows: int = 1
     gzip: int = 0
 
     @property
+    def only(self) -> str | None:
+        """The population whose rows it holds, if it holds no others."""
+        populations = {column.tokens for column in self.columns if column.has_tokens}
+        return populations.pop() if len(populations) == 1 and "all" not in populations else None
+
+    @property
     def marks_dead(self) -> bool:
         """True if it distinguishes dead tokens from live ones."""
-        return bool(self.populations or self.counts or self.only_dead)
+        by_rows = any(column.has_tokens and column.tokens != "all" for column in self.columns)
+        return bool(self.populations or by_rows or not COUNTS.keys().isdisjoint(self.numbers))
 
 
 POPULATIONS: dict[str, tuple[Literal["mask", "ids"], bool]] = {
@@ -117,144 +156,198 @@ POPULATIONS: dict[str, tuple[Literal["mask", "ids"], bool]] = {
     "dead_token_ids": ("ids", True),
     "live_token_ids": ("ids", False),
     "dead_indices": ("ids", True),
+    "live_indices": ("ids", False),
+    "untrained_indices": ("ids", True),
+    "trained_indices": ("ids", False),
 }
 """Form of each key (mask or ids), and True if it marks the dead tokens, False for the live ones."""
 
+COUNTS = {"n_live": False, "n_dead": True, "n_trained": False, "n_untrained": True}
+"""Names of the numbers of dead (True) and live tokens."""
 
-def _floats(names: str, dtype: str = "float32") -> dict[str, str]:
-    return dict.fromkeys(names.split(), dtype)
+RECORDED = "recorded_"
+"""Prefix of the number that is true if a file holds the array."""
 
-
-_ADAM = _floats("learning_rate weight_decay adam_beta1 adam_beta2")
-_INIT_CODE = {"init_method_code": "int32"}
-_SIZES = _floats("vocab_size hidden_dim n_layers n_heads num_steps batch_size", "int64")
-_CHANGES = _floats("init_sigma learning_rate weight_decay")
-_LISTS = {"populations": ("dead_token_ids", "live_token_ids")}
-_LIVE_AND_DEAD = {"n_live": False, "n_dead": True}
-_THIMBLE: dict[str, Any] = {
-    "steps": None,
-    "populations": ("live_mask", "dead_mask", "live_ids", "dead_ids"),
-    "counts": _LIVE_AND_DEAD,
-    "scalars": _SIZES | _ADAM | _floats("adam_epsilon init_scale") | _floats("seed", "int64"),
+_OF_RUNS = ("n_runs", "base_seed")
+_TYPES = {
+    **dict.fromkeys(("vocab_size", "hidden_dim", "n_layers", "n_heads", "num_steps"), "int64"),
+    **dict.fromkeys(("batch_size", "seed"), "int64"),
+    "init_method_code": "int32",
+    "tied_weights": "bool",
 }
 
 
-def _column(key: str, variable: str, dtype: str = "bfloat16", **more: Any) -> Column:
-    return Column(key=key, variable=variable, dtype=dtype, **more)
+def number_type(key: str) -> str | None:
+    """Type of a number in a file; None if no layout knows its name."""
+    if key in COUNTS or key in _OF_RUNS:
+        return "int64"
+    if key.startswith(RECORDED):
+        return "bool"
+    scalar = scalar_of(key)
+    return None if scalar is None else _TYPES.get(scalar.name, "float32")
 
 
-def _matrices(names: str, dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
-    """Columns of W, its gradient and the moments, one per name."""
-    variables = ("W", "grad", "exp_avg", "exp_avg_sq")
-    pairs = zip(names.split(), variables, strict=False)
-    return tuple(_column(key, variable, dtype, as_bits=as_bits) for key, variable in pairs)
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "format": ("safetensors", "hdf5"),
+    "type": ("bfloat16", "float16", "float32", "float64"),
+    "tokens": ("all", "dead", "live"),
+    "time": ("after", "before", "change", "ulps"),
+    "row0": ("zero", "nan"),
+    "first_row": (0, 1),
+    "bits": (False, True),
+    "runs": ("axis", "keys", "matrices"),
+    "gzip": tuple(range(10)),
+}
+_OF_ARRAY = ("variable", "type", "bits", "tokens", "time", "row0", "first_row")
+_OF_LAYOUT = (
+    "like", "format", "type", "bits", "tokens", "steps", "runs", "required", "marks", "numbers",
+    "texts", "chunk_rows", "gzip", "arrays",
+)  # fmt: skip
+_EXPORTABLE = tuple(name for name in ARRAY_KINDS if name in VARIABLES)
 
 
-def _recorder_columns(dtype: str) -> tuple[Column, ...]:
-    return (
-        *_matrices("embeddings grads momentum variance", dtype),
-        _column("logits", "logits", dtype),
-        _column("losses", "loss", dtype, blank="nan"),
+def _layout(name: str, table: Mapping[str, Any]) -> Layout:
+    """Layout of a table of TOML."""
+    table = _whole(name, table)
+    _check(name, table, _OF_LAYOUT)
+    for key in ("required", "marks", "numbers", "texts"):
+        names = table.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+            raise InvalidArgument(f"{name}: got {key} = {names!r}, expected a list of names")
+    for key in table.get("marks", ()):
+        _check_word(name, "marks", key, POPULATIONS)
+    for key in (*table.get("numbers", ()), *table.get("texts", ())):
+        if number_type(key) is None:
+            raise InvalidArgument(
+                f"{name}: there is no number {key!r}; `trajstore import` lists the known ones"
+            )
+    arrays = table.get("arrays", {})
+    if not isinstance(arrays, dict) or not (arrays or table.get("marks")):
+        raise InvalidArgument(
+            f'{name}: got no arrays, expected a table such as [arrays] with W = "W", or marks'
+        )
+    if table.get("runs") == "axis" and table.get("format") == "hdf5":
+        raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
+    columns = tuple(_column(name, key, one, table) for key, one in arrays.items())
+    return Layout(
+        name=name,
+        columns=columns,
+        required=tuple(table.get("required", [*arrays][:1] or table.get("marks"))),
+        populations=tuple(table.get("marks", ())),
+        numbers=tuple(table.get("numbers", ())),
+        texts=tuple(table.get("texts", ())),
+        format=table.get("format", "safetensors"),
+        steps=table.get("steps"),
+        runs=table.get("runs"),
+        chunk_rows=table.get("chunk_rows", 1),
+        gzip=table.get("gzip", 0),
     )
 
 
-def _changes(prefix: str = "") -> tuple[Column, ...]:
-    return (
-        _column(f"{prefix}grads", "grad", "float32"),
-        _column(f"{prefix}deltas", "W", "float32", time="change"),
+def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Column:
+    """Column of an entry of ``arrays``: the name of a variable, or a table."""
+    table = given if isinstance(given, dict) else {"variable": given}
+    where = f"{name}: arrays.{key}"
+    _check(where, table, _OF_ARRAY)
+    variable: Any = table.get("variable")
+    _check_word(where, "variable", variable, _EXPORTABLE)
+    dtype = table.get("type", defaults.get("type", "bfloat16"))
+    is_16_bits = dtype in ("bfloat16", "float16")
+    if table.get("bits") and not is_16_bits:
+        raise InvalidArgument(
+            f"{where}: got bits = true with type {dtype}, expected a type of 16 bits"
+        )
+    column = Column(
+        key=key,
+        variable=variable,
+        dtype=dtype,
+        as_bits=table.get("bits", is_16_bits and defaults.get("bits", False)),
+        blank=table.get("row0", "zero"),
+        time=table.get("time", "after"),
+        first_row=table.get("first_row", 0),
+        tokens=table.get("tokens", defaults.get("tokens", "all")),
     )
+    if column.time in ("change", "ulps") and (variable != "W" or dtype != "float32"):
+        raise InvalidArgument(
+            f"{where}: got time = {column.time!r} for {variable} in {dtype}, expected W in float32"
+        )
+    return column
 
 
-def _thimble_columns(dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
-    matrices = _matrices("W grad_W momentum_W variance_W", dtype, as_bits=as_bits)
-    return (*matrices, _column("losses", "loss", "float32", blank="nan"))
+def _check(where: str, table: Mapping[str, Any], known: Collection[str]) -> None:
+    """Check the keys of a table, and the values that are words or numbers."""
+    for key, value in table.items():
+        if key not in known:
+            raise InvalidArgument(
+                f"{where}: there is no key {key!r}{did_you_mean(key, known)}; choose from "
+                f"{', '.join(known)}"
+            )
+        if key in _WORDS:
+            _check_word(where, key, value, _WORDS[key])
+        if key == "steps" and not isinstance(value, str):
+            raise InvalidArgument(f"{where}: got steps = {value!r}, expected the key of the steps")
+        if key == "chunk_rows" and (type(value) is not int or value < 1):
+            raise InvalidArgument(f"{where}: got chunk_rows = {value!r}, expected at least 1")
 
 
-def _layout(name: str, columns: tuple[Column, ...], required: str, **more: Any) -> Layout:
-    return Layout(name=name, columns=columns, required=tuple(required.split()), **more)
+def _check_word(where: str, key: str, value: Any, known: Collection[Any]) -> None:
+    if not any(type(value) is type(word) and value == word for word in known):
+        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise InvalidArgument(
+            f"{where}: got {key} = {value!r}{near}, expected one of {', '.join(map(str, known))}"
+        )
 
 
-_HISTORY = (_column("embedding_history", "W"),)
-_BFLOAT16 = _recorder_columns("bfloat16")
-_NUMBERS_OF_1_12A = "vocab_size hidden_dim n_layers n_heads n_steps batch_size learning_rate"
-_1_12A = (
-    _column("W", "W", time="before"),
-    _column("grads", "grad"),
-    _column("momentum", "exp_avg", "float32", time="before"),
-    _column("variance", "exp_avg_sq", "float32", time="before"),
-    # Row 0 holds the forward pass before the first step, which a run does not record.
-    _column("logits", "logits", "float32", blank="nan"),
-    _column("loss", "loss", "float32"),
-)
-_THIMBLE_8 = (
-    _column("W", "W", as_bits=True),
-    _column("g", "grad", "float32"),
-    _column("m", "exp_avg", "float32"),
-    _column("v", "exp_avg_sq", "float32"),
-    _column("loss", "loss", "float32"),
-)
-_GOLDILOCKS = (_column("W", "W"), _column("losses", "loss", "float32", first_row=1))
+def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table, with the keys of the layout that it is ``like``."""
+    if "like" not in table:
+        return table
+    _check_word(name, "like", table["like"], _TABLES)
+    return {**_whole(name, _TABLES[table["like"]]), **table}
 
-LAYOUTS: dict[str, Layout] = {
-    layout.name: layout
-    for layout in (
-        _layout("08.2a", _HISTORY, "embedding_history", steps=None),
-        _layout(
-            "13.4a", _HISTORY, "embedding_history dead_token_ids",
-            steps=None, populations=("dead_token_ids",), scalars=_floats("init_sigma"),
-        ),
-        _layout("14.1a", _changes(), "recorded_steps grads deltas", scalars=_CHANGES, **_LISTS),
-        _layout(
-            "14.1a-dead", _changes("dead_"), "dead_grads dead_deltas",
-            only_dead=True, scalars=_CHANGES, **_LISTS,
-        ),
-        _layout(
-            "15.1a", _recorder_columns("float32"), "recorded_steps embeddings",
-            scalars=_floats("init_sigma") | _ADAM | _INIT_CODE, **_LISTS,
-        ),
-        _layout(
-            "13.1b", _BFLOAT16, "recorded_steps embeddings dead_token_ids",
-            scalars=_floats("init_sigma") | _ADAM | _INIT_CODE, **_LISTS,
-        ),
-        _layout(
-            "1.12f", _BFLOAT16, "recorded_steps embeddings",
-            counts={"n_trained": False, "n_untrained": True},
-            scalars=_floats("init_scale") | _ADAM, **_LISTS,
-        ),
-        _layout(
-            "flannel-1", _BFLOAT16, "recorded_steps embeddings n_live n_dead",
-            counts=_LIVE_AND_DEAD, scalars=_floats("init_scale") | _ADAM, **_LISTS,
-        ),
-        _layout(
-            "1.12a", _1_12A, "W grads", steps=None,
-            as_texts=tuple(_NUMBERS_OF_1_12A.split()),
-        ),
-        _layout("thimble-4", _thimble_columns("bfloat16"), "W grad_W losses", **_THIMBLE),
-        _layout(
-            "thimble-6", _thimble_columns("float16"), "W grad_W losses",
-            format="hdf5", gzip=1, **_THIMBLE,
-        ),
-        _layout(
-            "thimble-7", _thimble_columns("bfloat16", as_bits=True), "W grad_W losses",
-            format="hdf5", chunk_rows=20, **_THIMBLE,
-        ),
-        _layout(
-            "thimble-8", _THIMBLE_8, "W g dead_mask dead_indices",
-            steps=None, only_dead=True, populations=("dead_mask", "dead_indices"),
-        ),
-        _layout(
-            "goldilocks", _GOLDILOCKS, "W losses dead_mask",
-            steps=None, populations=("dead_mask",),
-        ),
-    )
-}  # fmt: skip
+
+_TABLES = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
+LAYOUTS: dict[str, Layout] = {name: _layout(name, table) for name, table in _TABLES.items()}
 """Layouts by name."""
 
 EXPORT_LAYOUTS = ("native", *LAYOUTS)
 """The native layout, and those of the notebooks."""
 
-IMPORT_LAYOUTS = (*EXPORT_LAYOUTS, "hdf5")
-"""The layouts of exports, and any other HDF5."""
+MASKS = tuple(name for name, layout in LAYOUTS.items() if not layout.columns)
+"""Layouts of files that hold masks only."""
+
+IMPORT_LAYOUTS = (*(name for name in EXPORT_LAYOUTS if name not in MASKS), "hdf5")
+"""The layouts of exports that hold a run, and any other HDF5."""
+
+
+def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout | None:
+    """Layout of a name, or of a TOML file. None for ``native`` and ``hdf5``.
+
+    Parameters
+    ----------
+    name : str
+        A name, or a path that ends in ``.toml``.
+    known : collection of str
+        Names that are allowed.
+
+    Raises
+    ------
+    InvalidArgument
+        If the name is unknown, the file cannot be read, or it has a wrong key or value.
+    """
+    if name in known:
+        return LAYOUTS.get(name)
+    if not name.endswith(".toml"):
+        raise InvalidArgument(
+            f"there is no layout {name!r}{did_you_mean(name, known)}; choose from "
+            f"{', '.join(known)}, or give a TOML file"
+        )
+    try:
+        table = tomllib.loads(Path(name).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"cannot read the layout {name}: {error}") from error
+    return _layout(name, table)
+
 
 HDF5_KEYS = {
     "W": "W",

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.formats.array_file import OpenedFile, row_range
 from trajstore.formats.streamed_tensor import Part, Tensor, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
 
-__all__ = ["Entry", "SafetensorsFile", "write_safetensors"]
+__all__ = ["Entry", "FilledArray", "SafetensorsFile", "begin_safetensors", "write_safetensors"]
 
 Array = npt.NDArray[Any]
 
@@ -297,13 +297,94 @@ def write_safetensors(
     dict of str to int
         Numbers of rounded values, by key.
     """
-    # Widest types first, so that each tensor is aligned.
-    ordered = sorted(tensors, key=lambda tensor: (-item_type(tensor.dtype).itemsize, tensor.key))
+    offsets = _begin(path, tensors, metadata)
+    rounded = dict.fromkeys(offsets, 0)
+    total = sum(tensor.nbytes for tensor in tensors)
+    done = 0
+    with path.open("r+b", buffering=0) as file:
+        jobs = (
+            partial(_write_part, file.fileno(), tensor, part, offsets[tensor.key])
+            for tensor in _ordered(tensors)
+            for part in tensor.parts()
+        )
+        for key, size, changed in in_parallel(jobs):
+            rounded[key] += changed
+            done += size
+            if on_progress is not None:
+                on_progress(done, total)
+    assert done == total, f"{done} bytes were written, {total} announced"
+    return rounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledArray:
+    """An array in a file, filled by assignment to its parts, also from other processes.
+
+    Attributes
+    ----------
+    path : Path
+    dtype : dtype
+    shape : tuple of int
+    offset : int
+        Its position in the file, in bytes.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    def __setitem__(self, where: Any, values: Array) -> None:
+        if values.size:
+            mapped = np.memmap(self.path, self.dtype, "r+", self.offset, self.shape or (1,))
+            mapped.reshape(self.shape)[where] = values
+            mapped.flush()
+
+
+def begin_safetensors(
+    path: Path, arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> dict[str, FilledArray]:
+    """Begin a file of zeros, and return its arrays, to be filled in any order.
+
+    Parameters
+    ----------
+    path : Path
+        An existing file, which is overwritten.
+    arrays : mapping of str to tuple
+        Type (a name of NumPy) and shape of each array.
+    metadata : mapping of str to str
+
+    Raises
+    ------
+    InvalidArgument
+        If the format has no such type.
+    """
+    for key, (dtype, _) in arrays.items():
+        if dtype not in _NAMES:
+            raise InvalidArgument(f"{key} has type {dtype}, which safetensors files cannot hold")
+    tensors = [
+        Tensor(key=key, dtype=dtype, shape=shape, parts=lambda: iter(()))
+        for key, (dtype, shape) in arrays.items()
+    ]
+    offsets = _begin(path, tensors, metadata)
+    return {
+        each.key: FilledArray(
+            path=path, dtype=np.dtype(each.dtype), shape=each.shape, offset=offsets[each.key]
+        )
+        for each in tensors
+    }
+
+
+def _ordered(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors in the order of the file: the widest types first, so that each is aligned."""
+    return sorted(tensors, key=lambda tensor: (-item_type(tensor.dtype).itemsize, tensor.key))
+
+
+def _begin(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
+    """Allocate a file and write its header. Return the position of each tensor."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offsets: dict[str, int] = {}
     end = 0
-    for tensor in ordered:
-        offsets[tensor.key] = end
+    for tensor in _ordered(tensors):
         header[tensor.key] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -313,24 +394,10 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
-    rounded = dict.fromkeys(offsets, 0)
-    done = 0
     with path.open("r+b", buffering=0) as file:
-        number = file.fileno()
-        _claim(number, data + end)
-        _write_all(number, len(text).to_bytes(8, "little") + text, 0)
-        jobs = (
-            partial(_write_part, number, tensor, part, data + offsets[tensor.key])
-            for tensor in ordered
-            for part in tensor.parts()
-        )
-        for key, size, changed in in_parallel(jobs):
-            rounded[key] += changed
-            done += size
-            if on_progress is not None:
-                on_progress(done, end)
-    assert done == end, f"{done} bytes were written, {end} announced"
-    return rounded
+        _claim(file.fileno(), data + end)
+        _write_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
+    return {tensor.key: data + header[tensor.key]["data_offsets"][0] for tensor in tensors}
 
 
 def _write_part(number: int, tensor: Tensor, part: Part, offset: int) -> tuple[str, int, int]:
@@ -347,12 +414,13 @@ def _write_bits(
     if not where:
         _write_all(number, little.reshape(-1).view(np.uint8).data, offset)
         return
-    row = math.prod(tensor.shape[1:]) * little.itemsize
+    of_row = tensor.shape[tensor.outer + 1 :]
+    row = math.prod(of_row) * little.itemsize
     at = offset + where[0].start * row
     if len(where) == 1 or len(little) == 0 or little[0].nbytes == row:
         _write_all(number, little.reshape(-1).view(np.uint8).data, at)
         return
-    at += where[1].start * math.prod(tensor.shape[2:]) * little.itemsize
+    at += where[1].start * math.prod(of_row[1:]) * little.itemsize
     for values in little:
         _write_all(number, values.reshape(-1).view(np.uint8).data, at)
         at += row

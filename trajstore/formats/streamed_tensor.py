@@ -24,7 +24,7 @@ class Part:
     Attributes
     ----------
     where : tuple of slice
-        Its position in the first one or two dimensions.
+        Its position in the first one or two dimensions from the rows on.
     read : callable
         Returns its bits, and the number of rounded values.
     """
@@ -46,12 +46,15 @@ class Tensor:
     shape : tuple of int
     parts : callable
         Yields parts that cover it.
+    outer : int
+        Number of axes before that of the rows. Parts count the rows across them.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     parts: Callable[[], Iterator[Part]]
+    outer: int = 0
 
     @property
     def nbytes(self) -> int:

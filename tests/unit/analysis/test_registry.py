@@ -41,6 +41,7 @@ def run(make_run, walk):
         clip_coef=np.ones(rows, np.float32),
         is_dead=np.arange(tokens) % 3 == 0,
     )
+    ds["hidden_mean"] = ("step", "hidden"), rng.normal(size=(rows, hidden)).astype(np.float32)
     ds = ds.assign_coords(is_tracer=("token", np.arange(tokens) % 4 == 1))
     return ds.assign_attrs(optimizer=ADAM)
 
@@ -245,7 +246,7 @@ def test_every_quantity_is_a_function_and_a_method(run):
 
 def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
-    assert list(parameters) == ["ds", "min_unchanged", "lattice"]
+    assert list(parameters) == ["ds", "min_unchanged", "lattice", "per"]
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_unchanged=2))
 
 

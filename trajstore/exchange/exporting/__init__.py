@@ -4,6 +4,10 @@
     The public function: a run, or part of it, to safetensors, HDF5, Zarr or a new run.
 ``export_layout``
     Files in the layouts of the notebooks: tensors, numbers and strings.
+``joined_runs``
+    Arrays of several runs in one file.
+``layout_columns``
+    Arrays of a file in a layout.
 ``export_native``
     Files with everything that a run holds: safetensors with native names, HDF5 with common names.
 ``export_run``

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
@@ -22,13 +21,13 @@ from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
-from trajstore.exchange.selection import Selection, Steps, Tokens, select
+from trajstore.exchange.layouts import MASKS, Layout, layout_of
+from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
-from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
@@ -73,8 +72,11 @@ class Exported:
         return str(self.path)
 
 
+Run = str | os.PathLike[str] | xr.Dataset
+
+
 def export(
-    run: str | os.PathLike[str] | xr.Dataset,
+    run: Run | Iterable[Run],
     file: str | os.PathLike[str],
     *,
     format: str | None = None,
@@ -92,8 +94,10 @@ def export(
 
     Parameters
     ----------
-    run : path-like, str or Dataset
-        A run, or a Dataset with its variables (a subset, for example).
+    run : path-like, str or Dataset, or several of them
+        A run, or a Dataset with its variables (a subset, for example). Several runs for layouts
+        such as ``flannel-5``; for ``flannel-2`` those of both matrices, E first unless
+        the names of the recorded parameters are common.
     file : path-like
         Target. The export is written to a temporary path next to it, then renamed.
     format : {'safetensors', 'hdf5', 'zarr', 'run'}, optional
@@ -103,8 +107,9 @@ def export(
         blocks of another size or in another encoding.
     layout : str, default 'native'
         ``native`` keeps names, native types and everything that an import needs. The others are
-        the layouts of the notebooks' files, which ``trajstore import`` lists. Parts of a layout
-        that the run does not hold are omitted, with a note.
+        the layouts of the notebooks' files, which ``trajstore import`` lists, or the path of a TOML
+        file that describes a layout. Parts of a layout that the run does not hold are omitted, with
+        a note.
     steps : str, int, slice or iterable of int, optional
         Step numbers. ``0:200:10`` selects the recorded steps from 0 to 199 whose distance from 0 is
         a multiple of 10. Default: all.
@@ -134,6 +139,7 @@ def export(
         If `file` exists and `overwrite` is not set, or it is of another kind.
     InvalidArgument
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
+        If there are several runs, and the layout holds one, or they have other steps or tokens.
     VariableNotRecorded, StepNotFound
         If the run lacks a variable or step of the layout or the selection.
     MissingExtra
@@ -150,13 +156,23 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
-    format = _checked_format(format, layout, block_rows, encoding)
+    described = layout_of(layout)
+    format = _checked_format(format, layout, described, block_rows, encoding)
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
-    recorded = open_tiled(run)
-    selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
+    given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
+    if not given or (described is None and len(given) > 1):
+        raise InvalidArgument(
+            f"got {len(given)} runs, expected one; a layout such as flannel-3 or flannel-5 holds "
+            "several"
+        )
+    opened = [open_tiled(each) for each in given]
+    runs = [
+        (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
+    ]
+    recorded, selection = runs[0]
     notes: Sequence[str] = ()
     omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
@@ -173,21 +189,24 @@ def export(
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
     else:
-        content = _content(format, layout, recorded, selection)
+        if described is not None:
+            content = layout_file(described, runs)
+        else:
+            content = (hdf5_file if format == "hdf5" else native_file)(recorded, selection)
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
         notes = (*content.notes, *_on_rounding(rounded, layout))
         omitted = content.omitted
-    tokens_written = len(selection.along_token(recorded.coordinates["token"]))
-    if layout != "native" and LAYOUTS[layout].only_dead:
+    written = selection.along_token(recorded.coordinates["token"])
+    if described is not None and described.only is not None:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
-        tokens_written = int(np.count_nonzero(is_dead))
+        written = written[is_dead == (described.only == "dead")]
     return Exported(
         path=Path(file),
         format=format,
         layout=layout,
-        rows=len(selection.rows),
-        tokens=tokens_written,
+        rows=0 if layout in MASKS else len(selection.rows),
+        tokens=len(written),
         variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
         notes=tuple(notes),
@@ -195,7 +214,11 @@ def export(
 
 
 def _checked_format(
-    format: str | None, layout: str, block_rows: int | None, encoding: str | None
+    format: str | None,
+    layout: str,
+    described: Layout | None,
+    block_rows: int | None,
+    encoding: str | None,
 ) -> str:
     """Format of the export, after a check of the arguments."""
     if format is not None and format not in FORMATS:
@@ -203,13 +226,8 @@ def _checked_format(
             f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
             f"{', '.join(FORMATS)}"
         )
-    if layout not in EXPORT_LAYOUTS:
-        raise InvalidArgument(
-            f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
-            f"choose from {', '.join(EXPORT_LAYOUTS)}"
-        )
     plain = "safetensors" if encoding is None else "run"
-    own = LAYOUTS[layout].format if layout != "native" else format or plain
+    own = described.format if described is not None else format or plain
     if format is not None and format != own:
         raise InvalidArgument(
             f"got format {format} with layout {layout}, which is for {own} files; omit one of them"
@@ -229,12 +247,6 @@ def _checked_format(
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own
-
-
-def _content(format: str, layout: str, run: TiledRun, selection: Selection) -> ExportedFile:
-    if layout != "native":
-        return layout_file(LAYOUTS[layout], run, selection)
-    return hdf5_file(run, selection) if format == "hdf5" else native_file(run, selection)
 
 
 def _write(

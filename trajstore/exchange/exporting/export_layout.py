@@ -5,25 +5,25 @@ An export omits whatever is not recorded, not selected or not known, with a note
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.exporting.exported_file import ExportedFile, variable_tensor
-from trajstore.exchange.guessing.kind_table import Scalar, scalar_of
-from trajstore.exchange.layouts import POPULATIONS, Column, Layout
+from trajstore.exchange.exporting.exported_file import ExportedFile
+from trajstore.exchange.exporting.joined_runs import check_number, joined, step_labels
+from trajstore.exchange.exporting.layout_columns import columns_of, is_sgd
+from trajstore.exchange.guessing.kind_table import Scalar, named, scalar_of
+from trajstore.exchange.layouts import COUNTS, POPULATIONS, RECORDED, Layout, number_type
 from trajstore.exchange.selection import Selection
-from trajstore.formats.streamed_tensor import Part, Tensor, constant
-from trajstore.schema import TRAJECTORIES, VARIABLES
+from trajstore.formats.streamed_tensor import Tensor, constant
+from trajstore.schema import VARIABLES
 from trajstore.store.reading.run_settings import attribute
-from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, positions
-from trajstore.values.native_types import is_nan, native_type
-from trajstore.values.optimizer_rule import MOMENTS
+from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.version import __version__
 
 __all__ = ["layout_file", "numbers_of", "population"]
@@ -31,42 +31,84 @@ __all__ = ["layout_file", "numbers_of", "population"]
 Array = npt.NDArray[Any]
 
 
-def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> ExportedFile:
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A run in a file.
+
+    Attributes
+    ----------
+    run : TiledRun
+    selection : Selection
+    of : dict of str to Selection
+        The selected tokens of each population of the layout.
+    """
+
+    run: TiledRun
+    selection: Selection
+    of: Mapping[str, Selection]
+
+    @property
+    def steps(self) -> Array:
+        steps: Array = self.run.steps[self.selection.rows]
+        return steps
+
+
+def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> ExportedFile:
     """Content of a notebook's file: tensors, metadata, and notes for its reader.
 
     Raises
     ------
     VariableNotRecorded
-        If the run holds no variable of the layout. Also if the layout has rows of dead tokens only
+        If a run holds no variable of the layout. Also if the layout has rows of dead or live tokens
         and the run does not record which tokens are dead.
     InvalidArgument
-        If the layout needs the row before a selected one, and the run does not hold that row.
+        If the layout needs the row before a selected one, and the run does not hold that row. Also
+        if it is not for that number of runs, or they differ in steps, tokens or types.
     """
-    steps = run.steps[selection.rows]
-    notes: list[str] = []
-    if layout.only_dead:
-        selection = _only_dead(layout, run, selection)
-        notes.append("the file holds rows of dead tokens only")
-    columns, absent = _columns(layout, run, selection, steps)
-    placeless = _without_place(layout, run, selection)
+    if layout.runs == "matrices":
+        runs = _in_order(layout, runs)
+    parts = [
+        _Part(run=run, selection=selection, of=_selections(layout, run, selection))
+        for run, selection in runs
+    ]
+    first = parts[0]
+    check_number(layout, len(parts))
+    _check_tokens(layout, parts)
+    if not layout.columns and "is_dead" not in first.run.coordinates:
+        raise VariableNotRecorded(
+            f"layout {layout.name} holds masks only, but the run does not record which tokens are "
+            "dead; label them with trajstore annotate"
+        )
+    notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
+    columns: list[dict[str, Tensor]] = []
+    for part in parts:
+        arrays, absent = columns_of(layout, part.run, part.of) if layout.columns else ({}, [])
+        columns.append(arrays)
+        notes += absent
+    placeless = _without_place(layout, first)
     if placeless:
         notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
-    numbers = dict(_numbers(layout, run, selection))
+    held = set.intersection(*map(set, columns))
+    numbers, unknown = _numbers(layout, parts, held)
     metadata = {
         "exporter": "trajstore",
         "trajstore_version": __version__,
-        "layout": layout.name,
+        "layout": Path(layout.name).name,
         # The step labels of the notebooks' own files counted callbacks; these count steps.
         "steps": "optimizer",
     }
-    if layout.as_texts:
-        metadata = _texts(layout, run) | metadata
+    if layout.texts:
+        metadata = _texts(layout, first.run) | metadata
     as_attributes = layout.format == "hdf5"
-    kinds = dict(layout.scalars) | dict.fromkeys(layout.counts, "int64")
     tensors = [
-        *_labels(layout, run, selection, steps),
-        *columns.values(),
-        *(constant(key, kinds[key], value) for key, value in numbers.items() if not as_attributes),
+        *(step_labels(layout, [part.steps for part in parts]) if layout.columns else ()),
+        *_token_labels(layout, first),
+        *joined(layout, columns),
+        *(
+            constant(key, number_type(key) or "float32", value)
+            for key, value in numbers.items()
+            if not as_attributes
+        ),
     ]
     return ExportedFile(
         tensors=tuple(tensors),
@@ -76,64 +118,118 @@ def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> Exported
         gzip=layout.gzip,
         float16_as_bits=any(column.as_bits for column in layout.columns),
         omitted=tuple(name for name in placeless if name in VARIABLES),
-        notes=(*notes, *absent, *_notes(layout, run, steps, columns.keys(), numbers.keys())),
+        notes=tuple(dict.fromkeys((*notes, *_notes(layout, first, held), *unknown))),
     )
 
 
-def _without_place(layout: Layout, run: TiledRun, selection: Selection) -> list[str]:
-    """Variables and coordinates of the run that the layout has no place for."""
+def _in_order(
+    layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]
+) -> Sequence[tuple[TiledRun, Selection]]:
+    """The runs of E and of W, by the names of their parameters; as given if these are unknown."""
+    names = [str(attribute(run.attributes, "recording", "parameter")) for run, _ in runs]
+    matrices = [named(name).matrix for name in names]
+    if matrices == ["W", "E"]:
+        return runs[::-1]
+    if len(runs) == 2 and matrices[0] is not None and matrices[0] == matrices[1]:
+        raise InvalidArgument(
+            f"got the runs of {' and '.join(names)}, but layout {layout.name} holds both matrices "
+            "of one training; give the run of each"
+        )
+    return runs
+
+
+def _without_place(layout: Layout, part: _Part) -> list[str]:
+    """Variables and coordinates of a run that the layout has no place for."""
+    if not layout.columns:
+        return []
     held = {column.variable for column in layout.columns}
-    if "W" not in run.series and any(column.time == "change" for column in layout.columns):
+    if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
         held.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
     return [
-        *(name for name in selection.variables if name not in held),
-        *(name for name in run.coordinates if name not in known),
+        *(name for name in part.selection.variables if name not in held),
+        *(name for name in part.run.coordinates if name not in known),
     ]
 
 
-def _only_dead(layout: Layout, run: TiledRun, selection: Selection) -> Selection:
+def _selections(layout: Layout, run: TiledRun, selection: Selection) -> dict[str, Selection]:
+    return {
+        name: selection if name == "all" else _of(name, layout, run, selection)
+        for name in dict.fromkeys(column.tokens for column in layout.columns)
+    }
+
+
+def _of(population: str, layout: Layout, run: TiledRun, selection: Selection) -> Selection:
+    """The selected tokens of a population."""
     if "is_dead" not in run.coordinates:
         raise VariableNotRecorded(
-            f"layout {layout.name} holds dead tokens only, and the run does not record which "
-            "tokens are dead; use another layout, or label them with trajstore annotate"
+            f"layout {layout.name} has rows of {population} tokens, but the run does not record "
+            "which tokens are dead; use another layout, or label them with trajstore annotate"
         )
-    is_dead = run.coordinates["is_dead"].astype(bool)
-    places = np.arange(len(is_dead)) if selection.tokens is None else selection.tokens
-    places = places[is_dead[places]]
+    members = run.coordinates["is_dead"].astype(bool) == (population == "dead")
+    places = np.arange(len(members)) if selection.tokens is None else selection.tokens
+    places = places[members[places]]
     if not len(places):
         raise InvalidArgument(
-            f"layout {layout.name} holds dead tokens only, and none is selected; select dead "
-            "tokens, or use another layout"
+            f"layout {layout.name} has rows of {population} tokens, but none is selected; select "
+            f"{population} tokens, or use another layout"
         )
     return replace(selection, tokens=places)
 
 
-def _labels(layout: Layout, run: TiledRun, selection: Selection, steps: Array) -> Iterator[Tensor]:
-    """Steps and tokens, unless they count from 0, and the marks of the dead tokens."""
-    if layout.steps is not None or not np.array_equal(steps, np.arange(len(steps))):
-        yield constant(layout.steps or "recorded_steps", "int64", steps)
-    ids = selection.along_token(run.coordinates["token"])
-    counted = np.array_equal(ids, np.arange(len(ids)))
-    if not counted and not (layout.only_dead and _is_vocabulary(run)):
-        yield constant("token", "int32", ids)
-    if "is_dead" not in run.coordinates:
+def _token_labels(layout: Layout, part: _Part) -> Iterator[Tensor]:
+    """Ids of the tokens, unless they count from 0, and the marks of the dead tokens."""
+    if layout.only:
+        yield from _marked_ids(layout, part)
         return
-    if layout.only_dead and _is_vocabulary(run):
-        yield from population(layout.populations, run.coordinates["is_dead"].astype(bool))
-    else:
+    ids = part.selection.along_token(part.run.coordinates["token"])
+    if not np.array_equal(ids, np.arange(len(ids))):
+        yield constant("token", "int32", ids)
+    if "is_dead" in part.run.coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        is_dead = selection.along_token(run.coordinates["is_dead"]).astype(bool)
+        is_dead = part.selection.along_token(part.run.coordinates["is_dead"]).astype(bool)
         yield from population(layout.populations, is_dead)
 
 
-def _is_vocabulary(run: TiledRun) -> bool:
-    """True if the run holds a row of every id."""
-    ids = run.coordinates["token"]
-    return bool(np.array_equal(ids, np.arange(len(ids))))
+def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
+    """Marks of the selected tokens of a whole vocabulary, for files with rows of some of them."""
+    ids = part.run.coordinates["token"]
+    if (np.diff(ids) <= 0).any():
+        raise InvalidArgument(
+            f"layout {layout.name} marks the tokens of its rows in the order of their ids, but the "
+            "Dataset has another order; sort it: ds.sortby('token')"
+        )
+    size = max(int(_number("vocab_size", part.run) or 0), int(ids[-1]) + 1)
+    is_dead, selected = np.zeros((2, size), bool)
+    is_dead[ids] = part.run.coordinates["is_dead"]
+    selected[part.selection.along_token(ids)] = True
+    yield from population(layout.populations, is_dead, selected)
 
 
-def population(keys: Collection[str], is_dead: Array) -> Iterator[Tensor]:
+def _check_tokens(layout: Layout, parts: Sequence[_Part]) -> None:
+    """Refuse runs with other tokens than the first one."""
+    first = _tokens_of(parts[0])
+    for number, part in enumerate(parts[1:], 1):
+        tokens = _tokens_of(part)
+        for name in ("token", "is_dead"):
+            if tokens.get(name) != first.get(name):
+                raise InvalidArgument(
+                    f"{name} of run {number} differs from that of run 0; layout {layout.name} "
+                    "holds one set of tokens: select common ones (--tokens), or export each run"
+                )
+
+
+def _tokens_of(part: _Part) -> dict[str, list[int]]:
+    return {
+        name: part.selection.along_token(values).tolist()
+        for name, values in part.run.coordinates.items()
+        if name in ("token", "is_dead")
+    }
+
+
+def population(
+    keys: Collection[str], is_dead: Array, selected: Array | None = None
+) -> Iterator[Tensor]:
     """Masks and lists of dead and live tokens.
 
     Parameters
@@ -141,174 +237,86 @@ def population(keys: Collection[str], is_dead: Array) -> Iterator[Tensor]:
     keys : collection of str
         Keys of `trajstore.exchange.layouts.POPULATIONS`.
     is_dead : ndarray of bool, (token,)
+    selected : ndarray of bool, (token,), optional
+        Tokens to mark. Default: all.
     """
     for key in keys:
         form, marks_dead = POPULATIONS[key]
         mask = is_dead == marks_dead
+        mask = mask if selected is None else mask & selected
         yield (
             constant(key, "bool", mask) if form == "mask"
             else constant(key, "int64", np.flatnonzero(mask))
         )  # fmt: skip
 
 
-def _columns(
-    layout: Layout, run: TiledRun, selection: Selection, steps: Array
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors with a row per step, by their keys, and notes about omitted ones."""
-    columns = layout.columns
-    if "W" not in run.series:
-        # A run that was imported from changes of W holds only these.
-        columns = tuple(
-            replace(column, variable="delta", time="after") if column.time == "change" else column
-            for column in columns
-        )
-    tensors: dict[str, Tensor] = {}
-    unrecorded, unselected, zeros = [], [], []
-    for column in columns:
-        if column.variable in selection.variables:
-            tensors[column.key] = _column(layout, column, run, selection, steps)
-        elif column.variable in run.series:
-            unselected.append(column.key)
-        elif column.variable in MOMENTS and _is_sgd(run):
-            tensors[column.key] = _zeros(column, run, selection, len(steps))
-            zeros.append(column.key)
-        else:
-            unrecorded.append(column.key)
-    if not tensors.keys() - set(zeros):
-        raise VariableNotRecorded(
-            f"layout {layout.name} holds only {', '.join(column.variable for column in columns)}, "
-            f"but the selection has {', '.join(selection.variables)}; use the native layout"
-        )
-    notes = []
-    if unrecorded:
-        notes.append(f"{', '.join(unrecorded)} omitted: not recorded")
-    if unselected:
-        notes.append(f"{', '.join(unselected)} omitted: not selected")
-    if zeros:
-        notes.append(f"{', '.join(zeros)} are 0: SGD has no moments")
-    return tensors, notes
-
-
-def _is_sgd(run: TiledRun) -> bool:
-    """True if an optimizer without moments trained the run."""
-    name = str(attribute(run.attributes, "optimizer", "class") or "").rpartition(".")[2]
-    momentum = attribute(run.attributes, "optimizer", "hyperparameters", "momentum")
-    return name in ("SGD", "RoundedSGD") and not momentum
-
-
-def _zeros(column: Column, run: TiledRun, selection: Selection, rows: int) -> Tensor:
-    """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
-    like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
-    tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
-    shape = (rows, tokens, like.shape[2])
-    dtype = native_type(column.dtype)
-
-    def parts() -> Iterator[Part]:
-        for row in range(rows):
-            bits = np.zeros((1, *shape[1:]), dtype.bits)
-            yield Part(where=(slice(row, row + 1),), read=partial(_unrounded, bits))
-
-    return Tensor(key=column.key, dtype=_stored(column), shape=shape, parts=parts)
-
-
-def _unrounded(bits: Array) -> tuple[Array, int]:
-    return bits, 0
-
-
-def _stored(column: Column) -> str:
-    return "uint16" if column.as_bits else column.dtype
-
-
-def _column(
-    layout: Layout, column: Column, run: TiledRun, selection: Selection, steps: Array
-) -> Tensor:
-    variable = run.series[column.variable]
-    dtype = native_type(column.dtype)
-    if column.time == "after":
-        rows = selection.rows
-        if column.first_row == 1 and len(steps) > 1 and steps[0] == 0:
-            rows, steps = rows[1:], steps[1:]
-        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=rows)
-        blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
-        tensor = _with_zeros(tensor, steps) if blank else tensor
-        return replace(tensor, dtype=_stored(column))
-    # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
-    before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
-    if (before < 0).any():
-        raise InvalidArgument(
-            f"layout {layout.name} needs W before step {steps[before < 0][0]}, but the run does "
-            "not hold the step before it; omit that step, or use another layout"
-        )
-    if column.time == "before":
-        return variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
-    return _change(column.key, variable, selection, before)
-
-
-def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
-    """The tensor with zeros in the row of step 0, as in the notebooks' files."""
-    first = np.flatnonzero(steps == 0)
-    if not len(first):
-        return tensor
-    return replace(tensor, parts=partial(_parts_with_zeros, tensor, int(first[0])))
-
-
-def _parts_with_zeros(tensor: Tensor, row: int) -> Iterator[Part]:
-    for part in tensor.parts():
-        rows = part.where[0]
-        if rows.start <= row < rows.stop:
-            yield replace(part, read=partial(_zeros_for_nan, part, tensor.dtype, row - rows.start))
-        else:
-            yield part
-
-
-def _zeros_for_nan(part: Part, dtype: str, row: int) -> tuple[Array, int]:
-    """Bits of a part, with zeros in place of a row of NaN."""
-    bits, rounded = part.read()
-    if is_nan(bits[row : row + 1], native_type(dtype)).all():
-        bits = bits if bits.flags.writeable else bits.copy()
-        bits[row] = 0
-    return bits, rounded
-
-
-def _change(key: str, variable: TiledVariable, selection: Selection, before: Array) -> Tensor:
-    """Differences from the rows before, in float32."""
-    tokens = np.arange(variable.shape[1]) if selection.tokens is None else selection.tokens
-    shape = (len(before), len(tokens), *variable.shape[2:])
-    parts = partial(_parts_of_change, variable, selection.rows, before, tokens)
-    return Tensor(key=key, dtype="float32", shape=shape, parts=parts)
-
-
-def _parts_of_change(
-    variable: TiledVariable, rows: Array, before: Array, tokens: Array
-) -> Iterator[Part]:
-    for tile in variable.tiles(rows, tokens):
-        at, among = tile.where
-        yield Part(
-            where=tile.where,
-            read=partial(_difference, tile, variable, before[at], tokens[among]),
-        )
-
-
-def _difference(
-    tile: Tile, variable: TiledVariable, before: Array, tokens: Array
-) -> tuple[Array, int]:
-    earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
-    with np.errstate(invalid="ignore"):  # the difference of two infinities is NaN
-        change = np.subtract(tile.read(), earlier, dtype=np.float32)
-    return change.view(np.uint32), 0
-
-
 def _numbers(
-    layout: Layout, run: TiledRun, selection: Selection
-) -> Iterator[tuple[str, int | float]]:
-    """Known numbers of the layout, by their keys."""
-    if "is_dead" in run.coordinates:
-        is_dead = run.coordinates["is_dead"].astype(bool)
-        if not layout.only_dead:
-            is_dead = selection.along_token(is_dead)
-        for key, marks_dead in layout.counts.items():
-            yield key, int(np.count_nonzero(is_dead == marks_dead))
-    yield from numbers_of(layout.scalars, run)
+    layout: Layout, parts: Sequence[_Part], held: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Known numbers of the layout, and notes on the others.
+
+    Parameters
+    ----------
+    layout : Layout
+    parts : sequence
+    held : collection of str
+        Keys of the arrays in the file.
+    """
+    numbers: dict[str, Any] = {}
+    unknown, different = [], []
+    for key in layout.numbers:
+        if key in COUNTS:
+            value = _count(layout, parts[0], marks_dead=COUNTS[key])
+            if value is not None:
+                numbers[key] = value
+        elif key.startswith(RECORDED):
+            numbers[key] = key.removeprefix(RECORDED) in held
+        elif key == "n_runs":
+            numbers[key] = len(parts)
+        else:
+            values = [_number(key, part.run) for part in parts]
+            if key == "tied_weights" and layout.runs == "matrices":
+                values = [False] * len(parts)
+            if key == "base_seed" and None in values:
+                values = [
+                    None if seed is None else seed - number
+                    for number, seed in enumerate(_number("seed", part.run) for part in parts)
+                ]
+            if None in values:
+                unknown.append(key)
+            elif _is_per_run(layout, key):
+                numbers[key] = values
+            elif len(set(values)) == 1:
+                numbers[key] = values[0]
+            else:
+                different.append(key)
+    notes = [f"{', '.join(unknown)} omitted: not in the run's attributes"] if unknown else []
+    if different:
+        notes.append(f"{', '.join(different)} omitted: the runs differ")
+    return numbers, notes
+
+
+def _is_per_run(layout: Layout, key: str) -> bool:
+    """True for the plural of a number, which has a value per run."""
+    scalar = scalar_of(key)
+    return layout.runs is not None and scalar is not None and key not in scalar.names
+
+
+def _count(layout: Layout, part: _Part, *, marks_dead: bool) -> int | None:
+    """Number of dead or of live tokens."""
+    if "is_dead" not in part.run.coordinates:
+        return None
+    is_dead = part.run.coordinates["is_dead"].astype(bool)
+    if layout.only is None:
+        is_dead = part.selection.along_token(is_dead)
+    return int(np.count_nonzero(is_dead == marks_dead))
+
+
+def _number(key: str, run: TiledRun) -> int | float | None:
+    """A number of a run; of an imported one, also under a name that only its file had."""
+    value = next((value for _, value in numbers_of([key], run)), None)
+    other = attribute(run.attributes, "config", "scalars", key)
+    return other if value is None and isinstance(other, int | float) else value
 
 
 def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int | float]]:
@@ -322,9 +330,10 @@ def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int 
     """
     for key in keys:
         scalar = scalar_of(key)
-        assert scalar is not None, key
+        if scalar is None:
+            continue
         value = _value_of(run.attributes, scalar)
-        if value is None and scalar.name in ("adam_beta1", "adam_beta2") and _is_sgd(run):
+        if value is None and scalar.name in ("adam_beta1", "adam_beta2") and is_sgd(run):
             value = 0.0
         if value is None and scalar.name == "num_steps":
             value = int(run.steps[-1]) if len(run.steps) else None
@@ -345,7 +354,7 @@ def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
 
 def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
     """Metadata of 1.12a, as far as they are known."""
-    known = dict(numbers_of(layout.as_texts, run))
+    known = dict(numbers_of(layout.texts, run))
     metadata = {key: str(value) for key, value in known.items()}
     if "vocab_size" in metadata:
         metadata["model"] = "GPT2"
@@ -355,26 +364,17 @@ def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
     return metadata
 
 
-def _notes(
-    layout: Layout,
-    run: TiledRun,
-    steps: Array,
-    columns: Collection[str],
-    numbers: Collection[str],
-) -> Iterator[str]:
-    if layout.marks_dead and "is_dead" not in run.coordinates:
-        known = ", ".join((*layout.populations, *layout.counts))
-        yield f"{known} omitted: the run does not record which tokens are dead"
-    unknown = [key for key in layout.scalars if key not in numbers]
-    if unknown:
-        yield f"{', '.join(unknown)} omitted: not in the run's attributes"
+def _notes(layout: Layout, part: _Part, columns: Collection[str]) -> Iterator[str]:
+    if layout.marks_dead and "is_dead" not in part.run.coordinates:
+        known = [*layout.populations, *(key for key in layout.numbers if key in COUNTS)]
+        yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"
     before = [column.key for column in layout.columns if column.time == "before"]
     before = [key for key in before if key in columns]
     if before:
         named = " and ".join([", ".join(before[:-1]), before[-1]] if before[1:] else before)
         yield (
             f"{named} are the values before the step of their row; the file does not hold those "
-            f"after step {steps[-1]}"
+            f"after step {part.steps[-1]}"
         )
-        if steps[0] == 0 and "logits" in columns:
+        if part.steps[0] == 0 and "logits" in columns:
             yield "logits of step 0 are NaN: a run does not record the forward pass before step 1"

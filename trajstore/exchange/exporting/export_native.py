@@ -9,7 +9,7 @@ import numpy as np
 
 from trajstore.exchange.exporting.export_layout import numbers_of, population
 from trajstore.exchange.exporting.exported_file import ExportedFile, variable_tensor
-from trajstore.exchange.layouts import HDF5_KEYS, HDF5_TEXTS, LAYOUTS
+from trajstore.exchange.layouts import COUNTS, HDF5_KEYS, HDF5_TEXTS, LAYOUTS
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import constant
 from trajstore.schema import COORDINATES, OF_PARAMETERS, STEP, coordinate
@@ -31,6 +31,8 @@ def native_file(run: TiledRun, selection: Selection) -> ExportedFile:
     return ExportedFile(tensors=tuple(tensors), texts=texts)
 
 
+_NUMBERS = tuple(key for key in LAYOUTS["thimble-6"].numbers if key not in COUNTS)
+
 _POPULATIONS = (
     "untrained_mask", "trained_mask", "dead_mask", "live_mask", "dead_ids", "live_ids",
 )  # fmt: skip
@@ -43,7 +45,7 @@ def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
         for name in selection.variables
     ]
     tensors.append(constant("recorded_steps", "int64", run.steps[selection.rows]))
-    attributes: dict[str, Any] = dict(numbers_of(LAYOUTS["thimble-6"].scalars, run))
+    attributes: dict[str, Any] = dict(numbers_of(_NUMBERS, run))
     for name, values in run.coordinates.items():
         if name in run.populations:  # their names may have another meaning in the file
             continue

@@ -309,7 +309,7 @@ SCALARS: dict[str, Scalar] = {
             bfloat16=1,
             point=0,
         ),
-        _scalar("seed random_seed", "config.training.seed"),
+        _scalar("seed random_seed fixed_seed", "config.training.seed"),
         _scalar("vocab_size n_vocab vocabulary_size", f"{_MODEL}.vocab_size"),
         _scalar("hidden_dim hidden_size d_model n_embd", f"{_MODEL}.hidden"),
         _scalar("n_layers n_layer num_layers", f"{_MODEL}.layers"),

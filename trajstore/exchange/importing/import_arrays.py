@@ -67,17 +67,16 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
 
 def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
     """The layout that the options or the file itself name."""
-    name = options.layout
-    if name is None:
+    if options.layout is None:
         own = file.attributes.get("layout")
         return LAYOUTS[own] if own in LAYOUTS and _fits(file, LAYOUTS[own]) else None
-    if name == "hdf5":
+    layout = options.described
+    if layout is None:
         return None
-    layout = LAYOUTS[name]
     missing = [key for key in layout.required if key not in file.keys]
     if missing:
         raise FormatError(
-            f"{file.path}: layout {name} requires {', '.join(missing)}, but the file holds "
+            f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
             f"{abridged(file.keys)}; omit --layout to detect the arrays"
         )
     return layout
@@ -86,9 +85,9 @@ def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
 def _columns(file: ArrayFile, layout: Layout) -> dict[str, str]:
     """Keys of a layout and their kinds."""
     return {
-        column.key: "delta" if column.time == "change" else column.variable
+        column.key: column.kind
         for column in layout.columns
-        if column.key in file.keys and not layout.only_dead
+        if column.key in file.keys and column.kind is not None
     }
 
 
@@ -101,6 +100,8 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
     series = {one.key for one in detected.found if one.kind.is_variable}
     fitting: dict[str, tuple[bool, int]] = {}
     for layout in LAYOUTS.values():
+        if not layout.columns:
+            continue
         first = layout.columns[0]
         is_known = series <= {column.key for column in layout.columns}
         if layout.format != file.format or not is_known or not _fits(file, layout):

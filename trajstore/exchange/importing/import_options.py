@@ -10,7 +10,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.exchange.guessing.detect_arrays import IGNORE
 from trajstore.exchange.importing.token_masks import masks_of
 from trajstore.exchange.importing.token_tables import TokenArray
-from trajstore.exchange.layouts import IMPORT_LAYOUTS
+from trajstore.exchange.layouts import IMPORT_LAYOUTS, Layout, layout_of
 
 __all__ = ["OTHERS", "ImportOptions", "import_options"]
 
@@ -25,7 +25,9 @@ class ImportOptions:
     Attributes
     ----------
     layout : str, optional
-        One of `trajstore.exchange.layouts.LAYOUTS`: the keys and alignment of the file.
+        A name of `trajstore.exchange.layouts.IMPORT_LAYOUTS`, or the path of a TOML file.
+    described : Layout, optional
+        The keys and alignment of the file in that layout.
     mapped : dict of str to str
         Keys and their kinds.
     ignored : tuple of str
@@ -43,6 +45,7 @@ class ImportOptions:
     """
 
     layout: str | None = None
+    described: Layout | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     bits: Mapping[str, str] = field(default_factory=dict)
@@ -94,10 +97,7 @@ def import_options(
     RunNotFound, FormatError
         If `masks` does not exist, or labels no tokens.
     """
-    if layout is not None and layout not in IMPORT_LAYOUTS:
-        raise InvalidArgument(
-            f"there is no layout {layout!r}; choose from {', '.join(IMPORT_LAYOUTS)}"
-        )
+    described = None if layout is None else layout_of(layout, IMPORT_LAYOUTS)
     bits_of = {} if bits is None else {OTHERS: bits} if isinstance(bits, str) else dict(bits)
     for type in bits_of.values():
         if type not in ("bfloat16", "float16"):
@@ -121,6 +121,7 @@ def import_options(
                 mapped[key] = kind
     return ImportOptions(
         layout=layout,
+        described=described,
         mapped=mapped,
         ignored=tuple(ignored),
         bits=bits_of,

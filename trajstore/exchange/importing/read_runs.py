@@ -19,7 +19,6 @@ from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
 )
-from trajstore.exchange.layouts import LAYOUTS
 from trajstore.formats.open_file import open_file
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.store.storage.remote_path import local_path
@@ -89,8 +88,8 @@ def read_runs(
     options = options or ImportOptions()
     wanted = options.layout
     form = "hdf5" if wanted == "hdf5" else None if wanted is None else "safetensors"
-    if wanted in LAYOUTS:
-        form = LAYOUTS[wanted].format
+    if options.described is not None:
+        form = options.described.format
     if form is not None and file.format != form and "hdf5" in (form, file.format):
         raise FormatError(
             f"{file.path} has format {file.format}, but layout {wanted} is for {form} files; "

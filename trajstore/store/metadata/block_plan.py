@@ -57,6 +57,8 @@ LARGEST_TASK = 16 << 20
 _WIDEST_PREDICTED = 4  # bytes of a value
 _REPLAYED: dict[str, Any] = {"compressor": "zstd", "level": 1, "blocksize": 1 << 18}
 """Compression of large rows in the encoding ``replay``."""
+_SMALL_GRADIENT: dict[str, Any] = {"level": 1, "shuffle": "shuffle", "blocksize": 1 << 19}
+"""Compression of gradients in small rows: most of their low bytes are noise."""
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # the history of a token reads and checks the whole chunk
 _FEWEST_TOKENS = 128
@@ -270,7 +272,8 @@ def plan(
             for name, (entry, native) in kinds.items()
         }
         if (name := VECTORS[GRADIENT]) in kinds:
-            chains[name] = gradient_chain(kinds[name][1], small=row_bytes < _SMALL_ROW)
+            compact = encoding == "replay" or row_bytes < _SMALL_ROW
+            chains[name] = gradient_chain(kinds[name][1], small=compact)
         if encoding == "replay":
             chains = replay_chains(chains, rule, vectors)
         held, counts = _division(chains, kinds, lengths, rows)
@@ -322,6 +325,8 @@ def replay_chains(
     for name in (GRADIENT, *(name for each in rules for name in each.state)):
         if name in made and made[name].compressor == "lz4":
             made[name] = replace(made[name], **_REPLAYED)
+        elif name == GRADIENT and name in made:
+            made[name] = replace(made[name], **_SMALL_GRADIENT)
     if GRADIENT in made and made[GRADIENT].native.itemsize <= _WIDEST_PREDICTED:
         made[GRADIENT] = replace(made[GRADIENT], kind="predicted")
     for each in rules:

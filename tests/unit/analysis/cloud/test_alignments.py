@@ -28,13 +28,15 @@ def vectors(ds, name, of=None):
         return np.concatenate([np.full((1, *W.shape[1:]), np.nan), earlier])
     if name == "centroid":
         return np.broadcast_to(W.mean(1, keepdims=True), W.shape)
+    if name == "bulk":
+        return np.broadcast_to(vectors(ds, "delta").mean(1, keepdims=True), W.shape)
     if name == "hidden_mean":
         return np.broadcast_to(ds.hidden_mean.values[:, None].astype(np.float64), W.shape)
     return ds[name].values.astype(np.float64)
 
 
 @pytest.mark.parametrize("of", ["W", "delta", "grad"])
-@pytest.mark.parametrize("with_", ["hidden_mean", "centroid", "grad", "delta", "previous"])
+@pytest.mark.parametrize("with_", ["hidden_mean", "centroid", "bulk", "grad", "delta", "previous"])
 def test_against_cosines(of, with_, run):
     if of == with_:
         with pytest.raises(InvalidArgument, match="two different vectors"):
@@ -46,6 +48,8 @@ def test_against_cosines(of, with_, run):
         expected = (one * other).sum(-1) / np.linalg.norm(one, axis=-1)
         expected /= np.linalg.norm(other, axis=-1)
     np.testing.assert_allclose(got.cosine, expected, rtol=1e-9, atol=1e-12)
+    turned = np.degrees(np.arccos(np.clip(expected, -1, 1)))
+    np.testing.assert_allclose(got.angle, turned, atol=1e-5)
     dead = run.is_dead.values
     for name, group in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for row, cosines in enumerate(expected[:, group]):

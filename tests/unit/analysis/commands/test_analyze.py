@@ -159,6 +159,14 @@ def test_a_population_name_without_a_definition_is_refused(tmp_path: Path) -> No
     assert reported.endswith("record it with --record all,batch\n")
 
 
+def test_other_vectors_take_the_place_of_w(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    printed = call("analyze", run, "displacement", "--vectors", "centroid:all").stdout
+    assert "step 10 × token 1" in printed
+    reported = call("analyze", run, "displacement", "--vectors", "centre", rc=2).stderr
+    assert "got vectors='centre' (did you mean 'centroid'?), expected one of grad" in reported
+
+
 def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
     regime = analysis.regimes(open_run(run)).regime.values

@@ -16,6 +16,8 @@ NEEDS = {
     "gradients": "grad",
     "causes": "grad",
     "moments": "exp_avg",
+    "moment-sizes": "exp_avg",
+    "moment-tracks": "exp_avg",
     "logits": "logits",
     "parameters": "param_update_lost",
 }
@@ -23,8 +25,12 @@ NEEDS = {
 ALONE = [name for name, figure in FIGURES.items() if not figure.between]
 
 
+def axes_of(name):
+    return Canvas().add_subplot(projection=FIGURES[name].projection)
+
+
 def drawn(name, ds, **options):
-    ax = Canvas().subplots()
+    ax = axes_of(name)
     assert FIGURES[name](ds, ax, **options) is ax
     ax.figure.canvas.draw()
     return ax
@@ -43,20 +49,20 @@ def test_it_draws_titled_and_labelled_into_the_axes_it_is_given(name, run):
 def test_what_is_missing_is_named(name, run):
     missing = NEEDS.get(name, "W")
     with pytest.raises(VariableNotRecorded, match=rf"\b{missing}\b"):
-        FIGURES[name](run.drop_vars(missing), Canvas().subplots())
+        FIGURES[name](run.drop_vars(missing), axes_of(name))
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_run_that_has_just_begun(name, run):
     with pytest.raises(InvalidArgument, match=f"{name} needs at least . rows, and the run has 0"):
-        FIGURES[name](run.isel(step=slice(0, 0)), Canvas().subplots())
+        FIGURES[name](run.isel(step=slice(0, 0)), axes_of(name))
     if FIGURES[name].rows == 1:
         drawn(name, run.isel(step=slice(0, 1)))
     else:
         with pytest.raises(
             InvalidArgument, match=f"at least {FIGURES[name].rows} rows, and the run has 1"
         ):
-            FIGURES[name](run.isel(step=[0]), Canvas().subplots())
+            FIGURES[name](run.isel(step=[0]), axes_of(name))
     drawn(name, run.isel(step=slice(0, max(2, FIGURES[name].rows))))
 
 
@@ -81,7 +87,7 @@ def test_options_that_it_does_not_have_are_refused(name, run):
     with pytest.raises(InvalidArgument, match=r"'colour_map'.* options among other, style"):
         figure(run, colour_map="jet")
     with pytest.raises(InvalidArgument, match="expected light or dark"):
-        figure(run, Canvas().subplots(), style="blue")
+        figure(run, axes_of(name), style="blue")
     with pytest.raises(InvalidArgument, match="population"):
         figure(run, population="undead")
     other = {"other": run.isel(step=slice(0, 9))} if figure.overlays else {}
@@ -96,6 +102,12 @@ def test_options_that_it_does_not_have_are_refused(name, run):
     else:
         with pytest.raises(InvalidArgument, match="leave out log"):
             figure(run, log="y")
+
+
+def test_a_sky_needs_axes_of_its_projection(run):
+    with pytest.raises(InvalidArgument, match="got rectilinear axes, expected mollweide; make"):
+        run.traj.plot.sky(Canvas().subplots())
+    assert run.traj.plot.sky().name == "mollweide"
 
 
 def test_kinds_by_name():

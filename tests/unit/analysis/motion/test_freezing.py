@@ -81,3 +81,28 @@ def test_a_stored_summary_answers_without_the_weights(bits, make_run):
 def test_zero_unchanged_steps_are_refused(make_run, walk):
     with pytest.raises(InvalidArgument, match="min_unchanged=0"):
         analysis.freeze(make_run(walk(3, 2, 2)), min_unchanged=0)
+
+
+def test_of_each_element(bits, chunks, make_run):
+    steps = np.arange(len(bits)) * 3 + 5
+    dead = np.arange(bits.shape[1]) % 3 == 0
+    ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)
+    moved = (bits[1:] != bits[:-1]) & (((bits[1:] | bits[:-1]) & 0x7FFF) != 0)
+    numbers = np.arange(1, len(bits))[:, None, None]
+    last = np.where(moved, numbers, -1).max(0, initial=-1)
+    got = analysis.freeze(ds, min_unchanged=7, per="element").compute()
+    motion = np.where(last < 0, -1, steps[last])
+    np.testing.assert_array_equal(got.last_motion, motion)
+    unchanged = steps[-1] - steps[np.maximum(last, 0)]
+    since = np.where(unchanged >= 7, steps[np.minimum(last + 1, len(bits) - 1)], -1)
+    np.testing.assert_array_equal(got.frozen_since, since)
+    middle = np.sort(motion, axis=-1)[:, (motion.shape[1] - 1) // 2]
+    np.testing.assert_array_equal(got.median_last_motion, middle)
+    whole = analysis.freeze(ds, min_unchanged=7).compute()
+    np.testing.assert_array_equal(got.last_motion.max("hidden"), whole.last_motion)
+    dead_now = got.sel(population="dead")
+    np.testing.assert_allclose(dead_now.unchanged_fraction, 1 - moved[:, dead].mean((1, 2)))
+    frozen = [((since >= 0) & (since <= step))[dead].mean() for step in steps[1:]]
+    np.testing.assert_allclose(dead_now.frozen_fraction, frozen)
+    with pytest.raises(InvalidArgument, match="per='row'"):
+        analysis.freeze(ds, per="row")

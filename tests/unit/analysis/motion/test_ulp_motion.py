@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
@@ -107,6 +108,44 @@ def test_regimes_and_counts(bits, chunks, make_run):
             )
     assert (got.counts.sel(population="all").sum("regime_name") == bits.shape[1]).all()
 
+    order = list(analysis.REGIMES)
+    ranks = np.array([[order.index(name) for name in row] for row in expected])
+    for name, sign in {"heated": 1, "cooled": -1}.items():
+        counted = (np.sign(np.diff(ranks.reshape(hops.shape[:2]), axis=0)) == sign)[:, dead].sum(1)
+        mine = got[name].sel(population="dead").values
+        np.testing.assert_array_equal(mine[1:], counted)
+        assert (mine[:1] == -1).all()
+
+
+def test_regimes_with_other_thresholds(bits, chunks, make_run):
+    ds = make_run(bits, chunks=chunks)
+    size = np.abs(hops_of(bits))
+    with np.errstate(all="ignore"):
+        l1, l2, linf = size.sum(-1), np.sqrt((size**2).sum(-1)), size.max(-1)
+        wanted = np.select(
+            [l1 == 0, l1 <= 1, linf <= 3, l2 <= 40, l2 > 1000], [0, 1, 2, 3, 5], default=4
+        )
+    got = analysis.regimes(ds, neighbor=3, jump=40, far=1000).compute()
+    np.testing.assert_array_equal(got.regime, wanted)
+    assert got.regime.attrs["flag_meanings"].split() == [*analysis.REGIMES, "far"]
+    np.testing.assert_array_equal(
+        got.counts.sel(population="all", regime_name="far"), (wanted == 5).sum(1)
+    )
+    usual = analysis.regimes(ds, jump=np.sqrt(bits.shape[2]), neighbor=1).compute()
+    xr.testing.assert_identical(usual, analysis.regimes(ds).compute())
+    with pytest.raises(InvalidArgument, match="neighbor=1, jump=9 and far=5, expected positive"):
+        analysis.regimes(ds, jump=9, far=5)
+
+
+def test_exponents_that_change(bits, chunks, make_run):
+    exponent = np.maximum((bits >> 7) & 0xFF, 1).astype(int)
+    finite = exponent < 255
+    known = finite[1:] & finite[:-1]
+    got = analysis.exponent_crossings(make_run(bits, chunks=chunks)).compute()
+    for name, sign in {"exponent_up": 1, "exponent_down": -1}.items():
+        expected = (known & (np.sign(np.diff(exponent, axis=0)) == sign)).sum(-1)
+        np.testing.assert_array_equal(got[name], expected)
+
 
 def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
     steps = np.arange(len(bits)) * 3 + 5
@@ -125,6 +164,19 @@ def test_frozen_agrees_with_freeze(bits, make_run):
     frozen = (analysis.regimes(ds).regime == 0).mean("token")
     still = analysis.freeze(ds).unchanged_fraction.sel(population="all")
     np.testing.assert_allclose(frozen, still)
+
+
+def test_ulp_upward_is_the_distance_to_the_next_larger_number():
+    bits = np.arange(1 << 16, dtype="u2")
+    values = bits[bits & 0x7F80 != 0x7F80].view(ml_dtypes.bfloat16)
+    up = np.nextafter(values, ml_dtypes.bfloat16(np.inf)).astype("f4")
+    W = xr.DataArray(values.astype("f4"), dims="token", attrs={"native_dtype": "bfloat16"})
+    largest = values == ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    got = analysis.ulp(W, direction="up").values
+    np.testing.assert_array_equal(got[~largest], (up - W.values)[~largest])
+    assert (got != analysis.ulp(W).values).sum() == 253  # negative powers of two
+    with pytest.raises(InvalidArgument, match="got direction 'down'"):
+        analysis.ulp(W, direction="down")
 
 
 def test_ulp_of_a_variable_and_of_a_run(make_run):

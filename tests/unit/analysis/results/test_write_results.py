@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import xarray as xr
 from disk import Disk
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from trajstore.analysis.results.write_results import describe, write_result
 from trajstore.analysis.scan.flags import flag_attributes
@@ -40,8 +43,36 @@ def test_a_result_is_written_once_and_by_its_ending(tmp_path: Path) -> None:
         xr.testing.assert_identical(again.speed.drop_attrs(), result().speed)
     with pytest.raises(RunExists):
         write_result(result(), tmp_path / "speed.nc")
-    with pytest.raises(InvalidArgument, match=r"\.zarr, \.nc, \.csv"):
+    with pytest.raises(InvalidArgument, match=r"\.zarr, \.nc, \.csv, \.safetensors"):
         write_result(result(), tmp_path / "speed.txt")
+
+
+def test_a_result_is_written_for_scripts(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ds = xr.Dataset(
+        {
+            "speed": (("step", "token"), rng.normal(size=(7, 5)), {"units": "1"}),
+            "frozen": ("token", np.array([True, False, True, True, False])),
+            "counts": (("step", "kind"), rng.integers(0, 9, (7, 2))),
+            "total": ((), np.float32(3)),
+            "none": (("step", "nothing"), np.empty((7, 0), "f4")),
+        },
+        {"step": np.arange(7), "token": np.arange(5, dtype="i4"), "kind": ["gas", "solid"]},
+    ).chunk(step=3, token=2)
+    (file,) = write_result(ds, tmp_path / "result.safetensors")
+    held = load_file(file)
+    assert set(held) == {"speed", "frozen", "counts", "total", "none", "step", "token"}
+    for name, array in held.items():
+        np.testing.assert_array_equal(array, ds[name].values)
+        assert array.dtype == ds[name].dtype
+    with safe_open(file, "numpy") as opened:
+        metadata = {name: json.loads(text) for name, text in opened.metadata().items()}
+    assert metadata["kind"] == ["gas", "solid"]
+    assert metadata["dims"]["speed"] == ["step", "token"]
+    assert metadata["attributes"]["speed"] == {"units": "1"}
+    with pytest.raises(InvalidArgument, match="seen has type complex128"):
+        write_result(xr.Dataset({"seen": ("x", [1j])}), tmp_path / "other.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["result.safetensors"]
 
 
 def test_a_result_stays_until_the_one_that_replaces_it_survives_a_loss_of_power(

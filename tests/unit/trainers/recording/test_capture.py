@@ -16,6 +16,7 @@ from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
+from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -86,6 +87,17 @@ def test_clipping_that_is_told_is_exact(dtype: Any, tmp_path: Path) -> None:
         raw = torch.from_numpy(ds.grad.values[row]).to(dtype)
         coefficient = torch.tensor(ds.clip_coef.values[row]).to(dtype)
         assert torch.equal(raw * coefficient, gradient)
+
+
+def test_amsgrad_and_clipping_in_the_encoding_replay(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam(tiny.parameters(), lr=0.01, amsgrad=True)
+    path = tmp_path / "run.zarr"
+    options = {"max_grad_norm": 0.3, "encoding": "replay"}
+    train(tiny, optimizer, path, clip=0.3, **options).agree_with(path)
+    forms = stored_forms(path)
+    assert not forms["exp_avg"]["corrected"]
+    assert forms["W"]["corrected"] or forms["W"]["differences"], "the rule has no amsgrad"
+    assert verify(path).clean
 
 
 def test_clipping_that_is_not_told_is_nan_and_never_a_guess(tiny: Any, tmp_path: Path) -> None:

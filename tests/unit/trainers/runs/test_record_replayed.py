@@ -24,6 +24,8 @@ from trajstore.trainers.replay.replay import replay  # noqa: E402
 pytestmark = pytest.mark.torch
 
 STEPS, REPLAY = 10, "recording.encoding=replay"
+ASCII = ("data.tokenizer=ascii", "model.vocab_size=128")
+LONG = ("without moments", "wordybird", "duckling")
 VARIANTS = {
     "trainer": (["gatsby"], RULE_ARRAYS),
     "adam, decay, dead tokens": (
@@ -35,12 +37,18 @@ VARIANTS = {
         ["gatsby-adam", "training.autocast=float16", "model.dtype=float32",
          "initialisation.kind=normal", "initialisation.sigma=30", "optimizer.lr=1"], RULE_ARRAYS,
     ),
+    "without moments": (["gatsby-gradients"], ()),
+    "wordybird": (["wordybird-1b", *ASCII], RULE_ARRAYS),
+    "duckling": (["duckling", *ASCII, "data.mostly_dead=5"], RULE_ARRAYS),
     "without gradients": (["gatsby", "recording.record=['weights']"], ()),
     "every third step": (["gatsby", "recording.every=3"], ()),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in VARIANTS],
+)
 def test_both_encodings_hold_the_same_bits(name: str, text: Path, tmp_path: Path) -> None:
     variant, computed = VARIANTS[name]
     plain, stopped = tmp_path / "plain.zarr", tmp_path / "replayed.zarr"

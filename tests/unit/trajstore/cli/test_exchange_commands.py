@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from exchange_runs import write_run
 from grammar_files import stored, truth, write
+from safetensors.numpy import load_file
 
 from trajstore.cli.main import main
 from trajstore.exchange.layouts import LAYOUTS
@@ -85,6 +87,21 @@ def test_an_unknown_extension_is_refused(
     done = CliRunner().invoke(main, [*arguments, "--format", "safetensors"])
     assert done.exit_code == 0, done.output
     assert (tmp_path / name).exists()
+
+
+def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
+    for number in (10, 2):
+        write_run(
+            tmp_path / f"runs/{number}.zarr", {"W": "bfloat16"}, rows=2, tokens=3, hidden=number
+        )
+    arguments = ["export", str(tmp_path / "runs"), "-o", str(tmp_path / "f")]
+    done = CliRunner().invoke(main, [*arguments, "--layout", "flannel-3"])
+    assert done.exit_code == 0, done.output
+    held = load_file(tmp_path / "f")
+    assert [held[f"run_{at}_embeddings"].shape[-1] for at in (0, 1)] == [2, 10]
+    done = CliRunner().invoke(main, [*arguments, "--layout", "flannel-9", "--overwrite"])
+    assert done.exit_code == 2
+    assert "there is no layout 'flannel-9' (did you mean 'flannel-" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,28 @@ def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Da
     assert picked.tobytes() == history.W[5:35:3, [70, 3]].values.tobytes()
 
 
+@pytest.mark.parametrize(
+    "scheduler", [None, "threads", "processes", pytest.param("cluster", marks=pytest.mark.nightly)]
+)
+def test_plain_xarray_computes_the_rows(
+    written: Path, history: xr.Dataset, scheduler: str | None
+) -> None:
+    ds = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
+    if scheduler == "cluster":
+        distributed = pytest.importorskip("distributed")
+        with (
+            distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, dashboard_address=None
+            ) as cluster,
+            distributed.Client(cluster),
+        ):
+            ds = ds.compute()
+    elif scheduler is not None:
+        ds = ds.compute(scheduler=scheduler)
+    for name in MATRICES:
+        assert ds[name].values.tobytes() == history[name].values.tobytes()
+
+
 def test_most_of_a_computed_array_is_its_key_rows(written: Path) -> None:
     size = {name: sum(f.stat().st_size for f in (written / name).glob("c*")) for name in MATRICES}
     assert all(10 * size[name] < size["grad"] for name in ("exp_avg", "exp_avg_sq"))

@@ -17,8 +17,10 @@ import pytest
 import xarray as xr
 from checkpoints import write_checkpoint
 from damage import flip, wide_run
+from replayed_runs import sample_part
 
 from trajstore import open_run, verify
+from trajstore.codec.computed_rows import cache as computed
 
 FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "60"))
 
@@ -32,14 +34,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kinds(run: Path) -> dict[str, list[Path]]:
     """Files of a run, by kind, so that small kinds get their share of flips."""
-    coordinates = ("token", "is_dead", "token_count", "token_text")
+    coordinates = ("token", "is_dead", "token_count", "token_text", "parameter")
     chunks = sorted(run.glob("*/c.*"))
     return {
         "shard": [path for path in chunks if path.parent.name not in coordinates],
         "coordinate": [path for path in chunks if path.parent.name in coordinates],
         "document of an array": sorted(run.glob("*/zarr.json")),
         "root": [run / "zarr.json"],
-        "checkpoint": sorted(run.with_name("run.ckpt").iterdir()),
+        "checkpoint": sorted(run.with_suffix(".ckpt").iterdir()),
     }
 
 
@@ -77,10 +79,24 @@ def longer(before: bytes, after: bytes) -> bool:
     return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
 
 
+@pytest.fixture(params=["delta", "replay"])
+def either(
+    request: pytest.FixtureRequest, run: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Run of either encoding, without rows that were computed before."""
+    if request.param == "delta":
+        return run
+    monkeypatch.setattr(computed, "_most", 0)
+    path = run.with_name("replay.zarr")
+    write_checkpoint(path.with_suffix(".ckpt") / "step-00000008.safetensors")
+    return sample_part(sample, path)
+
+
 @pytest.mark.nightly
 def test_every_flipped_bit_is_found_or_harmless(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    either: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = either
     clean = verify(run)
     assert clean.clean
     assert clean.notes == ()

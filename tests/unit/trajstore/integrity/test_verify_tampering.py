@@ -34,14 +34,14 @@ CASES = [
 class Whole:
     """Runs, and what the one that is tampered with holds."""
 
-    def __init__(self, folder: Path) -> None:
-        self.world = make_world(folder)
+    def __init__(self, folder: Path, encoding: str) -> None:
+        self.world = make_world(folder, encoding)
         self.truth = xr.open_zarr(self.world.run).load()
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return Whole(tmp_path_factory.mktemp("tampering"))
+@pytest.fixture(scope="module", params=["delta", pytest.param("replay", marks=pytest.mark.nightly)])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory.mktemp("tampering"), request.param)
 
 
 @pytest.fixture

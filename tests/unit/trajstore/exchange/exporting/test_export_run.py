@@ -93,6 +93,20 @@ def test_a_run_is_the_same_after_replay_and_back(
     xr.testing.assert_equal(part.W, xr.open_zarr(source).W.sel(token=[3, 99]).load())
 
 
+def test_an_imported_history_in_the_encoding_replay(sample: Path, tmp_path: Path) -> None:
+    pytest.importorskip("h5py")
+    source, file, history, out = (
+        tmp_path / name for name in ("source.zarr", "file.h5", "history.zarr", "out.zarr")
+    )
+    sample_part(sample, source, encoding="delta")
+    trajstore.export(source, file, format="hdf5")
+    trajstore.import_file(file, history)
+    assert trajstore.export(history, out, encoding="replay", block_rows=8).notes == ()
+    kinds = {name: array["kind"] for name, array in information(out)["arrays"].items()}
+    assert {name for name in kinds if kinds[name] == "computed"} == {*RULE_ARRAYS}
+    same_bits(history, out)
+
+
 def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) -> None:
     done = trajstore.export(
         sample, tmp_path / "out.zarr", encoding="replay", variables="W,loss", steps="0:9"

@@ -1,0 +1,117 @@
+"""Directions of tokens on the sky about an axis: latitude and longitude."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.cloud.shape import principal_axes
+from trajstore.analysis.scan.block_tasks import field, of_only_blocks, read_again
+from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.scan import Scan
+from trajstore.errors import InvalidArgument
+from trajstore.values.token_norms import hidden_sum, vector_norm
+
+__all__ = ["sky"]
+
+Array = npt.NDArray[Any]
+
+_ANGLES = np.dtype([("latitude", "f8"), ("longitude", "f8")])
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _angles(W: Array, axes: npt.NDArray[np.float64], *first: Array) -> npt.NDArray[np.void]:
+    """Angles of W, or of its change since the first row, in degrees, (row, token)."""
+    result = np.empty(W.shape[:2], _ANGLES)
+    for row, vectors in enumerate(W):
+        wide = vectors.astype(np.float64)
+        for start in first:
+            wide -= start[0]
+        up = hidden_sum(wide * axes[2])
+        # The length across is small near the poles; a difference of squares would lose it.
+        across = wide - up[:, None] * axes[2]
+        east, north = (hidden_sum(across * axis) for axis in axes[3:5])
+        nothing = np.where(vector_norm(wide) > 0, 0, np.nan)
+        result["latitude"][row] = np.degrees(np.arctan2(up, vector_norm(across))) + nothing
+        result["longitude"][row] = np.degrees(np.arctan2(north, east)) + nothing
+    return result
+
+
+@quantity()
+def sky(
+    scan: Scan,
+    axis: Literal["centroid", "hidden_mean"] = "centroid",
+    of: Literal["displacement", "W"] = "displacement",
+    population: str = "all",
+) -> xr.Dataset:
+    """Direction of each token's displacement as latitude and longitude about an axis.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), of at least 3 dimensions.
+    axis : {'centroid', 'hidden_mean'}
+        The north pole: the mean of W over the population and all rows, or the recorded h̄, averaged
+        over the steps.
+    of : {'displacement', 'W'}
+        The vector of a token: W minus its first row, or W itself.
+    population : str
+        Population of the centroid and of the longitudes.
+
+    Returns
+    -------
+    Dataset, float64
+        In degrees, (step, token): ``latitude``, 90 minus the angle between the vector
+        and the axis; ``longitude``, the angle in the plane of the two directions of largest
+        variance of W across the axis, over the population and all rows, 0 along the first. NaN for
+        a vector of length zero. ``sky_axes`` (component, hidden), the axis and both directions.
+
+    Raises
+    ------
+    InvalidArgument
+        For an unknown axis, vector or population, or fewer than 3 dimensions.
+    VariableNotRecorded
+        If h̄ is the axis and was not recorded.
+
+    Examples
+    --------
+    >>> found = sky(ds)
+    >>> found.latitude.isel(step=[0, -1]).sel(token=ord("z")).values.round(1)
+    array([  nan, -26.4])
+    """
+    if axis not in ("centroid", "hidden_mean"):
+        raise InvalidArgument(f"got axis={axis!r}, expected 'centroid' or 'hidden_mean'")
+    if of not in ("displacement", "W"):
+        raise InvalidArgument(f"got of={of!r}, expected 'displacement' or 'W'")
+    scan.require_rows(1, "sky")
+    blocks = scan.blocks("W")
+    if blocks.shape[2] < 3:
+        raise InvalidArgument(f"sky requires at least 3 dimensions, got {blocks.shape[2]}")
+    made = principal_axes(scan, population, first=axis)
+    found = da.blockwise(
+        of_only_blocks,
+        "st",
+        # Read again after the axes are known. Otherwise all blocks would stay in memory.
+        read_again(blocks, made),
+        "sth",
+        made,
+        "ah",
+        *([blocks[:1], "sth"] if of == "displacement" else []),
+        kernel=_angles,
+        dtype=_ANGLES,
+        align_arrays=False,
+        meta=np.empty((0, 0), _ANGLES),
+    )
+    result = {
+        name: scan.wrap(field(found, name), "W").assign_attrs(
+            long_name=f"{name} of the {of}", units="degree"
+        )
+        for name in _ANGLES.names or ()
+    }
+    axes = xr.DataArray(made[2:5], dims=("component", "hidden"))
+    result["sky_axes"] = axes.assign_attrs(long_name="axis and directions across it", units="1")
+    return xr.Dataset(result).assign_attrs(population=population, axis=axis)

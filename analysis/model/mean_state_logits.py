@@ -1,0 +1,129 @@
+"""Logits of the mean hidden state, and the tokens with the largest ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.cloud.identical_vectors import token_labels
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import over_hidden, shared
+from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.scan import Scan
+from trajstore.errors import InvalidArgument
+from trajstore.values.token_norms import hidden_sum
+
+__all__ = ["mean_logits"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _logits(block: Array, boundary: Array, states: Wide) -> Wide:
+    """Product of the row before with the state of each row, (row, token)."""
+    result = np.empty(block.shape[:2])
+    before = boundary[0]
+    for row, values in enumerate(block):
+        result[row] = hidden_sum(before.astype(np.float64) * states[row])
+        before = values
+    return result
+
+
+def _order(logits: Wide, k: int) -> npt.NDArray[np.int64]:
+    """Positions of the k largest logits, (row, rank), NaN last."""
+    return np.asarray(np.argsort(-logits, axis=-1, kind="stable")[:, :k])
+
+
+def _top_logits(logits: Wide, k: int) -> Wide:
+    return np.asarray(np.take_along_axis(logits, _order(logits, k), -1))
+
+
+def _top_tokens(logits: Wide, labels: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+    return np.where(np.isnan(_top_logits(logits, k)), -1, labels[_order(logits, k)])
+
+
+@quantity()
+def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
+    """Logits of the mean hidden state h̄ for each token, and the tokens with the largest ones.
+
+    This is the logit lens of h̄: the prediction at a position whose hidden state is the mean.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), the output matrix, and ``hidden_mean``.
+    k : int
+        Number of tokens in the list.
+
+    Returns
+    -------
+    Dataset
+        ``mean_logit``, float64 (step, token), W_{t−1}·h̄_t in nat, without a bias: the forward pass
+        of step t uses the W of the row before. NaN if that row is not the step before. Over (step,
+        rank): ``top_token``, int64, the recorded tokens with the largest logits, −1 if unknown, and
+        ``top_logit``, float64. Of equal logits, the first token comes first.
+
+    Raises
+    ------
+    InvalidArgument
+        If k is not from 1 to the number of tokens.
+    VariableNotRecorded
+        If ``hidden_mean`` was not recorded.
+
+    Examples
+    --------
+    >>> state = ds.W.mean("token").assign_attrs(units="1")  # in place of a recorded mean
+    >>> found = mean_logits(ds.assign(hidden_mean=state), k=1)
+    >>> bool(ds.is_dead.sel(token=found.top_token.isel(step=-1)).item())
+    False
+    """
+    input_checks.variables(scan.ds, "hidden_mean")
+    tokens = scan.ds.sizes["token"]
+    if not 1 <= k <= tokens:
+        raise InvalidArgument(f"got k={k}, expected 1 to {tokens}, the number of tokens")
+    scan.require_rows(1, "mean_logits")
+    blocks = scan.blocks("W")
+    states = scan.ds["hidden_mean"].transpose("step", "hidden").astype(np.float64)
+    follows = np.diff(scan.steps, prepend=scan.steps[:1]) == 1
+    data = da.asarray(states.where(xr.DataArray(follows, dims="step")).data)
+    logits = over_hidden(
+        _logits,
+        blocks,
+        scan.boundaries("W"),
+        data.rechunk((blocks.chunks[0], -1))[:, None],
+        dtype=np.float64,
+    )
+    whole = logits.rechunk({1: -1})
+    options = {"k": k, "chunks": (whole.chunks[0], (k,)), "meta": np.empty((0, 0))}
+    top = da.map_blocks(_top_logits, whole, dtype=np.float64, **options)
+    labels = shared(token_labels(scan.ds))
+    which = da.map_blocks(_top_tokens, whole, labels=labels, dtype=np.int64, **options)
+    coords = {"step": scan.ds["step"], "rank": np.arange(1, k + 1)}
+    return xr.Dataset(
+        {
+            "mean_logit": scan.wrap(logits, "W").assign_attrs(
+                long_name="logit of the mean hidden state", units="nat"
+            ),
+            "top_logit": xr.DataArray(
+                top,
+                dims=("step", "rank"),
+                coords=coords,
+                attrs={"long_name": "largest logits of the mean hidden state", "units": "nat"},
+            ),
+            "top_token": xr.DataArray(
+                which,
+                dims=("step", "rank"),
+                coords=coords,
+                attrs={
+                    "long_name": "tokens with the largest logits of the mean hidden state",
+                    **flag_attributes({-1: "unknown"}),
+                },
+            ),
+        }
+    )

@@ -1,0 +1,95 @@
+"""Distances and angles between populations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.scan import Scan
+from trajstore.errors import InvalidArgument
+from trajstore.values.token_norms import vector_norm
+
+__all__ = ["separation"]
+
+Wide = npt.NDArray[np.float64]
+
+
+def _directions(vectors: Wide) -> Wide:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(vectors / vector_norm(vectors)[..., None])
+
+
+def _pairs(vectors: Wide) -> Wide:
+    """Distance and angle in degrees of each pair, (…, 2, population, population)."""
+    unit = _directions(vectors)
+    with np.errstate(invalid="ignore"):
+        distance = vector_norm(vectors[..., :, None, :] - vectors[..., None, :, :])
+        apart = vector_norm(unit[..., :, None, :] - unit[..., None, :, :])
+        together = vector_norm(unit[..., :, None, :] + unit[..., None, :, :])
+    # Accurate for all angles, unlike the arc cosine.
+    return np.stack([distance, np.degrees(2 * np.arctan2(apart, together))], -3)
+
+
+@quantity()
+def separation(scan: Scan, of: Literal["centroid", "displacement"] = "centroid") -> xr.Dataset:
+    """Distance and angle between populations, and the direction of each.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    of : {'centroid', 'displacement'}
+        Vector of a population: its centroid, or the net displacement of its centroid since the
+        first row.
+
+    Returns
+    -------
+    Dataset, float64
+        ``separation`` (step, population, other_population), L2 distance between the two vectors,
+        units of W; ``separation_angle``, the angle between them in degrees; ``direction`` (step,
+        population, hidden), the vector divided by its length. Angle and direction are NaN for a
+        vector of length zero, such as the displacement of the first row.
+
+    Raises
+    ------
+    InvalidArgument
+        If `of` is unknown.
+
+    Examples
+    --------
+    >>> pair = separation(ds).sel(population="dead", other_population="live")
+    >>> pair.separation.isel(step=[0, -1]).values.round(3)
+    array([1.5  , 1.734])
+    """
+    if of not in ("centroid", "displacement"):
+        raise InvalidArgument(f"got of={of!r}, expected 'centroid' or 'displacement'")
+    scan.require_rows(1, "separation")
+    center = centroid(scan)["centroid"]
+    vectors = center if of == "centroid" else center - center[:1].drop_vars("step").squeeze("step")
+    options: dict[str, Any] = {"dask": "parallelized", "output_dtypes": [np.float64]}
+    count = vectors.sizes["population"]
+    pairs = xr.apply_ufunc(
+        _pairs,
+        vectors,
+        input_core_dims=[["population", "hidden"]],
+        output_core_dims=[["fact", "population", "other_population"]],
+        dask_gufunc_kwargs={"output_sizes": {"fact": 2, "other_population": count}},
+        **options,
+    ).assign_coords(other_population=vectors["population"].values)
+    direction = xr.apply_ufunc(_directions, vectors, **options)
+    return xr.Dataset(
+        {
+            "separation": pairs.isel(fact=0).assign_attrs(
+                long_name=f"distance between {of}s", units=scan.units
+            ),
+            "separation_angle": pairs.isel(fact=1).assign_attrs(
+                long_name=f"angle between {of}s", units="degree"
+            ),
+            "direction": direction.assign_attrs(long_name=f"direction of the {of}", units="1"),
+        }
+    )

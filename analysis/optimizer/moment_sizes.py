@@ -1,0 +1,98 @@
+"""Sizes of Adam's moments of each token, with bias correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import field, over_hidden, per_row
+from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.scan import Scan
+from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
+from trajstore.values.token_norms import hidden_sum
+
+__all__ = ["moment_sizes"]
+
+Array = npt.NDArray[Any]
+
+_FACTS = {
+    "first_moment_size": ("mean of |m̂| over hidden", "nat"),
+    "second_moment_root": ("mean of √v̂ over hidden", "nat"),
+    "moment_ratio": ("mean of |m̂|/√v̂ over hidden", "1"),
+}
+_RECORD = np.dtype([(name, "f8") for name in _FACTS])
+
+
+@np.errstate(all="ignore")  # NaN and infinity are valid results
+def _sizes(first: Array, second: Array, step: Array, rule: OptimizerRule) -> npt.NDArray[np.void]:
+    result = np.empty(first.shape[:2], _RECORD)
+    for row, (by_first, by_second) in enumerate(np.transpose(rule.corrections(step.ravel()))):
+        size = np.abs(first[row].astype(np.float64)) / by_first
+        root = np.sqrt(second[row].astype(np.float64)) / by_second
+        nothing = (size == 0) & (root == 0)
+        ratio = np.where(nothing, 0, size / root)
+        result["first_moment_size"][row] = hidden_sum(size) / size.shape[1]
+        result["second_moment_root"][row] = hidden_sum(root) / size.shape[1]
+        result["moment_ratio"][row] = hidden_sum(ratio) / (~nothing).sum(-1)
+    return result
+
+
+@quantity()
+def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """Sizes of Adam's moments of each token, with bias correction, and their ratio.
+
+    m̂ = m/(1 − β₁ᵗ) and v̂ = v/(1 − β₂ᵗ), t the step. Without ε, Adam changes an element by
+    lr·m̂/√v̂.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``exp_avg`` and ``exp_avg_sq``.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
+
+    Returns
+    -------
+    Dataset, float64 (step, token)
+        Means over hidden: ``first_moment_size`` of ``|m̂|``, ``second_moment_root`` of √v̂,
+        ``moment_ratio`` of ``|m̂|``/√v̂, without elements whose moments are both 0. NaN at step 0,
+        and the ratio also if no element is left.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the moments or the optimizer are not recorded.
+    InvalidArgument
+        For an optimizer other than Adam or AdamW.
+
+    Examples
+    --------
+    >>> sizes = moment_sizes(ds)  # at step 1, m̂ is the gradient, and v̂ its square
+    >>> sizes.moment_ratio.sel(step=1, token=ord("z")).values.round(2).item()
+    1.0
+    """
+    input_checks.variables(scan.ds, *MOMENTS)
+    rule = input_checks.adam_rule(scan.ds, optimizer)
+    first, second = MOMENTS
+    blocks = scan.blocks(first)
+    found = over_hidden(
+        _sizes,
+        blocks,
+        scan.aligned(first, second),
+        per_row(blocks, scan.steps),
+        rule=rule,
+        dtype=_RECORD,
+    )
+    return xr.Dataset(
+        {
+            name: scan.wrap(field(found, name), first).assign_attrs(
+                long_name=long_name, units=units
+            )
+            for name, (long_name, units) in _FACTS.items()
+        }
+    )

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import numpy as np
+
+from trajstore import analysis
+
+ADAM = {
+    "class": "torch.optim.adam.Adam",
+    "hyperparameters": {"betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0},
+}
+
+
+def test_against_the_rule(make_run, walk):
+    rng = np.random.default_rng(1)
+    shape = (9, 5, 4)
+    m, v = rng.normal(size=shape).astype("f4"), rng.random(shape).astype("f4")
+    m[:, 1, 2] = v[:, 1, 2] = 0
+    m[:, 3] = v[:, 3] = m[0] = v[0] = 0
+    ds = make_run(walk(*shape), exp_avg=m, exp_avg_sq=v, chunks=(4, 2, 3))
+    ds = ds.isel(step=[0, 1, 2, 4, 7]).assign_attrs(optimizer=ADAM)
+    t = ds.step.values[1:, None, None]
+    size = np.abs(ds.exp_avg.values[1:].astype(float)) / (1 - 0.8**t)
+    root = np.sqrt(ds.exp_avg_sq.values[1:].astype(float) / (1 - 0.9**t))
+    got = analysis.moment_sizes(ds).compute()
+    np.testing.assert_allclose(got.first_moment_size[1:], size.mean(-1))
+    np.testing.assert_allclose(got.second_moment_root[1:], root.mean(-1))
+    with np.errstate(invalid="ignore"):
+        ratio = size / root
+    np.testing.assert_allclose(
+        got.moment_ratio[1:, [0, 1, 2, 4]], np.nanmean(ratio[:, [0, 1, 2, 4]], -1)
+    )
+    assert got.moment_ratio[1:, 3].isnull().all()
+    assert all(got[name][0].isnull().all() for name in got)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore import open_run
+from trajstore.errors import InvalidArgument, StepNotFound
+
+torch = pytest.importorskip("torch")
+from recorded_models import OwnModel  # noqa: E402
+
+from trajstore.trainers import evaluate  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+PROBE = """\
+import os, signal
+
+def probe(model, step):
+    if step == int(os.environ.get("FAILS_AT", -1)):
+        raise ValueError("a probe failed")
+    if step == int(os.environ.get("DIES_AT", -1)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"sum": model.lm_head.weight.float().sum().item(), "name": f"step {step}"}
+"""
+
+
+def norm(model: Any, step: int) -> dict[str, Any]:
+    return {"norm": model.get_parameter("embedding.weight").detach().norm()}
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> str:
+    (tmp_path / "probe.py").write_text(PROBE)
+    return f"{tmp_path / 'probe.py'}:probe"
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
+    recorded: Any, tmp_path: Path, probe: str, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    out = tmp_path / "out.zarr"
+    monkeypatch.setenv("FAILS_AT", "4")
+    message = r"step 4: .*probe raised ValueError: a probe failed \(probe.py, line 5\).*4 steps"
+    with pytest.raises(InvalidArgument, match=message):
+        evaluate(recorded.path, probe, out, jobs=jobs)
+    assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2, 3]
+    monkeypatch.delenv("FAILS_AT")
+    progress: list[tuple[int, int]] = []
+    found = evaluate(
+        recorded.path, probe, out, jobs=jobs, on_progress=lambda *now: progress.append(now)
+    )
+    assert (found.steps, found.new, found.names) == (7, 3, ("name", "sum"))
+    assert progress == [(5, 7), (6, 7), (7, 7)]
+    ds = xr.open_zarr(out).load()
+    assert ds["name"].values.tolist() == [f"step {step}" for step in range(7)]
+    sums = [float(one["lm_head.weight"].float().sum()) for one in recorded.models]
+    assert ds["sum"].values.tolist() == sums
+
+
+def test_after_a_kill_the_same_call_continues(recorded: Any, tmp_path: Path, probe: str) -> None:
+    out = tmp_path / "out.zarr"
+    code = (
+        "import sys; from trajstore.trainers.evaluations import evaluate, result_store;"
+        "result_store._WAITING_SECONDS = 0; evaluate(*sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", code, str(recorded.path), probe, str(out)]
+    done = subprocess.run(words, env=os.environ | {"DIES_AT": "3"})
+    assert done.returncode == -signal.SIGKILL
+    assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2]
+    assert evaluate(recorded.path, probe, out).new == 4
+    names = xr.open_zarr(out)["name"].values.tolist()
+    assert names == [f"step {step}" for step in range(7)]
+
+
+def test_a_killed_process_is_named(
+    recorded: Any, tmp_path: Path, probe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trajstore.errors import TrajstoreError
+
+    monkeypatch.setenv("DIES_AT", "0")
+    with pytest.raises(TrajstoreError, match=r"steps 0 to 0 was killed.*fewer --jobs"):
+        evaluate(recorded.path, probe, tmp_path / "out.zarr", jobs=2)
+
+
+def test_steps_of_a_constructed_model_merge_with_the_run(own: Any, tmp_path: Path) -> None:
+    options: Any = {"every": 2, "constructor": OwnModel}
+    found = evaluate(own.path, norm, tmp_path / "out.zarr", steps="0:5", **options)
+    out = xr.open_zarr(found.path)
+    both = xr.merge([open_run(own.path), out], join="inner")
+    assert both["step"].values.tolist() == [0, 2, 4]
+    expected = np.linalg.norm(both["W"].values.reshape(3, -1), axis=1)
+    np.testing.assert_allclose(both["norm"].values, expected, rtol=1e-6)
+    assert evaluate(own.path, norm, found.path, **options).new == 1  # step 6
+
+
+def test_impossible_calls(own: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    options: Any = {"constructor": OwnModel}
+    with pytest.raises(InvalidArgument, match="every: got 0"):
+        evaluate(own.path, norm, out, every=0, **options)
+    with pytest.raises(StepNotFound, match="step 9 was not recorded"):
+        evaluate(own.path, norm, out, steps=9, **options)
+    with pytest.raises(InvalidArgument, match="no selected step is a multiple of 4"):
+        evaluate(own.path, norm, out, every=4, steps="1:4", **options)
+    with pytest.raises(InvalidArgument, match=r"cannot be passed to other processes.*FILE.py"):
+        evaluate(own.path, lambda model, step: {}, out, jobs=2, **options)
+    assert not out.exists()
+    evaluate(own.path, norm, out, every=3, **options)
+    with pytest.raises(InvalidArgument, match=r"up to step 6 but not of step 1.*--overwrite"):
+        evaluate(own.path, norm, out, **options)
+    assert evaluate(own.path, norm, out, overwrite=True, **options).steps == 7

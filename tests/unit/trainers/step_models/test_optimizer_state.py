@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trajstore.errors import VariableNotRecorded
+
+torch = pytest.importorskip("torch")
+from recorded_models import STEPS, OwnModel, same  # noqa: E402
+
+from trajstore.trainers import capture, model_at, optimizer_state_at  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("step", [1, STEPS])
+def test_it_is_the_state_that_torch_kept(recorded: Any, step: int) -> None:
+    assert same(optimizer_state_at(recorded.path, step), recorded.optimizers[step])
+
+
+def test_an_optimizer_that_loads_it_takes_the_next_step(recorded: Any) -> None:
+    model = model_at(recorded.path, 3)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
+    optimizer.load_state_dict(optimizer_state_at(recorded.path, 3))
+    assert same(optimizer.state_dict(), recorded.optimizers[3])
+
+
+def test_at_step_0_there_is_no_state(recorded: Any) -> None:
+    found = optimizer_state_at(recorded.path, 0)
+    assert found["state"] == {}
+    assert [group["lr"] for group in found["param_groups"]] == [0.01 * 0.9, 0.02 * 0.9]
+
+
+def test_parameters_count_their_own_steps(own: Any) -> None:
+    found = optimizer_state_at(own.path, 5)
+    assert same(found, own.optimizers[5])
+    assert {float(values["step"]) for values in found["state"].values()} == {3.0, 5.0}
+    assert len(found["state"]) == len([p for p in OwnModel().parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "missing"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "max_exp_avg_sq"),
+        (torch.optim.Adagrad, "state of its optimizer torch.optim.adagrad.Adagrad"),
+    ],
+)
+def test_a_state_that_is_not_recorded(
+    tmp_path: Path, tiny: Any, optimizer: Any, missing: str
+) -> None:
+    built = optimizer(tiny.parameters())
+    with capture(tiny, built, tmp_path / "run.zarr", record="everything"):
+        tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
+        built.step()
+    with pytest.raises(VariableNotRecorded, match=missing):
+        optimizer_state_at(tmp_path / "run.zarr", 1)

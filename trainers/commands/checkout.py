@@ -1,0 +1,55 @@
+"""The command `checkout`, which writes the model of a recorded step to a folder."""
+
+from __future__ import annotations
+
+import click
+from rich.text import Text
+
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, RUN
+from trajstore.cli.progress import stopped_by_signals
+from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.trainers.commands.model_options import TOKENIZER
+
+__all__ = ["checkout"]
+
+
+@click.command()
+@RUN
+@click.option("--step", type=int, required=True, help="Step after which the model is written.")
+@click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new folder.")
+@click.option(
+    "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
+)
+@TOKENIZER
+@JSON
+@sentences
+def checkout(
+    run: str, step: int, output: str, optimizer: bool, tokenizer: str | None, as_json: bool
+) -> None:
+    """Write the model of a recorded step to a folder that transformers loads.
+
+    The run has to be recorded with --record everything. The weights have the recorded bits.
+    AutoModelForCausalLM.from_pretrained reads the folder, and AutoTokenizer the tokenizer if the
+    run has one.
+
+    \b
+    Example:
+      trajstore checkout gatsby.zarr --step 300 -o step-300/
+      trajstore checkout gatsby.zarr --step 300 --optimizer -o step-300-optimizer/
+    """
+    from transformers.utils import logging
+
+    from trajstore import trainers
+
+    logging.disable_progress_bar()
+    with stopped_by_signals():
+        found = trainers.checkout(run, output, step=step, optimizer=optimizer, tokenizer=tokenizer)
+    if as_json:
+        print_json({**vars(found), "path": str(found.path), "notes": list(found.notes)})
+        return
+    parts = ["the model", *(["its tokenizer"] if found.tokenizer else [])]
+    parts += ["optimizer.pt"] if optimizer else []
+    out.print(Text(f"Wrote {output}: {', '.join(parts)} of step {step} of {run}."))
+    print_notes(found.notes)
+    out.print(Text(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})"))

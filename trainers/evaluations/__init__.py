@@ -1,0 +1,33 @@
+"""Functions of the model, evaluated at many recorded steps.
+
+``evaluate`` calls a function for each step, here or in ``worker_processes``. ``function_source``
+imports it from a file. ``result`` checks what it returns, and ``result_store`` appends it to a Zarr
+store. ``on_texts`` and ``on_prompts`` hold the ready-made functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from trajstore.trainers.evaluations.evaluate import Evaluated, evaluate
+from trajstore.trainers.evaluations.on_prompts import attention, generation, logit_lens
+from trajstore.trainers.evaluations.on_texts import hidden_cosine, loss
+
+__all__ = [
+    "READY_MADE",
+    "Evaluated",
+    "attention",
+    "evaluate",
+    "generation",
+    "hidden_cosine",
+    "logit_lens",
+    "loss",
+]
+
+READY_MADE: dict[str, Callable[..., Any]] = {
+    "loss": loss,
+    "attention": attention,
+    "logit-lens": logit_lens,
+    "generation": generation,
+    "hidden-cosine": hidden_cosine,
+}
+"""Ready-made evaluations by their names on the command line."""

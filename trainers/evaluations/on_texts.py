@@ -1,0 +1,236 @@
+"""Ready-made evaluations on a text: its loss, and the cosines of W to the mean hidden state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xarray as xr
+
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.step_models.run_tokenizer import run_tokenizer
+from trajstore.trainers.texts.corpus import tokenize_file
+
+__all__ = [
+    "HiddenCosine",
+    "TextLoss",
+    "context_of",
+    "hidden_cosine",
+    "logits_of",
+    "loss",
+    "prediction_offset",
+]
+
+_CONTEXT = 1024
+"""Most tokens of a window."""
+
+_LOGITS = 1 << 25
+"""Most logits of a batch."""
+
+
+@checks_types
+def loss(
+    run: RunPath,
+    text: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    length: int | None = None,
+) -> TextLoss:
+    """Return an evaluation of the loss and the perplexity on a text.
+
+    The text is cut into windows of the model's context, at most 1,024 tokens. The loss is the mean
+    over all targets within their windows, in nats, without autocast. A target is the next token;
+    for the presets the token after next, as in their training.
+
+    Its results: ``text_loss`` in nats, and ``perplexity``, the exponential of it.
+
+    Parameters
+    ----------
+    run : path-like or str
+        Its tokenizer reads the text.
+    text : path-like
+        A text file.
+    tokenizer : path-like or str, optional
+        Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
+    length : int, optional
+        Read only so many tokens of the text.
+
+    Raises
+    ------
+    InvalidArgument
+        If the text cannot be read, or the run has no tokenizer.
+    CorpusError
+        If the tokenizer cannot encode the text.
+    """
+    attributes = dict(open_group(run).attrs)
+    return TextLoss(
+        ids=_ids_of(attributes, text, tokenizer, length), offset=prediction_offset(attributes)
+    )
+
+
+@checks_types
+def hidden_cosine(
+    run: RunPath,
+    text: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    length: int | None = None,
+) -> HiddenCosine:
+    """Return an evaluation of the cosine of each token's W to the mean hidden state of a text.
+
+    The hidden states are those that the output embeddings multiply, over all windows of the text.
+
+    Its results: ``hidden_mean_cosine`` (token), and ``hidden_mean_norm``, the length of the mean.
+
+    Parameters
+    ----------
+    run, text, tokenizer, length
+        As for `loss`.
+
+    Raises
+    ------
+    InvalidArgument, CorpusError
+        As `loss`.
+    """
+    attributes = dict(open_group(run).attrs)
+    return HiddenCosine(ids=_ids_of(attributes, text, tokenizer, length))
+
+
+def _ids_of(
+    attributes: dict[str, Any],
+    text: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str] | None,
+    length: int | None,
+) -> npt.NDArray[np.int64]:
+    if length is not None and length < 1:
+        raise InvalidArgument(f"length: got {length}, expected at least 1")
+    ids = tokenize_file(Path(text), run_tokenizer(attributes, tokenizer)).ids[:length]
+    if len(ids) <= prediction_offset(attributes):
+        raise InvalidArgument(f"{text} has {len(ids)} tokens, too few to predict one; give more")
+    return ids
+
+
+def prediction_offset(attributes: dict[str, Any]) -> int:
+    """Return the distance from a token to the one that its hidden state predicts."""
+    return int(attribute(attributes, "config", "data", "target_offset") or 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextLoss:
+    """The evaluation of `loss`.
+
+    Attributes
+    ----------
+    ids : ndarray of int64
+    offset : int
+        Distance from a token to its target.
+    """
+
+    ids: npt.NDArray[np.int64]
+    offset: int
+
+    def __str__(self) -> str:
+        return f"loss on {_identity(self.ids)}"
+
+    @torch.no_grad()
+    def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
+        """Return the results of a step."""
+        total, count = 0.0, 0
+        for batch in _windows(self.ids, model):
+            targets = batch[:, self.offset :]
+            logits = logits_of(model(batch))[:, : targets.shape[1]].float()
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="none"
+            )
+            total += float(losses.double().sum())
+            count += losses.numel()
+        mean = total / count
+        return {"text_loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HiddenCosine:
+    """The evaluation of `hidden_cosine`.
+
+    Attributes
+    ----------
+    ids : ndarray of int64
+    """
+
+    ids: npt.NDArray[np.int64]
+
+    def __str__(self) -> str:
+        return f"hidden-cosine on {_identity(self.ids)}"
+
+    @torch.no_grad()
+    def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
+        """Return the results of a step."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is None:
+            raise InvalidArgument(
+                f"{type(model).__name__} has no get_output_embeddings(), which hidden-cosine needs"
+            )
+        sums: list[torch.Tensor] = []
+
+        def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            sums.append(inputs[0].flatten(0, -2).double().sum(0))
+
+        handle = head.register_forward_pre_hook(add)
+        try:
+            for batch in _windows(self.ids, model):
+                model(batch)
+        finally:
+            handle.remove()
+        mean = torch.stack(sums).sum(0) / len(self.ids)
+        W = head.weight.double()
+        cosine = torch.nn.functional.cosine_similarity(W, mean[None], dim=1)
+        return {
+            "hidden_mean_cosine": xr.DataArray(
+                cosine.float().cpu().numpy(),
+                coords={"token": np.arange(len(W), dtype=np.int32)},
+                dims="token",
+            ),
+            "hidden_mean_norm": float(mean.norm()),
+        }
+
+
+def _identity(ids: npt.NDArray[np.int64]) -> str:
+    """Return a name of a text, which differs for different texts."""
+    return f"{len(ids)} tokens (sha256 {hashlib.sha256(ids.tobytes()).hexdigest()[:12]})"
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits of a model's output: the output itself, or its attribute ``logits``."""
+    found: torch.Tensor = getattr(output, "logits", output)
+    return found
+
+
+def context_of(model: torch.nn.Module) -> int:
+    """Return the most tokens of an input, at most 1,024."""
+    config = getattr(model, "config", None)
+    return min(getattr(config, "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
+
+
+def _windows(ids: npt.NDArray[np.int64], model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield batches of equal windows of a text, on the device of the model."""
+    context = context_of(model)
+    device = next(model.parameters()).device
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or int(ids.max()) + 1
+    whole = len(ids) // context
+    windows = torch.from_numpy(ids[: whole * context]).view(whole, context)
+    for batch in windows.split(max(1, _LOGITS // (context * vocabulary))):
+        yield batch.to(device)
+    if rest := len(ids) - whole * context:
+        yield torch.from_numpy(ids[-rest:])[None].to(device)

@@ -1,0 +1,127 @@
+"""The state dict of the optimizer after a recorded step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trajstore.errors import VariableNotRecorded
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.step_models.recorded_parameters import (
+    RunParameters,
+    StoredParameter,
+    variable_of,
+)
+
+__all__ = ["optimizer_state_at"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
+    """Return the optimizer's state after a step, as `load_state_dict` takes it.
+
+    Moments and step counts have the recorded bits. The learning rate of a group is the one that
+    the step used; at step 0 it is the initial one. Load it into an optimizer of the same class with
+    the same parameter groups.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run that was recorded with ``record="everything"``, with Adam, AdamW, or SGD without
+        momentum.
+    step : int
+
+    Returns
+    -------
+    dict
+        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state.
+
+    Raises
+    ------
+    RunNotFound
+        If there is no run.
+    VariableNotRecorded
+        If the run does not hold all parameters or the whole state of the optimizer.
+    StepNotFound
+        If the run does not hold the step.
+    """
+    stored = RunParameters(run)
+    stored.number(step)
+    groups = attribute(stored.attributes, "optimizer", "groups")
+    _check_state(stored, groups)
+    members = [[one for one in stored.parameters if one.group == n] for n in range(len(groups))]
+    order = [one for group in members for one in group]
+    return {
+        "state": _state(stored, step, order),
+        "param_groups": _groups(stored, step, groups, [len(group) for group in members]),
+    }
+
+
+def _check_state(stored: RunParameters, groups: Any) -> None:
+    """Check that the run holds the whole state of its optimizer.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If it does not.
+    """
+    kind = str(attribute(stored.attributes, "optimizer", "class"))
+    name = kind.rpartition(".")[2].removeprefix("Rounded")
+    missing: list[str] = []
+    if not isinstance(groups, list):
+        missing = ["parameter groups"]
+    elif name in ("Adam", "AdamW"):
+        missing = [one for one in stored.variables("exp_avg") if one not in stored]
+        if any(group["hyperparameters"].get("amsgrad") for group in groups):
+            missing.append("max_exp_avg_sq")
+    elif name == "SGD":
+        if any(group["hyperparameters"].get("momentum") for group in groups):
+            missing = ["momentum_buffer"]
+    else:
+        missing = ["state"]
+    if missing:
+        raise VariableNotRecorded(
+            f"{stored.run} does not hold the {', '.join(missing)} of its optimizer {kind}; the "
+            "whole state is recorded for Adam, AdamW, and SGD without momentum"
+        )
+
+
+def _state(
+    stored: RunParameters, step: int, order: list[StoredParameter]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the state of each parameter that has one, by its number in the optimizer."""
+    if not all(name in stored for name in stored.variables("exp_avg")):
+        return {}
+    row = stored.row(step, [name for kind in _MOMENTS for name in stored.variables(kind)])
+    count = dict(zip(stored.parameters, stored.value("params_count", step), strict=True))
+    state = {}
+    for number, one in enumerate(order):
+        if not count[one]:
+            continue
+        state[number] = {"step": torch.tensor(float(count[one]), dtype=torch.float32)}
+        for kind in _MOMENTS:
+            native = stored.native(variable_of(one.variable, kind))
+            state[number][kind] = tensor_of(one.bits(row, kind), native)
+    return state
+
+
+def _groups(
+    stored: RunParameters, step: int, groups: list[Mapping[str, Any]], lengths: list[int]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups with the rates of a step."""
+    rates = stored.value("params_lr", step).tolist()
+    found, first = [], 0
+    for group, rate, length in zip(groups, rates, lengths, strict=True):
+        settings = group["hyperparameters"].items()
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
+        if not math.isnan(rate):  # NaN at step 0, which took no step
+            values["lr"] = rate
+        found.append({**values, "params": list(range(first, first + length))})
+        first += length
+    return found

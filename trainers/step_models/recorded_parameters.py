@@ -1,0 +1,235 @@
+"""All parameters of the model of a run: where each is stored, and its rows in native bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
+from trajstore.schema import STEP
+from trajstore.store.reading.array_reader import StoredArray, stored_array
+from trajstore.store.reading.open_group import open_group, whole
+from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.threads import default_threads
+from trajstore.values.native_types import NativeType, as_bits, native_type
+
+__all__ = ["Row", "RunParameters", "StoredParameter", "variable_of"]
+
+Array = npt.NDArray[Any]
+
+Row = Mapping[str, Array]
+"""Native bits of one row, by variable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredParameter:
+    """One parameter of the recorded model. Tied parameters are one.
+
+    Attributes
+    ----------
+    name : str
+        First of its names in the model.
+    tied : tuple of str
+        Further names.
+    shape : tuple of int
+    native : NativeType
+    variable : str
+        Variable with its values: ``W``, or a vector of several parameters.
+    offset : int
+        First element in that vector.
+    group : int or None
+        Number of the optimizer's parameter group; None without an optimizer.
+    requires_grad : bool
+    """
+
+    name: str
+    tied: tuple[str, ...]
+    shape: tuple[int, ...]
+    native: NativeType
+    variable: str
+    offset: int
+    group: int | None
+    requires_grad: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the parameter in the model."""
+        return (self.name, *self.tied)
+
+    def bits(self, row: Row, kind: str = "W") -> Array:
+        """Return its bits in a row: ``W``, ``grad``, ``exp_avg`` or ``exp_avg_sq``."""
+        values = row[variable_of(self.variable, kind)]
+        if self.variable != "W":
+            values = values[self.offset : self.offset + math.prod(self.shape)]
+        return values.reshape(self.shape)
+
+
+def variable_of(variable: str, kind: str) -> str:
+    """Name of the variable with a quantity of the parameters whose values are in `variable`.
+
+    >>> variable_of("W", "grad"), variable_of("params", "exp_avg")
+    ('grad', 'params_exp_avg')
+    """
+    if kind == "W":
+        return variable
+    return kind if variable == "W" else f"{variable}_{kind}"
+
+
+class RunParameters:
+    """The parameters of a run, with their rows. The steps are those at the time of opening.
+
+    Parameters
+    ----------
+    run : path-like or str
+
+    Attributes
+    ----------
+    run : path-like or str
+    attributes : dict
+        Attributes of the root.
+    steps : ndarray of int64, (step,)
+    parameters : tuple of StoredParameter
+        In the order of the model's `named_parameters`.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run.
+    VariableNotRecorded
+        If it does not hold all parameters.
+    """
+
+    def __init__(self, run: RunPath) -> None:
+        self.run = run
+        group: Any = open_group(run)
+        self.attributes: dict[str, Any] = group.attrs.asdict()
+        table = self.attributes.get("parameters")
+        if not table or "W" not in group:
+            raise VariableNotRecorded(
+                f"{run} does not hold all parameters of its model; record a run with "
+                "--record everything"
+            )
+        self.parameters = tuple(_stored(entry, group, run) for entry in table)
+        self.steps: Array = whole(run, group, STEP.name)
+        self._arrays: dict[str, Any] = dict(group.arrays())
+        self._stored: dict[str, StoredArray | None] = {}
+
+    def __contains__(self, variable: object) -> bool:
+        return variable in self._arrays
+
+    def variables(self, kind: str = "W") -> tuple[str, ...]:
+        """Names of the variables with a quantity of all parameters, each once."""
+        return tuple(dict.fromkeys(variable_of(one.variable, kind) for one in self.parameters))
+
+    def number(self, step: int) -> int:
+        """Return the row of a step.
+
+        Raises
+        ------
+        StepNotFound
+            If the run does not hold it.
+        """
+        row = int(np.searchsorted(self.steps, step))
+        if row < len(self.steps) and self.steps[row] == step:
+            return row
+        near = [str(one) for one in self.steps[max(row - 1, 0) : row + 1]]
+        hint = f"the nearest: {' and '.join(near)}" if near else "it has no rows"
+        raise StepNotFound(f"{self.run} has no row of step {step}; {hint}")
+
+    def row(self, step: int, variables: Collection[str]) -> dict[str, Array]:
+        """Read the native bits of one row of some variables.
+
+        Raises
+        ------
+        StepNotFound
+            If the run does not hold the step.
+        """
+        number = self.number(step)
+        return {name: self._read(name, number, number + 1)[0] for name in variables}
+
+    def rows(self, steps: Iterable[int], variables: Sequence[str]) -> Iterator[tuple[int, Row]]:
+        """Read rows in increasing order; a block of rows is decoded once.
+
+        Parameters
+        ----------
+        steps : iterable of int
+            Increasing.
+        variables : sequence of str
+
+        Yields
+        ------
+        step : int
+        row : mapping of str to ndarray
+            Views of a block, valid until the next row is requested.
+
+        Raises
+        ------
+        StepNotFound
+            If the run does not hold a step; raised before the first row is read.
+        """
+        numbers = [self.number(step) for step in steps]
+        length = min(_block_rows(self._arrays[name]) for name in variables)
+        while numbers:
+            block = numbers[0] // length
+            inside = [one for one in numbers if one // length == block]
+            numbers = numbers[len(inside) :]
+            first, stop = inside[0], inside[-1] + 1
+            read = {name: self._read(name, first, stop) for name in variables}
+            for number in inside:
+                row = {name: values[number - first] for name, values in read.items()}
+                yield int(self.steps[number]), row
+
+    def native(self, variable: str) -> NativeType:
+        """Return the native type of a variable."""
+        return native_type(self._arrays[variable].attrs["native_dtype"])
+
+    def value(self, variable: str, step: int) -> Array:
+        """Read one row of a variable that is not a parameter, such as ``params_lr``."""
+        return np.asarray(self._arrays[variable][self.number(step)])
+
+    def _read(self, name: str, first: int, stop: int) -> Array:
+        array, native = self._arrays[name], self.native(name)
+        if name not in self._stored:
+            self._stored[name] = self._local(name)
+        stored = self._stored[name]
+        rows = slice(first, stop)
+        if stored is not None:
+            return stored.native_bits(rows, native)
+        return as_bits(np.asarray(array[rows]), native, name)
+
+    def _local(self, name: str) -> StoredArray | None:
+        if not isinstance(location(self.run), Path):
+            return None
+        stored = stored_array(self.run, name, self._arrays[name])
+        return None if stored is None else replace(stored, threads=default_threads())
+
+
+def _block_rows(array: Any) -> int:
+    return int((array.shards or array.chunks)[0])
+
+
+def _stored(entry: Mapping[str, Any], group: Any, run: RunPath) -> StoredParameter:
+    """Return an entry of the attribute ``parameters``, whose form was checked on opening."""
+    one = StoredParameter(
+        name=entry["name"],
+        tied=tuple(entry.get("tied", ())),
+        shape=tuple(entry["shape"]),
+        native=native_type(entry["dtype"]),
+        variable=entry["variable"],
+        offset=entry.get("offset", 0),
+        group=entry["group"],
+        requires_grad=entry["requires_grad"],
+    )
+    stored = math.prod(group[one.variable].shape[1:]) if one.variable in group else 0
+    if one.offset + math.prod(one.shape) > stored:
+        raise FormatError(
+            f"{run}: {one.name} ends at element {one.offset + math.prod(one.shape)} of "
+            f"{one.variable}, which has {stored}; the run is damaged"
+        )
+    return one

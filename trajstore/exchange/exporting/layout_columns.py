@@ -1,0 +1,200 @@
+"""Arrays of a file in a layout: variables of a run, in the types and rows of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.exchange.exporting.exported_file import variable_tensor
+from trajstore.exchange.layouts import Column, Layout
+from trajstore.exchange.selection import Selection
+from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.schema import TRAJECTORIES, VARIABLES
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, positions
+from trajstore.values.native_types import is_nan, native_type
+from trajstore.values.optimizer_rule import MOMENTS
+from trajstore.values.ulp_lattice import spacing
+
+__all__ = ["columns_of", "is_sgd"]
+
+Array = npt.NDArray[Any]
+
+
+def columns_of(
+    layout: Layout, run: TiledRun, selections: Mapping[str, Selection]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors with a row per step, by their keys, and notes about omitted ones.
+
+    Parameters
+    ----------
+    layout : Layout
+    run : TiledRun
+    selections : mapping of str to Selection
+        The selected tokens of each population of the layout.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run holds no variable of the layout.
+    InvalidArgument
+        If the layout needs the row before a selected one, and the run does not hold that row.
+    """
+    selected = next(iter(selections.values())).variables
+    columns = layout.columns
+    if "W" not in run.series:
+        # A run that was imported from changes of W holds only these.
+        columns = tuple(
+            replace(column, variable="delta", time="after") if column.time == "change" else column
+            for column in columns
+        )
+    tensors: dict[str, Tensor] = {}
+    unrecorded, unselected, zeros = [], [], []
+    for column in columns:
+        if column.variable in selected:
+            tensors[column.key] = _column(layout, column, run, selections[column.tokens])
+        elif column.variable in run.series:
+            unselected.append(column.key)
+        elif column.variable in MOMENTS and is_sgd(run):
+            tensors[column.key] = _zeros(column, run, selections[column.tokens])
+            zeros.append(column.key)
+        else:
+            unrecorded.append(column.key)
+    if columns and not tensors.keys() - set(zeros):
+        raise VariableNotRecorded(
+            f"layout {layout.name} holds only {', '.join(column.variable for column in columns)}, "
+            f"but the selection has {', '.join(selected)}; use the native layout"
+        )
+    notes = []
+    if unrecorded:
+        notes.append(f"{', '.join(unrecorded)} omitted: not recorded")
+    if unselected:
+        notes.append(f"{', '.join(unselected)} omitted: not selected")
+    if zeros:
+        notes.append(f"{', '.join(zeros)} are 0: SGD has no moments")
+    return tensors, notes
+
+
+def is_sgd(run: TiledRun) -> bool:
+    """True if an optimizer without moments trained the run."""
+    name = str(attribute(run.attributes, "optimizer", "class") or "").rpartition(".")[2]
+    momentum = attribute(run.attributes, "optimizer", "hyperparameters", "momentum")
+    return name in ("SGD", "RoundedSGD") and not momentum
+
+
+def _zeros(column: Column, run: TiledRun, selection: Selection) -> Tensor:
+    """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
+    like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
+    tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
+    rows = len(_rows(column, run, selection))
+    shape = (rows, tokens, like.shape[2])
+    dtype = native_type(column.dtype)
+
+    def parts() -> Iterator[Part]:
+        for row in range(rows):
+            bits = np.zeros((1, *shape[1:]), dtype.bits)
+            yield Part(where=(slice(row, row + 1),), read=partial(_unrounded, bits))
+
+    return Tensor(key=column.key, dtype=_stored(column), shape=shape, parts=parts)
+
+
+def _unrounded(bits: Array) -> tuple[Array, int]:
+    return bits, 0
+
+
+def _stored(column: Column) -> str:
+    return "uint16" if column.as_bits else column.dtype
+
+
+def _rows(column: Column, run: TiledRun, selection: Selection) -> Array:
+    """Positions of the rows of a column along ``step``."""
+    rows = selection.rows
+    omitted = column.first_row == 1 and len(rows) > 1 and run.steps[rows[0]] == 0
+    return rows[1:] if omitted else rows
+
+
+def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection) -> Tensor:
+    variable = run.series[column.variable]
+    dtype = native_type(column.dtype)
+    rows = _rows(column, run, selection)
+    steps = run.steps[rows]
+    if column.time == "after":
+        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=rows)
+        blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
+        tensor = _with_zeros(tensor, steps) if blank else tensor
+        return replace(tensor, dtype=_stored(column))
+    # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
+    before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
+    if (before < 0).any():
+        raise InvalidArgument(
+            f"layout {layout.name} needs W before step {steps[before < 0][0]}, but the run does "
+            "not hold the step before it; omit that step, or use another layout"
+        )
+    if column.time == "before":
+        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
+        return replace(tensor, dtype=_stored(column))
+    return _change(column, variable, rows, before, selection.tokens)
+
+
+def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
+    """The tensor with zeros in the row of step 0, as in the notebooks' files."""
+    first = np.flatnonzero(steps == 0)
+    if not len(first):
+        return tensor
+    return replace(tensor, parts=partial(_parts_with_zeros, tensor, int(first[0])))
+
+
+def _parts_with_zeros(tensor: Tensor, row: int) -> Iterator[Part]:
+    for part in tensor.parts():
+        rows = part.where[0]
+        if rows.start <= row < rows.stop:
+            yield replace(part, read=partial(_zeros_for_nan, part, tensor.dtype, row - rows.start))
+        else:
+            yield part
+
+
+def _zeros_for_nan(part: Part, dtype: str, row: int) -> tuple[Array, int]:
+    """Bits of a part, with zeros in place of a row of NaN."""
+    bits, rounded = part.read()
+    if is_nan(bits[row : row + 1], native_type(dtype)).all():
+        bits = bits if bits.flags.writeable else bits.copy()
+        bits[row] = 0
+    return bits, rounded
+
+
+def _change(
+    column: Column, variable: TiledVariable, rows: Array, before: Array, tokens: Array | None
+) -> Tensor:
+    """Differences from the rows before, in float32."""
+    tokens = np.arange(variable.shape[1]) if tokens is None else tokens
+    shape = (len(before), len(tokens), *variable.shape[2:])
+    parts = partial(_parts_of_change, column, variable, rows, before, tokens)
+    return Tensor(key=column.key, dtype="float32", shape=shape, parts=parts)
+
+
+def _parts_of_change(
+    column: Column, variable: TiledVariable, rows: Array, before: Array, tokens: Array
+) -> Iterator[Part]:
+    for tile in variable.tiles(rows, tokens):
+        at, among = tile.where
+        yield Part(
+            where=tile.where,
+            read=partial(_difference, column, tile, variable, before[at], tokens[among]),
+        )
+
+
+def _difference(
+    column: Column, tile: Tile, variable: TiledVariable, before: Array, tokens: Array
+) -> tuple[Array, int]:
+    earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
+    with np.errstate(invalid="ignore"):  # the difference of two infinities is NaN
+        change = np.subtract(tile.read(), earlier, dtype=np.float32)
+        if column.time == "ulps":
+            change /= spacing(earlier, variable.native.name)
+    return change.view(np.uint32), 0
