@@ -223,4 +223,4 @@ def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
     assert (tmp_path / "moved.png").stat().st_size
     lost = analysis.summary(open_run(run)).param_update_lost.sel(when="last", parameter=name)
     (row,) = (line for line in call("summary", run).stdout.splitlines() if name in line)
-    assert row.split()[-1] == f"{lost.item():.2%}"
+    assert row.split()[-1] == f"{float(lost):.2%}"
