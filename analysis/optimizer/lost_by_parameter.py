@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import dask.array as da
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 __all__ = ["lost_by_parameter"]
+
+Array = npt.NDArray[Any]
 
 
 def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
@@ -30,28 +35,48 @@ def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
         before.
     """
     names = [entry["name"] for entry in ds.attrs["parameters"]]
-    found = []
+    small = [name for name in ("params_lr", "params_count", "lr", "skipped") if name in ds]
+    ds = ds[["W", "grad", "params", "params_grad", *small]]
+    counts, known = [], []
     for row in rows:
         pair = ds.isel(step=slice(row - 1, row + 1))
-        found.append(
-            xr.concat([_lost(parameter_dataset(pair, name)) for name in names], "parameter")
-        )
-    return xr.concat(found, "row").assign_coords(parameter=names)
+        pair = pair.assign(pair[small].load())  # once, not for each parameter
+        ones = [parameter_dataset(pair, name) for name in names]
+        counts.append(da.stack([_counts(one) for one in ones]))
+        known.append([_is_taken(one) for one in ones])
+    counted = xr.DataArray(da.stack(counts), dims=("row", "parameter", "kind"))
+    wanted, lost, nan = (counted.isel(kind=kind) for kind in range(3))
+    fraction: xr.DataArray = (lost / wanted.where(wanted > 0)).where((nan == 0) & np.array(known))
+    return fraction.assign_coords(parameter=names)
 
 
-def _lost(pair: xr.Dataset) -> xr.DataArray:
-    """The fraction of one parameter in the step between two rows."""
-    before, after = pair["W"].isel(step=0, drop=True), pair["W"].isel(step=1, drop=True)
-    last = pair.isel(step=1, drop=True)
-    with_gradient = last["grad"] != 0
-    wanted = with_gradient.sum()
-    known = last["grad"].notnull().all()
-    if "lr" in last:
-        known &= last["lr"] != 0
-    if "skipped" in last:
-        known &= last["skipped"] != 1
-    if np.diff(pair["step"].values) != 1:
-        known &= False
-    lost = (with_gradient & (before == after)).sum()
-    fraction: xr.DataArray = (lost / wanted.where(wanted > 0)).where(known)
-    return fraction
+def _count_kernel(before: Array, after: Array, gradient: Array) -> Array:
+    wanted = gradient != 0
+    lost = wanted & (before == after)
+    return np.array([[[wanted.sum(), lost.sum(), np.isnan(gradient).sum()]]])
+
+
+def _counts(pair: xr.Dataset) -> da.Array:
+    """Elements of a parameter with a gradient, of these the unchanged ones, and NaN: (3)."""
+    before, after = pair["W"].data
+    counts = da.map_blocks(
+        _count_kernel,
+        before,
+        after,
+        pair["grad"].data[1].rechunk(before.chunks),  # blocks are paired by position
+        new_axis=2,
+        chunks=(*((1,) * blocks for blocks in before.numblocks), (3,)),
+        dtype=np.int64,
+        meta=np.empty((0, 0, 0), np.int64),
+    )
+    return counts.sum((0, 1))
+
+
+def _is_taken(pair: xr.Dataset) -> bool:
+    """True if the optimizer took the step between two rows, with a rate that is not 0."""
+    last = pair.isel(step=1)
+    return bool(
+        np.diff(pair["step"].values) == 1
+        and ("lr" not in last or last["lr"].values != 0)
+        and ("skipped" not in last or last["skipped"].values != 1)
+    )
