@@ -39,6 +39,7 @@ from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
@@ -357,7 +358,9 @@ def _bytes_by_encoding(
     replay = dict(delta)
     if "grad" in kinds:
         replay["grad"] = round(native["grad"] / _PREDICTED.get(kinds["grad"], 1.0))
-    for name in rule.state if rule else ():
+    computed = rule.state if rule else ()
+    vectors = [VECTORS[name] for name in computed if len(computed) > 1]
+    for name in (*computed, *(name for name in vectors if name in kinds)):
         ratio = _KEY_ROWS.get(kinds[name], {}).get(name, 1.0)
         replay[name] = round(blocks * layout.arrays[name].row_bytes / ratio)
     return {"delta": delta, "replay": replay}
