@@ -55,7 +55,7 @@ _RATIOS = {
     "bfloat16": {
         "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
         "hidden_states": 2.9,
-        "params": 4.0, "params_grad": 1.22, "params_exp_avg": 1.43, "params_exp_avg_sq": 8.2,
+        "params": 4.0, "params_grad": 1.44, "params_exp_avg": 1.5, "params_exp_avg_sq": 8.2,
     },
     "float32": {
         "W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8,

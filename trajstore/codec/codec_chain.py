@@ -36,8 +36,8 @@ __all__ = [
     "SKIPS",
     "Chain",
     "chain",
-    "gradient_chain",
     "padded",
+    "vector_chain",
 ]
 
 Compressor = Literal["lz4", "zstd"]
@@ -284,24 +284,27 @@ def chain(native: NativeType, ndim: int, *, small: bool, history: bool = False) 
     return coding
 
 
-def gradient_chain(native: NativeType, *, small: bool) -> Chain:
-    """Choose the codecs of gradients of many parameters, whose steps have little in common.
+def vector_chain(native: NativeType, *, small: bool, differences: bool) -> Chain:
+    """Choose the codecs of a variable along ``element``, with values of many parameters.
 
     Parameters
     ----------
     native : NativeType
     small : bool
         See `chain`.
+    differences : bool
+        False for gradients, whose steps have little in common.
     """
     if not small:
-        return Chain(native=native, kind="native", compressor="lz4", level=5, blocksize=1 << 17)
-    # zstd counts the values of 128 KiB. So it counts each byte of a value, most of which are
-    # evenly distributed, apart from the one with the exponent.
+        coding = chain(native, 2, small=False)
+        return coding if differences else replace(coding, kind="native")
+    # zstd counts the values of 128 KiB, here those of one byte, or of bits of the same rank. Most
+    # bytes of a gradient are evenly distributed, apart from the one with the exponent.
     return Chain(
         native=native,
-        kind="native",
+        kind="delta" if differences else "native",
         compressor="zstd",
         level=1,
-        shuffle="shuffle",
+        shuffle="bitshuffle" if differences else "shuffle",
         blocksize=native.itemsize << 17,
     )

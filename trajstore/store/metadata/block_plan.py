@@ -17,7 +17,7 @@ from typing import Any
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.codec.block_form import BlockForm, Runs
-from trajstore.codec.codec_chain import Chain, chain, gradient_chain
+from trajstore.codec.codec_chain import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
@@ -271,8 +271,11 @@ def plan(
             )
             for name, (entry, native) in kinds.items()
         }
-        if (name := VECTORS[GRADIENT]) in kinds:
-            chains[name] = gradient_chain(kinds[name][1], small=row_bytes < _SMALL_ROW)
+        compact = encoding == "replay" or row_bytes < _SMALL_ROW
+        for role, name in VECTORS.items():
+            if name in kinds:
+                native = kinds[name][1]
+                chains[name] = vector_chain(native, small=compact, differences=role != GRADIENT)
         if encoding == "replay":
             chains = replay_chains(chains, rule, vectors)
         held, counts = _division(chains, kinds, lengths, rows)

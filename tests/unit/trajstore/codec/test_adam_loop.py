@@ -54,13 +54,13 @@ def test_the_loop_gives_the_bits_of_the_rule(
         "clip_coef": np.array([np.nan, 1, 0.5, 1, 0.25, np.nan], np.float32),
         "skipped": np.array([0, 0, 0, 0, 0, 0], np.float32),
     }
-    numbers = unit._rates(rates, 0)
     made = []
     for compiled in (False, True):
         loop = adam_loop.CompiledLoop("trajstore.codec.adam_loop", "adam_rows")
         monkeypatch.setattr(loop, "is_worth", lambda count, compiled=compiled: compiled)
         monkeypatch.setattr(adam_loop, "_LOOP", loop)
         out = {name: np.zeros_like(bits[name]) for name in unit.rule.state}
+        numbers = unit._rates(rates, 0)
         unit._follow(bits, out, unit.rule.state, numbers)
         back = {name: bits[name].copy() for name in bits}
         for name in out:
