@@ -98,7 +98,7 @@ class HiddenStates:
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        given = next(iter((*args, *kwargs.values())), None)
+        given: Any = next(iter((*args, *kwargs.values())), None)
         # A module may have the parameter and take other inputs, such as the ids of tokens.
         if is_trained(head) and not self._are_observed and self._is_state(given):
             self._add(given)
