@@ -54,6 +54,25 @@ def restore(
     InvalidArgument
         If the model has other parameters than the run, or the random state after the step is not
         recorded.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import capture
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> options = {"parameter": "0.weight", "record": "everything"}
+    >>> with capture(model, optimizer, "run.zarr", **options) as run:
+    ...     for _ in range(3):
+    ...         loss = model(torch.arange(5)).square().sum()
+    ...         loss.backward()
+    ...         run.observe(loss=loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> trained = model[1].bias.tolist()
+    >>> torch.nn.init.zeros_(model[1].bias).tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0]
+    >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
+    (3, True)
     """
     stored = RunParameters(run)
     draws = "random_state" in stored
