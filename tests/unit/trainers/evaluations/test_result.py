@@ -45,6 +45,12 @@ def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
     assert ds["weight"].values.tolist() == [[1, 1]]  # a copy
 
 
+def test_texts_keep_their_last_nul_characters() -> None:
+    ds = step_dataset({"text": "a\0", "texts": (("layer",), ["\0", "b"])}, 7)
+    assert ds["text"].values.tolist() == ["a\0"]
+    assert ds["texts"].values.tolist() == [["\0", "b"]]
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
