@@ -8,7 +8,14 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, VECTORS, WITHIN
+from trajstore.analysis.commands.step_options import (
+    PARAMETER,
+    STEPS,
+    UNCHANGED,
+    VECTORS,
+    WITHIN,
+    of_parameter,
+)
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
@@ -68,6 +75,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 @STEPS
 @WITHIN
 @UNCHANGED
+@PARAMETER
 @VECTORS
 @COMMON_STEPS
 @click.option("--by-population", is_flag=True, help="Compute statistics of each population.")
@@ -84,6 +92,7 @@ def analyze(
     steps: str | None,
     within: bool,
     min_unchanged: int | None,
+    parameter: str | None,
     vectors: str | None,
     common_steps: bool,
     by_population: bool,
@@ -108,6 +117,7 @@ def analyze(
       trajstore analyze gatsby.zarr freeze centroid -o for-scripts.safetensors
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
       trajstore analyze gatsby.zarr autocorrelation --vectors hidden_mean
+      trajstore analyze whole.zarr freeze --parameter transformer.h.0.mlp.c_fc.weight
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
       trajstore analyze runs/*.zarr divergence -o divergence.nc
@@ -130,7 +140,8 @@ def analyze(
             "no quantity given; add one after the run, such as freeze (trajstore analyze --list)"
         )
     ds = analysis.with_populations(
-        opened(runs, common_steps=common_steps), given_populations(populations)
+        of_parameter(opened(runs, common_steps=common_steps), parameter),
+        given_populations(populations),
     )
     result = analysis.answer(
         ds,

@@ -9,7 +9,14 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, VECTORS, WITHIN
+from trajstore.analysis.commands.step_options import (
+    PARAMETER,
+    STEPS,
+    UNCHANGED,
+    VECTORS,
+    WITHIN,
+    of_parameter,
+)
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
@@ -62,6 +69,7 @@ def _american(word: str) -> str:
     help="Logarithmic axes; default: chosen by the figure.",
 )
 @UNCHANGED
+@PARAMETER
 @VECTORS
 @LATTICE
 @click.option(
@@ -107,6 +115,7 @@ def plot(
     population: str | None,
     log: str | None,
     min_unchanged: int | None,
+    parameter: str | None,
     vectors: str | None,
     lattice: str,
     color: str,
@@ -139,6 +148,7 @@ def plot(
       trajstore plot gatsby.zarr all --style dark
       trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
       trajstore plot gatsby.zarr autocorrelation --vectors hidden_mean -o mean.png
+      trajstore plot whole.zarr heatmap --parameter transformer.wpe.weight -o positions.png
       trajstore plot runs/*.zarr gradients --population dead -o dead.png
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib
@@ -181,9 +191,10 @@ def plot(
     ds = opened(paths, common_steps=common_steps)
     runs = each_run(ds) if several else [ds]
     runs = [
-        vectors_named(select_part(with_populations(run, named), tokens=tokens), vectors)
+        with_populations(of_parameter(run, parameter), named)
         for run in [*runs, *map(open_run, others)]
     ]
+    runs = [vectors_named(select_part(run, tokens=tokens), vectors) for run in runs]
     with AnalysisProgress() as progress:
         found = collect(
             runs,

@@ -1,12 +1,17 @@
-"""Options that select steps or vectors, and the number of unchanged steps of a frozen token."""
+"""Options that select steps, a parameter or vectors, and the unchanged steps of a frozen token."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import click
 
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 
-__all__ = ["STEPS", "UNCHANGED", "VECTORS", "WITHIN"]
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["PARAMETER", "STEPS", "UNCHANGED", "VECTORS", "WITHIN", "of_parameter"]
 
 STEPS = click.option(
     "--steps",
@@ -31,3 +36,16 @@ VECTORS = click.option(
     help="Use other vectors in place of W: grad, exp_avg, exp_avg_sq or delta of each token, "
     "hidden_mean, or centroid or largest_cluster of a population, such as centroid:all.",
 )
+PARAMETER = click.option(
+    "--parameter",
+    metavar="NAME",
+    help="Use this parameter of a run with everything in place of W; token is the row number. "
+    "`info` lists the names.",
+)
+
+
+def of_parameter(ds: xr.Dataset, name: str | None) -> xr.Dataset:
+    """The history of a parameter; without a name, the run itself."""
+    from trajstore.store.reading.recorded_parameters import parameter_dataset
+
+    return ds if name is None else parameter_dataset(ds, name)

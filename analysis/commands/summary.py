@@ -13,6 +13,7 @@ from trajstore.cli.tables import out, print_json, print_notes, print_table, tabl
 
 if TYPE_CHECKING:
     import xarray as xr
+    from rich.table import Table
 
 
 __all__ = ["summary"]
@@ -75,6 +76,18 @@ def _json_facts(facts: xr.Dataset) -> dict[str, dict[str, Any]]:
         str(name): {"dims": list(da.dims), "values": da.values.tolist()}
         for name, da in facts.variables.items()
     }
+
+
+def _lost_table(lost: xr.DataArray, steps: list[str]) -> Table:
+    printed = table(
+        "Lost updates: fraction of elements with a gradient that the step did not change",
+        "parameter",
+        *(f"step {step}" for step in steps),
+    )
+    for name in lost["parameter"].values:
+        values = lost.sel(parameter=name).values.tolist()
+        printed.add_row(str(name), *("" if math.isnan(v) else f"{v:.2%}" for v in values))
+    return printed
 
 
 def print_summary(summary: xr.Dataset) -> None:
@@ -143,6 +156,8 @@ def print_summary(summary: xr.Dataset) -> None:
             for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
         )
         out.print(f"Loss: {losses}")
+    if "param_update_lost" in summary:
+        print_table(_lost_table(summary["param_update_lost"], list(map(str, steps.values()))))
     print_notes(without_tokens({n: tokens[n] for n in tokens if n not in ("dead", "live", "all")}))
     if "dead" not in tokens:
         out.print("Dead tokens are not labeled; label them with trajstore annotate.")

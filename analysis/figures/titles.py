@@ -31,9 +31,12 @@ def _facts(ds: xr.Dataset) -> list[str]:
     config = ds.attrs.get("config") or {}
     sizes = " × ".join(f"{ds.sizes[dim]:,}" for dim in ("token", "hidden") if dim in ds.sizes)
     optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]
+    parameter = ds.attrs.get("parameter")
+    vectors = ds.attrs.get("vectors", None if parameter else "W")
+    shown = " of ".join(filter(None, (vectors, parameter)))
     return [
         str((config.get("data") or {}).get("corpus") or ""),
-        f"{ds.attrs.get('vectors', 'W')} {sizes}" if sizes else "",
+        f"{shown} {sizes}" if sizes else "",
         optimizer,
         str(ds["W"].attrs.get("native_dtype", "")) if "W" in ds else "",
     ]

@@ -15,6 +15,7 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import chosen_populations, populations
+from trajstore.populations.row_vectors import row_vectors
 from trajstore.schema import variable
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -84,6 +85,7 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
             f"{', '.join(OF_POPULATIONS)}; leave it out"
         )
     scan = Scan(ds)
+    ds = row_vectors(ds)
     coords: dict[Any, Any]
     if of in OF_TOKENS:
         found = _per_token(scan, of)

@@ -6,6 +6,8 @@ The rule itself is in `trajstore.values.optimizer_rule`.
     Intended updates, and the causes of tokens that do not move.
 ``freeze_counterfactuals``
     Effect of single changes of the optimizer on frozen tokens.
+``lost_by_parameter``
+    Fraction of the updates of each parameter of the model that a step lost.
 ``lost_updates``
     Fraction of intended changes that rounding discarded.
 ``moment_ratios``

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -294,6 +295,15 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
         + [f"{value:.6f}" for value in facts["centroid_norm"].sel(population=name).values]
         for name in names
     ]
+    if "param_update_lost" in facts:
+        lost = facts["param_update_lost"].transpose("parameter", "when")
+        lost_rows = [
+            [str(name), *("" if math.isnan(v) else f"{v:.2%}" for v in values)]
+            for name, values in zip(lost["parameter"].values, lost.values.tolist(), strict=True)
+        ]
+        when = [f"step {step:,}" for step in facts["when_step"].values.tolist()]
+        title = "Lost updates: elements with a gradient that the step did not change"
+        yield html_table(title, ["parameter", *when], lost_rows)
     columns = [*statistics, f"centroid at {first}", f"centroid at {last}"]
     yield html_table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.norms import displacement, grad_norms
+from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
@@ -16,6 +17,8 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
+from trajstore.populations.row_vectors import row_vectors
+from trajstore.store.reading.recorded_parameters import holds_all_parameters
 from trajstore.values.token_norms import vector_norm
 
 __all__ = ["summary"]
@@ -78,8 +81,9 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         ``max_dead_grad_norm``: the largest gradient norm of any dead token at any step, if
         ``is_dead`` is recorded. ``displacement`` (statistic, population): of the last row from the
         first. ``centroid_norm`` (state, population): at the first and last row. ``logits``
-        (logit_statistic): at the first step. The coordinate ``population_tokens`` is the number of
-        tokens in each population.
+        (logit_statistic): at the first step. ``param_update_lost`` (when, parameter): recorded, or
+        computed in a run that holds all parameters. The coordinate ``population_tokens`` is the
+        number of tokens in each population.
 
     Raises
     ------
@@ -92,6 +96,7 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     >>> summary(ds).grad_norms.sel(when="last", statistic="mean").to_series().round(3).to_dict()
     {'dead': 0.008, 'live': 0.093, 'all': 0.015}
     """
+    ds = row_vectors(ds)
     if lattice != "native" or ("W" not in ds and "cells" in ds):
         scan = Scan(ds)
         points = scan.points(lattice)
@@ -120,6 +125,11 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
             )
     if "loss" in ds:
         parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
+    if "param_update_lost" in ds:
+        recorded = ds["param_update_lost"].isel(step=trained)
+        parts["param_update_lost"] = recorded.rename(step="when").drop_vars("when")
+    elif holds_all_parameters(ds):
+        parts["param_update_lost"] = lost_by_parameter(ds, trained).rename(row="when")
     parts["displacement"] = _table(displacement(ds).isel(step=-1, drop=True))
     if "W" in ds:
         parts["centroid_norm"] = _ends(ds, groups, len(names))

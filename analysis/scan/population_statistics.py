@@ -16,6 +16,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import (
     chosen_populations,
     members,
+    own_masks,
     populations,
 )
 
@@ -178,7 +179,7 @@ def by_population(
     Raises
     ------
     VariableNotRecorded
-        If ``is_dead`` is missing.
+        If ``is_dead`` is missing, and there is no other population.
     InvalidArgument
         If the dimension token is missing, or a quantile is not from 0 to 1.
 
@@ -192,7 +193,8 @@ def by_population(
     if "token" not in da.dims:
         raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
     levels = input_checks.quantile_levels(quantiles)
-    members(da)  # raises if missing
+    if not own_masks(da):
+        members(da)  # raises if missing
     return statistics(da, levels)
 
 

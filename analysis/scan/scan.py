@@ -28,6 +28,7 @@ from trajstore.analysis.scan.lattice_points import Points, chosen_type, place_on
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.masks import check_dataset
+from trajstore.populations.row_vectors import row_vectors
 from trajstore.values.token_norms import result_dtype
 
 __all__ = ["Scan", "native_dtype"]
@@ -75,7 +76,8 @@ class Scan:
     Parameters
     ----------
     ds : Dataset
-        A run with the dimensions step, token and hidden, in any order, chunked or not.
+        A run with the dimensions step, token and hidden, in any order, chunked or not. Dimensions
+        row and column of a parameter are renamed to token and hidden.
     measures : mapping of str to sequence of str
         Names in `MEASURES` by lattice, which are measured together in one pass. Any other measure
         has a separate pass.
@@ -101,7 +103,7 @@ class Scan:
     ) -> None:
         check_dataset(ds)
         check_single_run(ds)
-        self.ds = ds = with_mostly_dead(with_own_attributes(ds))
+        self.ds = ds = with_mostly_dead(with_own_attributes(row_vectors(ds)))
         input_checks.variables(ds, "step")
         if ds["step"].dims != ("step",):
             raise InvalidArgument(

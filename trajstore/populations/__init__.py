@@ -8,4 +8,6 @@
     Populations of a Dataset: dead, live and all tokens, and every other mask along token.
 ``named``
     User-defined populations: masks, lists of ids, labels, expressions.
+``row_vectors``
+    The rows of one parameter in place of the tokens of a run.
 """

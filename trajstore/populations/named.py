@@ -14,6 +14,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument
 from trajstore.populations.expressions import select_tokens
 from trajstore.populations.masks import POPULATIONS, check_dataset
+from trajstore.populations.row_vectors import row_vectors
 from trajstore.schema import POPULATION_FILES
 
 __all__ = ["with_populations"]
@@ -32,7 +33,7 @@ def with_populations(
     Parameters
     ----------
     ds : Dataset
-        A run.
+        A run, or one parameter from ``ds.traj.parameter``, whose rows are then tokens.
     populations : mapping, optional
         Populations by name. A value is one of: a mask, bool (token); token ids, whole numbers as in
         ``token`` (also a set); labels, one text per token, where each label except the empty one
@@ -61,6 +62,7 @@ def with_populations(
     5
     """
     check_dataset(ds)
+    ds = row_vectors(ds)
     if not isinstance(populations, Mapping | None):
         raise InvalidArgument(
             f"got {populations!r}, expected a mapping from names to populations, or keywords "

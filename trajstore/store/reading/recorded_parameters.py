@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
 
-__all__ = ["parameter_dataset", "parameter_entry"]
+__all__ = ["holds_all_parameters", "parameter_dataset", "parameter_entry"]
 
 _MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 _VECTORS = {"W": "params", **{name: f"params_{name}" for name in _MATRICES[1:]}}
@@ -66,9 +67,10 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     Dataset
         ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` of dims (step, row, column), as far as they
         are recorded, in dask arrays. A vector has one column; dimensions
-        after the first are one column axis. Further: the variables along ``step`` only, with the
-        ``lr`` of the parameter's group. The attributes ``recording`` and ``optimizer`` are those of
-        the parameter.
+        after the first are one column axis. ``row`` is the row number. Further: the variables along
+        ``step`` only, with the ``lr`` of the parameter's group; ``skipped`` is 1 also in steps in
+        which the optimizer did not count the parameter, such as those without a gradient. The
+        attributes ``recording`` and ``optimizer`` are those of the parameter.
 
     Raises
     ------
@@ -88,34 +90,59 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
             found[short] = _matrix(ds, stored, entry)
     if "params_lr" in ds and entry["group"] is not None:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
+    if "params_count" in ds:
+        count = ds["params_count"].sel(parameter=entry["name"]).values
+        not_taken = np.diff(count, prepend=np.nan) == 0
+        if not_taken.any():
+            skipped = np.where(np.arange(count.size) > 0, not_taken, np.nan).astype(np.float32)
+            found["skipped"] = xr.Variable("step", skipped, {"units": "1"})
     attributes = dict(ds.attrs)
     attributes["recording"] = {**attributes.get("recording", {}), "parameter": entry["name"]}
     optimizer = attributes.get("optimizer", {})
     if entry["group"] is not None and "groups" in optimizer:
         attributes["optimizer"] = {**optimizer, **optimizer["groups"][entry["group"]]}
-    return xr.Dataset(found, coords={"step": ds["step"].variable}, attrs=attributes)
+    coords = {"step": ds["step"].variable, "row": np.arange((entry["shape"] or [1])[0])}
+    result = xr.Dataset(found, coords=coords, attrs=attributes)
+    result.encoding = dict(ds.encoding)
+    return result
+
+
+def holds_all_parameters(ds: xr.Dataset) -> bool:
+    """True if a Dataset holds all parameters of the model with their gradients, whole."""
+    table = ds.attrs.get("parameters")
+    if table is None or not {"W", "grad", "params", "params_grad"} <= set(ds.data_vars):
+        return False
+    (matrix,) = (each["shape"] for each in table if each["variable"] == "W")
+    return [ds.sizes["token"], ds.sizes["hidden"]] == matrix and ds.sizes["element"] == _length(
+        ds.attrs
+    )
+
+
+def _length(attributes: Mapping[str, Any]) -> int:
+    """Number of elements of all parameters but W."""
+    table = attributes["parameters"]
+    return sum(math.prod(each["shape"]) for each in table if each["variable"] == "params")
 
 
 def _matrix(ds: xr.Dataset, stored: str, entry: Mapping[str, Any]) -> xr.Variable:
     """A variable of one parameter, of dims (step, row, column)."""
     da = ds[stored]
     if entry["variable"] == "W":
-        variable = da.transpose("step", "token", "hidden").variable
+        variable = _in_dask(da.transpose("step", "token", "hidden")).variable
         _check_shape(stored, variable.shape[1:], entry["shape"])
         return xr.Variable(("step", "row", "column"), variable.data, variable.attrs)
-    length = sum(
-        math.prod(each["shape"]) for each in ds.attrs["parameters"] if each["variable"] == "params"
-    )
-    _check_shape(stored, (ds.sizes["element"],), [length])
+    _check_shape(stored, (ds.sizes["element"],), [_length(ds.attrs)])
     rows, *rest = entry["shape"] or [1]
     size = math.prod(entry["shape"])
     start = entry["offset"]
     part = da.transpose("step", "element").isel(element=slice(start, start + size))
-    if part.chunks is None:
-        part = part.chunk(part.encoding.get("preferred_chunks", {}))
-    part = part.chunk({"element": -1})
+    part = _in_dask(part).chunk({"element": -1})
     values = part.variable.data.reshape(part.sizes["step"], rows, math.prod(rest))
     return xr.Variable(("step", "row", "column"), values, da.attrs)
+
+
+def _in_dask(da: xr.DataArray) -> xr.DataArray:
+    return da if da.chunks is not None else da.chunk(da.encoding.get("preferred_chunks", {}))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], whole: list[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 from click.testing import CliRunner, Result
 from watched_runs import HOSTILE, TOKENS, begin, extend
 
@@ -203,3 +204,23 @@ def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path
     (tmp_path / "mine.nc").write_text("mine")
     done = call("analyze", tmp_path / "no.zarr", "freeze", "-o", tmp_path / "mine.nc", rc=2)
     assert "already exists" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.torch
+def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from recorded_models import record_gpt2
+
+    run, name = record_gpt2(tmp_path).path, "transformer.wpe.weight"
+    chosen = ("--parameter", name, "--population", "first=token < 3")
+    call("analyze", run, "displacement", *chosen, "--by-population", "-o", tmp_path / "moved.zarr")
+    W = open_run(run).traj.parameter(name).W.values
+    expected = np.linalg.norm(W[-1, :3].astype("f8") - W[0, :3], axis=-1).max()
+    found = xr.open_zarr(tmp_path / "moved.zarr")["max"].sel(population="first")[-1]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    pytest.importorskip("matplotlib")
+    call("plot", run, "displacement", *chosen, "-o", tmp_path / "moved.png")
+    assert (tmp_path / "moved.png").stat().st_size
+    lost = analysis.summary(open_run(run)).param_update_lost.sel(when="last", parameter=name)
+    (row,) = (line for line in call("summary", run).stdout.splitlines() if name in line)
+    assert row.split()[-1] == f"{float(lost):.2%}"

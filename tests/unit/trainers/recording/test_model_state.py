@@ -13,6 +13,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
+from recorded_models import record_own  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 from transformers import (  # noqa: E402
     GPT2Config,
@@ -341,3 +342,12 @@ def test_a_run_is_resumed_with_the_same_parameters(tmp_path: Path) -> None:
     model.unused = torch.nn.Parameter(torch.ones(8))
     with pytest.raises(InvalidArgument, match="parameter 1 of the model is"):
         small_run(path, model, adamw(model), resume=True, first_step=2 * STEPS)
+
+
+def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(tmp_path: Path) -> None:
+    seldom = record_own(tmp_path).path
+    one = open_run(seldom).traj.parameter("sometimes.weight").load()
+    assert one.skipped[1:].values.tolist() == [0, 1, 0, 1, 0, 1]
+    exact = one.traj.exact_moments().exact_exp_avg
+    np.testing.assert_allclose(exact, one.exp_avg.values[-exact.sizes["step"] :], atol=1e-8)
+    assert "skipped" not in open_run(seldom).traj.parameter("head.weight")
