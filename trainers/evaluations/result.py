@@ -118,7 +118,7 @@ def _values(value: Any) -> Any:
         value = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
     values = np.array(value)
     if values.dtype.kind in "UT":
-        values = values.astype(object)
+        values = np.array(value, object)  # a type of fixed width removes final NUL characters
     if values.dtype.kind == "O" and not all(isinstance(one, str) for one in values.flat):
         raise TypeError("it has values that are neither numbers nor texts")
     if values.dtype.kind not in _KINDS:
