@@ -240,7 +240,7 @@ def _checked_format(
     if encoding is not None and own != "run":
         raise InvalidArgument(
             f"got encoding={encoding} with format {own}, which has no encoding; use "
-            "--format run, or omit it"
+            "format run, or omit the encoding"
         )
     if encoding is not None:
         check_encoding(encoding)
