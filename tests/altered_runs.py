@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import zarr
 
+from trajstore import RunWriter
 from trajstore.codec.block_label import digest_of
 from trajstore.store.reading.array_reader import stored_array
+from trajstore.values.native_types import native_type
 
-__all__ = ["flip"]
+__all__ = ["flip", "rewrite"]
 
 
 def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
@@ -48,3 +50,25 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     label = replace(tail.label, digest=digest)
     end = stored.form.tail(list(zip(offsets, map(len, chunks), strict=True)), label)
     (path / stored.key(block, 0)).write_bytes(b"".join(chunks) + end)
+
+
+def rewrite(path: Path, variable: str, where: tuple[int, ...]) -> None:
+    """Flip the lowest bit of a stored value, and write its row and those after it again.
+
+    Every checksum and digest fits then. All shards of a block are one here.
+    """
+    group = zarr.open_group(path, mode="r")
+    first, steps = where[0], np.asarray(group["step"][...])
+    rows = {}
+    for name, array in group.arrays():
+        if "step" in array.metadata.dimension_names[:1] and name != "step":
+            stored = stored_array(path, name, array)
+            assert stored is not None
+            native = native_type(str(array.attrs["native_dtype"]))
+            rows[name] = stored.native_bits(slice(first, len(steps)), native).copy()
+    rows[variable][(0, *where[1:])] ^= rows[variable].dtype.type(1)
+    with RunWriter.resume(path, rows=first) as writer:
+        for number, step in enumerate(steps[first:].tolist()):
+            for name, place in writer.next_row().items():
+                place[...] = rows[name][number]
+            writer.commit_row(step)

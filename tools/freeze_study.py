@@ -166,12 +166,12 @@ def table(found: Found, population: str) -> str:
 
 
 def replace_tables(page: Path, text: str) -> None:
-    """Replace the tables between the marks of the page."""
-    before, begin, rest = page.read_text().partition("<!-- tables -->\n")
-    _, end, after = rest.partition("<!-- end of tables -->")
+    """Replace the tables of the page, from the one of dead tokens to the figure."""
+    before, begin, rest = page.read_text().partition("Dead tokens:\n")
+    _, end, after = rest.partition("![Fraction of dead tokens")
     if not (begin and end):
-        raise SystemExit(f"{page} has no marks of the tables")
-    page.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
+        raise SystemExit(f"{page} has no tables before the figure")
+    page.write_text(f"{before}{text}\n\n{end}{after}")
 
 
 def draw(found: Found, file: Path) -> None:

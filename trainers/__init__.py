@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trajstore.trainers.runs.timed_steps import time_steps
     from trajstore.trainers.step_models.checkout import checkout
     from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+    from trajstore.trainers.step_models.restore import restore
     from trajstore.trainers.step_models.step_model import model_at, models
     from trajstore.trainers.texts.fetch import fetch
 
@@ -41,6 +42,7 @@ __all__ = [
     "preset",
     "record",
     "recorded_config",
+    "restore",
     "time_steps",
     "what_if",
 ]
@@ -61,6 +63,7 @@ _HOME = {
     "preset": "trajstore.trainers.presets",
     "record": "trajstore.trainers.runs.record",
     "recorded_config": "trajstore.trainers.runs.resume_checks",
+    "restore": "trajstore.trainers.step_models.restore",
     "time_steps": "trajstore.trainers.runs.timed_steps",
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }

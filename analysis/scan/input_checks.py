@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
-from trajstore.schema import OF_RUN, RECORDED, TIERS
+from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.values.optimizer_rule import ADAM, OptimizerRule
 
@@ -117,7 +117,7 @@ def _recording_of(names: Sequence[str]) -> str:
     """Value of ``--record`` for these variables; empty if one of them cannot be recorded."""
     if not set(names) <= set(RECORDED):
         return ""
-    in_tiers = set().union(*TIERS.values())
+    in_tiers = {name for held in TIERS.values() for name in held} - set(OF_EXAMPLES)
     by_name = [name for name in names if name not in in_tiers]
     tier = next(
         (tier for tier, held in TIERS.items() if set(names) - set(by_name) <= set(held)),

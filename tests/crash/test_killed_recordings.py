@@ -181,6 +181,20 @@ def test_one_call_in_a_queue_needs_no_checkpoints(whole: Any, seed: int) -> None
     assert reader.most == STEPS + 1
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
+def test_a_killed_run_with_everything_resumes_from_its_last_row(whole: Any, seed: int) -> None:
+    preset, corpus, folder = whole
+    changes = ["recording.record=['everything']", "recording.commit_every=0"]
+    path, straight = folder / f"rows-{seed}.zarr", folder / f"straight-{seed}.zarr"
+    assert not killed(train, straight, preset, corpus, changes, None)
+    for step in sorted(random.Random(seed).sample(range(5, STEPS), 5)):
+        assert killed(train, path, preset, corpus, changes, None, after_step=step)
+        assert not path.with_suffix(".ckpt").exists()
+    assert not killed(train, path, preset, corpus, changes, None)
+    check_end(path, xr.open_zarr(straight).load())
+
+
 def check_end(path: Path, expected: xr.Dataset) -> None:
     """Fail unless a run is complete, and every bit is that of another."""
     ds = xr.open_zarr(path)

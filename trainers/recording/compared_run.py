@@ -6,8 +6,8 @@ filled row. So the recorder needs no change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,15 @@ class RowDifference:
         Number of the row.
     variables : tuple of str
         Variables that differ.
+    stored, computed : mapping of str to ndarray
+        Native bits of the row and of the training, for each of them; empty if unknown.
     """
 
     step: int
     row: int
     variables: tuple[str, ...]
+    stored: Mapping[str, Array] = field(default_factory=dict)
+    computed: Mapping[str, Array] = field(default_factory=dict)
 
 
 class Comparison:
@@ -56,11 +60,14 @@ class Comparison:
         None while every bit agrees.
     successor : RunWriter or None
         Writer of the rows from the difference on.
+    agreed : int
+        Rows before the difference.
     """
 
     def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
         self.difference: RowDifference | None = None
         self.successor: RunWriter | None = None
+        self.agreed = 0
         self._make_writer = make_writer
 
     def differ(self, difference: RowDifference) -> RunWriter | None:
@@ -151,9 +158,10 @@ class ComparedRun:
         comparison = self.comparison
         if comparison.successor is not None:
             comparison.successor.commit_row(step)
-        elif comparison.difference is None and (unequal := self._unequal(step)):
-            found = RowDifference(step=step, row=self.rows, variables=unequal)
-            if (successor := comparison.differ(found)) is not None:
+        elif comparison.difference is None:
+            if not (unequal := self._unequal(step)):
+                comparison.agreed += 1
+            elif (successor := comparison.differ(self._difference(step, unequal))) is not None:
                 self._forward_row(step, successor)
         self.rows += 1
 
@@ -166,6 +174,17 @@ class ComparedRun:
         for name, place in successor.next_row().items():
             place[...] = self._row[name]
         successor.commit_row(step)
+
+    def _difference(self, step: int, unequal: tuple[str, ...]) -> RowDifference:
+        at = self.rows % self.layout.block_rows
+        known = [name for name in unequal if name in self._row]  # not a wrong step
+        return RowDifference(
+            step=step,
+            row=self.rows,
+            variables=unequal,
+            stored={name: self._block[name][at] for name in known},
+            computed={name: self._row[name].copy() for name in known},
+        )
 
     def _unequal(self, step: int) -> tuple[str, ...]:
         """Return the variables whose bits differ from the row."""

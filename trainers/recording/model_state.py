@@ -27,12 +27,15 @@ from trajstore.trainers.recording.torch_internals import (
     version,
 )
 
-__all__ = ["OPTIMIZER_STATE", "ModelState"]
+__all__ = ["OPTIMIZER_STATE", "STATE", "ModelState", "same_bits"]
 
 _MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
 
 OPTIMIZER_STATE = (*_MOMENTS, "params_count")
 """Variables that an optimizer has after its first step."""
+
+STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
+"""Variables that determine the next step, except W."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalizations. They may begin to change at any step."""
@@ -220,7 +223,26 @@ class ModelState:
                 )
         self._changing = tuple(entry["name"] for entry in attributes.get("buffers", []))
         self._draws = "random_state" in held
-        self._initial.clear()
+
+    def differing(self, row: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """Return the variables of a row whose bits are not those of the training before a step.
+
+        Parameters
+        ----------
+        row : mapping of str to tensor
+            Values of `STATE` variables, on the CPU, in their native types. Without a state, an
+            optimizer has moments and counts of 0.
+        """
+        now = self.initial()
+        moments = self._optimizer.state.get(self._matrix, {})
+        for name in ("exp_avg", "exp_avg_sq"):
+            if isinstance(moments.get(name), torch.Tensor):
+                now[name] = moments[name].detach().cpu()
+        return tuple(
+            name
+            for name, values in row.items()
+            if not same_bits(now.get(name, torch.zeros_like(values)), values)
+        )
 
     # A step --------------------------------------------------------------------------------------
 
@@ -442,6 +464,13 @@ def _join(
             places.append(part.view(shaped.shape))
             values.append(tensor.detach())
     copy_each(places, values)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors have one type, shape and bit patterns."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _type_name(tensor: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
-from trajstore.trainers.recording.device_to_host import Transfer, open_transfer
+from trajstore.trainers.recording.device_to_host import DirectTransfer, Transfer, open_transfer
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
@@ -343,14 +343,13 @@ class ParameterRows:
             self._initial |= self._planned.state.initial()
         self.writer = writer = self._planned.create(types, room)
         rows = [(self.last_step, self._initial_row(last))]
-        rows += [
-            (step, {name: row[name] for name in self.variables})
-            for step, row in self._early_rows
-            if step % self._every == 0
-        ]
+        rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]
+        self._early_rows.clear()
+        self._initial_W = self._initial_W.new_empty(0)
+        self._initial.clear()
         with self._disk_errors():
             for step, row in rows:
-                writer.append(step, **row)
+                self._move_to_block(step, row)
             self._transfer = open_transfer(writer, self.parameter.tensor.device)
         self.rows, self.last_step = len(rows), rows[-1][0]
         if last_step % self._every:
@@ -358,9 +357,16 @@ class ParameterRows:
                 self._transfer.put(name, last[name])
         else:
             self._remember_W()
-        self._early_rows.clear()
-        self._initial_W = self._initial_W.new_empty(0)
-        self._initial.clear()
+
+    def _move_to_block(self, step: int, row: Row) -> None:
+        """Write a row, and release each value after its copy: rows can be as large as the model."""
+        assert self.writer is not None
+        transfer = DirectTransfer(self.writer)
+        for name in self.variables:
+            value = row.pop(name)
+            self._check_kind(name, value, None)
+            transfer.put(name, value)
+        transfer.commit(step)
 
     def _initial_row(self, like: Row) -> Row:
         """Return the row before the first step, with the types of another row."""
@@ -368,7 +374,8 @@ class ParameterRows:
         return {
             name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
             if VARIABLES[name].row0 == "initial" or name in self._initial
-            else torch.full_like(like[name], start[VARIABLES[name].row0])
+            # One number, of the shape of the row: it takes no memory.
+            else like[name].new_full((), start[VARIABLES[name].row0]).expand_as(like[name])
             for name in self.variables
         }
 

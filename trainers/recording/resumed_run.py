@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +23,7 @@ from trajstore.trainers.recording.compared_run import (
     RowTarget,
 )
 from trajstore.trainers.recording.device_to_host import place_tensor
+from trajstore.trainers.recording.model_state import STATE, same_bits
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.provenance import resumed_provenance
 from trajstore.values.native_types import narrow, native_type
@@ -49,6 +50,8 @@ class ExistingRun:
         the run has no W.
     attributes : mapping
         Attributes of the root that change.
+    last_state : mapping of str to tensor
+        If the state of the model is recorded, the rest of the state in that row.
     compared : ComparedRun or None
         Set if the following rows are only compared with those of the run.
     """
@@ -59,6 +62,7 @@ class ExistingRun:
     last_step: int
     last_weights: torch.Tensor
     attributes: Mapping[str, Any]
+    last_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compared: ComparedRun | None = None
 
     @classmethod
@@ -97,6 +101,7 @@ class ExistingRun:
         native = native_type(str(W.attrs["native_dtype"]))
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = np.asarray(W[steps.size - 1, own])
+        state = set() if planned.state is None else set(STATE).intersection(held)
         return cls(
             planned=planned,
             variables=held,
@@ -104,6 +109,7 @@ class ExistingRun:
             last_step=int(steps[-1]),
             last_weights=place_tensor(narrow(last, native), native.name),
             attributes=_changed_attributes(planned, attributes),
+            last_state={name: _row(arrays[name], steps.size - 1) for name in sorted(state)},
             compared=None
             if comparison is None
             else ComparedRun(
@@ -127,20 +133,25 @@ class ExistingRun:
         Raises
         ------
         NothingToResume
-            If a bit differs.
+            If a bit differs, or one of the state of the model.
         """
         step = self.planned.loop.first_step
+        if step != self.last_step:
+            return
         held = "W" if "W" in self.variables else "cells"
         now = W if held == "W" else W.to(torch.bfloat16)
-        if step == self.last_step and not _same_bits(now, self.last_weights):
-            if self.compared is not None:
-                comparison = self.compared.comparison
-                if comparison.difference is None:
-                    found = RowDifference(step=step, row=self.rows - 1, variables=(held,))
-                    comparison.difference = found
-                return
+        wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (held,)
+        if self.planned.state is not None:
+            wrong += self.planned.state.differing(self.last_state)
+        if wrong and self.compared is not None:
+            comparison = self.compared.comparison
+            if comparison.difference is None:
+                found = RowDifference(step=step, row=self.rows - 1, variables=wrong)
+                comparison.difference = found
+        elif wrong:
+            names = "the weights" if wrong == (held,) else ", ".join(wrong)
             raise NothingToResume(
-                f"the weights of the training differ from {self.planned.path} at step {step}; load "
+                f"{names} of the training differ from {self.planned.path} at step {step}; load "
                 "the checkpoint of that step, or record a new run"
             )
 
@@ -257,7 +268,7 @@ def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[
     return changed
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def _row(array: Any, number: int) -> torch.Tensor:
+    """Return one row of a variable in its native type."""
+    native = native_type(str(array.attrs["native_dtype"]))
+    return place_tensor(narrow(np.asarray(array[number]), native), native.name)

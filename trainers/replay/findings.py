@@ -21,7 +21,7 @@ from trajstore.trainers.replay.replay_result import (
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["Comparisons", "Findings", "UnreplayedSteps", "finding_at"]
+__all__ = ["Comparisons", "Findings", "UnreplayedSteps", "finding_at", "ulp_distance"]
 
 Array = npt.NDArray[Any]
 
@@ -86,7 +86,7 @@ class Comparisons:
         wrong = stored != computed
         number = int(np.count_nonzero(wrong))
         if number:
-            distance = _ulp_distance(stored[wrong], computed[wrong], self._natives[name])
+            distance = ulp_distance(stored[wrong], computed[wrong], self._natives[name])
             counted = replace(
                 counted,
                 differing=before.differing + number,
@@ -155,7 +155,7 @@ def finding_at(wrong: dict[str, Array], tokens: Array, *, kind: Kind, step: int)
     )
 
 
-def _ulp_distance(stored: Array, computed: Array, native: NativeType) -> int | None:
+def ulp_distance(stored: Array, computed: Array, native: NativeType) -> int | None:
     """Return the largest distance in values of the native type; None for float64."""
     if native.name == "float64":
         return None

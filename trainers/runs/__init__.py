@@ -6,7 +6,9 @@ trains and records it, and ``matrix_runs`` names its runs. ``training_setup`` bu
 attaches a recorder. ``checkpoint_schedule`` decides when to write a ``checkpoint`` of the
 ``training_state``.
 
-Before a run resumes, ``resume_checks`` compares the configurations. Without a checkpoint,
+Before a run resumes, ``resume_checks`` compares the configurations. A row that holds everything
+replaces a checkpoint (``row_checkpoint``); ``proven_steps`` trains steps again from such rows.
+Without a checkpoint,
 ``retraining`` repeats the training up to the last row, if the ``recorded_rates`` agree with its
 configurations.
 

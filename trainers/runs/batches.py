@@ -54,6 +54,17 @@ class Batches:
         self._consumed += 1
         return batch
 
+    def skip(self, batches: int) -> None:
+        """Skip the first batches, without loading their examples."""
+        order: DataLoader[int] = DataLoader(
+            range(len(self._loader.dataset)),  # type: ignore[arg-type]
+            batch_sampler=self._loader.batch_sampler,
+            generator=self._generator,
+        )
+        while batches > len(order):  # the end of an epoch belongs to it, as in `__next__`
+            batches -= sum(1 for _ in order)
+        self.restore(self._generator.get_state(), batches)
+
     @property
     def position(self) -> tuple[torch.Tensor, int]:
         """State of the generator at the start of the epoch, and batches taken since."""

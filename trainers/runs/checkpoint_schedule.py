@@ -18,6 +18,7 @@ from trajstore.threads import submit
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.row_checkpoint import rows_hold_state
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.runs.training_state import restore_random, restore_state, take_state
 
@@ -38,7 +39,8 @@ class Checkpointing:
     the training ends or is stopped, its state is copied after that step, before the last rows are
     committed. So a complete run always has the checkpoint of its last step.
 
-    The training only waits for a copy of its state; a thread writes and flushes it.
+    The training only waits for a copy of its state; a thread writes and flushes it. A run whose
+    rows hold the whole state gets no checkpoint.
 
     Parameters
     ----------
@@ -81,6 +83,7 @@ class Checkpointing:
         self._last_step = 0 if taken_from is None else taken_from.step
         self._stop = stop
         self._created: str | None = None
+        self._in_rows = False
         self._clock = clock
         self._last_time, self._took = clock(), 0.0
         self._thread = ThreadPoolExecutor(1, "trajstore-checkpoint")
@@ -126,7 +129,10 @@ class Checkpointing:
             return
         if self._created is None:
             self._created = str(open_group(self._run).attrs["created"])
-            self._folder.clean(self._taken_from)
+            self._in_rows = rows_hold_state(self._training.config, recorder.writer.layout.arrays)
+            self._folder.clean(None if self._in_rows else self._taken_from)
+        if self._in_rows:
+            return
         if self._adding is not None and self._adding.done():
             self._wait_for_write()
         if not last and not self._is_due(recorder):

@@ -44,6 +44,7 @@ from trajstore.trainers.runs.resume_checks import (
     recorded_config,
 )
 from trajstore.trainers.runs.retraining import explain_difference, train_again
+from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint, rows_hold_state
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.training_setup import build_training
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
@@ -73,12 +74,13 @@ def fork(
 ) -> Path:
     """Continue a recorded run from one of its steps with other settings, as a new run.
 
-    The training starts from the checkpoint of that step, if the run has it. Otherwise the steps
-    from the nearest earlier checkpoint, or from the start, are trained again. Each row is compared
-    with the recorded one, bit for bit. If a row differs (for example on another machine), a note
-    reports it, and the new run has the repeated rows from there on. The other rows are those of the
-    source; whole blocks of them are hard links. The root attribute ``provenance.fork`` records all
-    this. The source is only read.
+    The training starts from the row of that step, if the run holds everything: the next row is
+    then computed with the settings of the source and compared. It starts from the checkpoint of
+    that step, if the run has it. Otherwise the steps from the nearest earlier checkpoint, or from
+    the start, are trained again. Each row is compared with the recorded one, bit for bit. If a row
+    differs (for example on another machine), a note reports it, and the new run has the repeated
+    rows from there on. The other rows are those of the source; whole blocks of them are hard links.
+    The root attribute ``provenance.fork`` records all this. The source is only read.
 
     Parameters
     ----------
@@ -142,7 +144,9 @@ def fork(
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run to fork; choose another path for the fork")
     CheckpointFolder(target).check()
-    sources = text_sources(source.newest_checkpoint(), corpus=corpus, tokenizer=tokenizer)
+    in_rows = holds_state(source.path, source.config)
+    newest = None if in_rows else source.newest_checkpoint()
+    sources = text_sources(newest, source.attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
     advice = numeric_advice(config)
@@ -153,14 +157,19 @@ def fork(
     # A new run gets its checkpoint before its name, so it always has one. A replaced run keeps its
     # own checkpoint until then: a kill right after that leaves a fork without a checkpoint, which
     # `--resume` reports.
-    after = folder.place if target.exists() else None
+    stays_in_rows = in_rows and rows_hold_state(config, types)
+    after = folder.place if target.exists() and not stays_in_rows else None
     try:
         with staged_run(target, overwrite=overwrite, on_place=after) as new:
-            point = source.reach(at, new, text, sources, on_note, on_retrain)
+            if in_rows:
+                point = source.reach_by_row(at, text, sources, on_note)
+            else:
+                point = source.reach(at, new, text, sources, on_note, on_retrain)
             checkpoint = _make(source, point, new, config, types, text, on_note)
-            folder.stage(replace(checkpoint, name=target.name))
-            if after is None:
-                folder.place()
+            if not stays_in_rows:
+                folder.stage(replace(checkpoint, name=target.name))
+                if after is None:
+                    folder.place()
     except BaseException:
         folder.discard()
         raise
@@ -196,7 +205,8 @@ def _make(
     training = build_training(config, text)
     kept = keeps_state(source.config, config)
     forked = ForkedState(training, point.checkpoint, keep_state=kept)
-    optimizer = forked.optimizer_attributes(source.parameter)
+    groups = "groups" in source.attributes.get("optimizer", {})
+    optimizer = forked.optimizer_attributes(source.parameter, groups=groups)
     created = utc_now()
     values = config.model_dump(mode="json")
     branch_run(
@@ -210,6 +220,7 @@ def _make(
             "optimizer": optimizer,
             "provenance": source.forked_provenance(config, optimizer, point),
             **stretches_attribute(source.attributes, values, point.checkpoint.step),
+            **source.forked_parameters(config),
         },
         memory=config.recording.memory,
         on_note=on_note,
@@ -402,6 +413,41 @@ class _Source:
         )
         report_notes([note], on_note)
         return _ForkPoint(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
+
+    def reach_by_row(
+        self,
+        at: int,
+        text: Corpus,
+        sources: dict[str, str],
+        on_note: Callable[[str], None] | None,
+    ) -> _ForkPoint:
+        """Return the state after a step from its row, and compare the steps to the next row.
+
+        Raises
+        ------
+        NothingToResume
+            If a repair filled the row.
+        """
+        checkpoint = row_checkpoint(self.path, at, text, sources=sources)
+        following = [step for step in self.steps if step > at][:1]
+        for step in following:
+            reached = train_again(self.path, text, checkpoint, step, sources=sources)
+            if reached.difference is not None:
+                reason = explain_difference(self.path, reached.difference)
+                note = (
+                    f"trained from row {at} with the settings of {self.path}, the next row differs "
+                    f"from the recorded one: {reason}; the fork has the recorded rows up to step "
+                    f"{at}"
+                )
+                report_notes([note], on_note)
+        return _ForkPoint(path=self.path, checkpoint=checkpoint, proven_until=at)
+
+    def forked_parameters(self, config: RunConfig) -> dict[str, Any]:
+        """Return the attribute ``parameters`` with the type of the fork, if the run has it."""
+        table = self.attributes.get("parameters")
+        if table is None or config.model.dtype == self.config.model.dtype:
+            return {}
+        return {"parameters": [{**entry, "dtype": config.model.dtype} for entry in table]}
 
     def forked_provenance(
         self, config: RunConfig, optimizer: dict[str, Any], point: _ForkPoint

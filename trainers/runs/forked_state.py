@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameters import group_of
-from trajstore.trainers.recording.provenance import optimizer_attributes
+from trajstore.trainers.recording.provenance import group_attributes, optimizer_attributes
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.checkpoint import Checkpoint
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.runs.training_state import model_tensors, optimizer_values, take_state
 
-__all__ = ["ForkedState"]
+__all__ = ["ForkedState", "count_steps"]
 
 
 class ForkedState:
@@ -39,7 +40,8 @@ class ForkedState:
         self._load_weights()
         self._load_optimizer(keep_state)
         self._load_schedule()
-        self._count_steps()
+        # The schedule does not count skipped steps.
+        count_steps(training.optimizer, float(training.schedule.last_epoch))
 
     def checkpoint(self, run: str, config: dict[str, Any]) -> Checkpoint:
         """Return the checkpoint of the fork.
@@ -67,20 +69,29 @@ class ForkedState:
             tensors=tensors,
         )
 
-    def optimizer_attributes(self, parameter: str) -> dict[str, Any]:
+    def optimizer_attributes(self, parameter: str, *, groups: bool) -> dict[str, Any]:
         """Return the class and hyperparameters of the optimizer for the attributes of a run.
 
         Parameters
         ----------
         parameter : str
             Name of the recorded parameter.
+        groups : bool
+            Add all parameter groups, for a run with everything.
         """
         tensor = dict(self._training.model.named_parameters())[parameter]
         optimizer, schedule = self._training.optimizer, self._training.schedule
         group = group_of(optimizer, tensor, parameter)
         factor = schedule.lr_lambdas[0]  # that of every group
         # The rate of the first step, as in a new run with these settings.
-        return optimizer_attributes(optimizer, group | {"lr": group["initial_lr"] * factor(0)}, {})
+        first = {"lr": group["initial_lr"] * factor(0)}
+        found = optimizer_attributes(optimizer, group | first, {})
+        if groups:
+            found["groups"] = [
+                {**one, "hyperparameters": one["hyperparameters"] | first}
+                for one in group_attributes(optimizer)
+            ]
+        return found
 
     @torch.no_grad()
     def _load_weights(self) -> None:
@@ -108,17 +119,23 @@ class ForkedState:
             group["lr"] = rate
         schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})
 
-    def _count_steps(self) -> None:
-        """Set the step count of SGD with stochastic rounding, on which its numbers depend.
 
-        SGD keeps no count, and the source may have none or an old one. A replay counts from the
-        first row. The schedule does not count skipped steps.
-        """
-        optimizer = self._training.optimizer
-        if not isinstance(optimizer, RoundedSGD):
-            return
-        taken = float(self._training.schedule.last_epoch)
-        for group in optimizer.param_groups:
-            if group["rounding"] == "stochastic":
-                for parameter in group["params"]:
-                    optimizer.state[parameter]["step"] = torch.tensor(taken)
+def count_steps(optimizer: Optimizer, taken: float) -> None:
+    """Set the step count of SGD with stochastic rounding, on which its numbers depend.
+
+    SGD keeps no count, and a run or the source of a fork may have none or an old one. A replay
+    counts from the first row.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Others stay unchanged.
+    taken : float
+        Steps taken.
+    """
+    if not isinstance(optimizer, RoundedSGD):
+        return
+    for group in optimizer.param_groups:
+        if group["rounding"] == "stochastic":
+            for parameter in group["params"]:
+                optimizer.state[parameter]["step"] = torch.tensor(taken)

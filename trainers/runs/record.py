@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.stretches import recorded_threads
 from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter
@@ -30,6 +32,7 @@ from trajstore.trainers.runs.resume_checks import (
     resume_notes,
 )
 from trajstore.trainers.runs.retraining import retrain_to_last_row
+from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.training_setup import build_training, find_device
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
@@ -72,9 +75,9 @@ def record(
     overwrite : bool
         Replace an existing run.
     resume : bool
-        Resume the run from its newest checkpoint. Without a checkpoint, repeat its steps and
-        compare each row with the recorded one. Without a run or rows, start the training. A run
-        with all its steps is marked complete.
+        Resume the run from its newest checkpoint; a run with everything, from its last row. Without
+        either, repeat its steps and compare each row with the recorded one. Without a run or rows,
+        start the training. A run with all its steps is marked complete.
     fsync : bool
         Make every commit and checkpoint survive a loss of power.
     strict_numerics : bool
@@ -134,13 +137,15 @@ def record(
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # first, because an existing run would hide this error
     before: ResumePoint | None = None
+    in_rows = False
     found = location(path).absolute()
     existing = existing_runs(found) if resume else ()
     runs = existing or planned_runs(found, config)
     target = runs[0]
     resume = bool(existing)
     if resume:
-        before = find_resume_point(existing, config)
+        in_rows = holds_state(target, config)
+        before = find_resume_point(existing, config, in_rows=in_rows)
         if before.has_all(config.training.steps):
             if before.complete:
                 note = (
@@ -166,7 +171,8 @@ def record(
             )
         CheckpointFolder(target).check()
     taken = before.taken if before is not None else None
-    sources = text_sources(taken, corpus=corpus, tokenizer=tokenizer)
+    recorded = open_group(target).attrs.asdict() if resume else None
+    sources = text_sources(taken, recorded, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     if before is not None:
         check_text(target, text)
@@ -178,8 +184,11 @@ def record(
         resume=resume,
         fsync=fsync,
         strict_numerics=strict_numerics,
+        sources=sources,
     )
-    if before is not None and resume and taken is None:
+    if before is not None and resume and in_rows:
+        taken = row_checkpoint(target, before.last_step, text, sources=sources)
+    elif before is not None and resume and taken is None:
         note = (
             f"{target} has no checkpoint, so its {before.last_step} steps are trained again and "
             "compared with the recorded rows before it resumes"
@@ -220,10 +229,24 @@ def record(
 
 
 def text_sources(
-    taken: Checkpoint | None, **given: str | os.PathLike[str] | None
+    taken: Checkpoint | None,
+    recorded: Mapping[str, Any] | None,
+    **given: str | os.PathLike[str] | None,
 ) -> dict[str, str]:
-    """Return paths of the text and the tokenizer: the given ones, else those of the checkpoint."""
-    before = {} if taken is None else taken.sources
+    """Return paths of the text and the tokenizer.
+
+    Parameters
+    ----------
+    taken : Checkpoint or None
+        Checkpoint with the paths that were given before.
+    recorded : mapping or None
+        Attributes of a run, which name them if it needs no checkpoint.
+    **given : path-like or None
+        Paths that precede these.
+    """
+    before: Mapping[str, str] = attribute(recorded or {}, "provenance", "sources") or {}
+    if taken is not None:
+        before = taken.sources
     sources = {name: file for name, file in before.items() if Path(file).exists()}
     return sources | {
         name: str(Path(file).absolute()) for name, file in given.items() if file is not None

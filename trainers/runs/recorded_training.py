@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trajstore.errors import RecordingError
 from trajstore.populations.files import populations_from
+from trajstore.schema import resolve_record
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import attach
@@ -25,13 +26,17 @@ from trajstore.trainers.texts.corpus import Corpus
 __all__ = ["recording_options", "run_recorded"]
 
 
-def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> RecordingOptions:
+def recording_options(
+    config: RunConfig, text: Corpus, *, sources: Mapping[str, str] | None = None, **choices: Any
+) -> RecordingOptions:
     """Return the options of a configuration with the facts about the text.
 
     Parameters
     ----------
     config : RunConfig
     text : Corpus
+    sources : mapping of str to str, optional
+        Given paths of the text and the tokenizer, for a run with everything.
     **choices
         Options of `RecordingOptions` that no configuration has, such as ``overwrite``.
 
@@ -42,6 +47,9 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
     """
     recording = config.recording
     counts = text.counts()
+    origin = text.provenance()
+    if sources and "params" in resolve_record(recording.record):
+        origin["sources"] = dict(sources)
     tokens: Tokens = recording.tokens
     if recording.tokens not in ("all", "dead", "live"):
         tokens = read_tokens(recording.tokens)
@@ -57,7 +65,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         parameter=matrices(config),
         populations=populations_from(recording.populations),
         config=config.model_dump(mode="json"),
-        origin=text.provenance(),
+        origin=origin,
         encoding=recording.encoding,
         memory=recording.memory,
         block_rows=recording.block_rows,

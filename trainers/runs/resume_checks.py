@@ -99,7 +99,9 @@ class ResumePoint:
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
-def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoint:
+def find_resume_point(
+    runs: Sequence[Location], config: RunConfig, *, in_rows: bool = False
+) -> ResumePoint:
     """Return the state of a training to resume.
 
     Parameters
@@ -108,6 +110,8 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
         Paths of its existing runs.
     config : RunConfig
         Configuration of the resumed run.
+    in_rows : bool
+        The rows hold the whole state, so no checkpoint is needed.
 
     Raises
     ------
@@ -139,7 +143,9 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
                 f"{missing.pop()} is missing, the other run of the training of {path}; restore it, "
                 "or record another training"
             )
-        taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
+        taken = None
+        if not in_rows:
+            taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
     wanted = config.training.steps
@@ -149,7 +155,7 @@ def find_resume_point(runs: Sequence[Location], config: RunConfig) -> ResumePoin
             f"--resume --steps {2 * last}"
         )
     fork = attributes.get("provenance", {}).get("fork")
-    if fork and rows and taken is None and wanted > last:
+    if fork and rows and taken is None and not in_rows and wanted > last:
         raise NothingToResume(
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"

@@ -41,6 +41,8 @@ class Retrained:
 
     Attributes
     ----------
+    agreed : int
+        Rows that agree, before the difference.
     checkpoint : Checkpoint or None
         Checkpoint of the requested step; None if an earlier row differed and no writer took the
         following rows.
@@ -48,6 +50,7 @@ class Retrained:
         The first row that differs from the recorded one.
     """
 
+    agreed: int
     checkpoint: Checkpoint | None
     difference: RowDifference | None
 
@@ -61,6 +64,7 @@ def train_again(
     sources: Mapping[str, str],
     make_writer: Callable[[int], RunWriter] | None = None,
     on_retrain: Progress | None = None,
+    with_rates: bool = True,
 ) -> Retrained:
     """Repeat the training of a run up to a step. The run is only read.
 
@@ -82,6 +86,8 @@ def train_again(
         later ones. Without it, training stops there.
     on_retrain : callable, optional
         Called after every step with the step and the step to reach.
+    with_rates : bool
+        Check all learning rates before the training.
 
     Raises
     ------
@@ -92,7 +98,8 @@ def train_again(
     """
     attributes = open_group(run).attrs.asdict()
     stretches = trained_stretches(attributes, 0 if taken is None else taken.step, step)
-    check_rates(run, stretches)
+    if with_rates:
+        check_rates(run, stretches)
     comparison = Comparison(make_writer)
     reached = taken
     try:
@@ -113,7 +120,7 @@ def train_again(
                 break
     finally:
         comparison.close()
-    return Retrained(checkpoint=reached, difference=comparison.difference)
+    return Retrained(agreed=comparison.agreed, checkpoint=reached, difference=comparison.difference)
 
 
 def _train_stretch(

@@ -39,6 +39,7 @@ from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
@@ -54,7 +55,7 @@ _RATIOS = {
     "bfloat16": {
         "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
         "hidden_states": 2.9,
-        "params": 4.0, "params_grad": 1.22, "params_exp_avg": 1.43, "params_exp_avg_sq": 8.2,
+        "params": 4.0, "params_grad": 1.44, "params_exp_avg": 1.5, "params_exp_avg_sq": 8.2,
     },
     "float32": {
         "W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8,
@@ -357,7 +358,9 @@ def _bytes_by_encoding(
     replay = dict(delta)
     if "grad" in kinds:
         replay["grad"] = round(native["grad"] / _PREDICTED.get(kinds["grad"], 1.0))
-    for name in rule.state if rule else ():
+    computed = rule.state if rule else ()
+    vectors = [VECTORS[name] for name in computed if len(computed) > 1]
+    for name in (*computed, *(name for name in vectors if name in kinds)):
         ratio = _KEY_ROWS.get(kinds[name], {}).get(name, 1.0)
         replay[name] = round(blocks * layout.arrays[name].row_bytes / ratio)
     return {"delta": delta, "replay": replay}

@@ -50,6 +50,17 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
         If the run does not hold all parameters or the whole state of the optimizer.
     StepNotFound
         If the run does not hold the step.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import preset, record
+    >>> config = preset("gatsby").with_values(
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
+    ... )
+    >>> state = optimizer_state_at(record(config, "run.zarr"), 3)
+    >>> decays = [group["weight_decay"] for group in state["param_groups"]]
+    >>> state["state"][0]["step"].item(), decays
+    (3.0, [0.01, 0.0])
     """
     stored = RunParameters(run)
     stored.number(step)

@@ -142,16 +142,20 @@ class StepModel:
             tensor.data = tensor.data.to(getattr(torch, one.native.name))
             tensor.requires_grad_(one.requires_grad)
 
-    @torch.no_grad()
     def set(self, row: Row) -> None:
         """Set all parameters to those of a row, and remove what the last user left."""
+        self.copy(row)
+        self.module.eval()
+
+    @torch.no_grad()
+    def copy(self, row: Row) -> None:
+        """Set all parameters and recorded buffers to those of a row, without gradients."""
         for one, tensor in self._parameters:
             tensor.copy_(tensor_of(one.bits(row), one.native))
             tensor.grad = None
         for first, native, buffer in self._buffers:
             values = row["buffers"][first : first + buffer.numel()]
             buffer.copy_(tensor_of(values, native).view(buffer.shape))
-        self.module.eval()
 
 
 def _built(stored: RunParameters, constructor: Constructor | None) -> torch.nn.Module:

@@ -25,7 +25,6 @@ from trajstore.cli.tables import (
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.metadata.stretches import listed_stretches
 from trajstore.store.reading.run_settings import attribute
-from trajstore.store.writing.replay_encoding import replay_rule
 
 __all__ = ["info"]
 
@@ -167,9 +166,13 @@ def _print_forms(facts: dict[str, Any]) -> None:
     """Print which arrays are computed, and how their chunks are stored if that was counted."""
     computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
     out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
-    if not computed:
-        types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
-        replay_rule(facts, types, lambda note: print_notes([note]))
+    from trajstore.store.writing.replay_encoding import replay_rule, vector_rule
+    from trajstore.values.vector_rule import VECTORS
+
+    types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
+    for name, rule in (("W", replay_rule), (VECTORS["W"], vector_rule)):
+        if name not in computed:
+            rule(facts, types, lambda note: print_notes([note]))
     if "corrections" not in facts:
         return
     printed = table(

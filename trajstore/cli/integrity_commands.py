@@ -16,7 +16,7 @@ from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import BytesProgress, StepsProgress
 from trajstore.cli.tables import counted, out, print_json, print_notes, print_table, table
-from trajstore.errors import MissingExtra
+from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
     from trajstore.integrity.repair import Repair
@@ -34,9 +34,36 @@ __all__ = ["repair", "verify"]
     is_flag=True,
     help="Recompute every step with the recorded optimizer and compare all bits. Requires torch.",
 )
+@click.option(
+    "--gradients",
+    is_flag=True,
+    help="With --replay: train each step again from the row before it, and compare loss, logits, "
+    "all gradients and the result. For runs of presets with --record everything.",
+)
+@click.option("--steps", metavar="A:B:K", help="With --gradients: only these steps, such as 0:500.")
+@click.option(
+    "--corpus",
+    type=click.Path(),
+    metavar="FILE",
+    help="With --gradients: text of the run. Default: as recorded.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="FILE",
+    help="With --gradients: tokenizer of the run. Default: as recorded.",
+)
 @JSON
 @sentences
-def verify(run: str, with_replay: bool, as_json: bool) -> None:
+def verify(
+    run: str,
+    with_replay: bool,
+    gradients: bool,
+    steps: str | None,
+    corpus: str | None,
+    tokenizer: str | None,
+    as_json: bool,
+) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
 
     Exits with 1 if it finds a problem.
@@ -45,29 +72,43 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
     Example:
       trajstore verify gatsby.zarr
       trajstore verify gatsby.zarr --replay
+      trajstore verify gatsby.zarr --replay --gradients --steps 0:200
     """
+    if gradients and not with_replay:
+        raise InvalidArgument("--gradients needs --replay; give both")
+    chosen = {"steps": steps, "corpus": corpus, "tokenizer": tokenizer}
+    for name, value in chosen.items():
+        if value is not None and not gradients:
+            raise InvalidArgument(f"--{name} needs --gradients; leave it out or give both")
     from trajstore.integrity.verify import verify as check
 
     with BytesProgress("verifying") as progress:
         found = check(run, on_progress=progress.show)
-    replayed = _replay(run) if with_replay and found.clean else None
+    replayed = proven = None
+    if with_replay and found.clean:
+        replayed = _replayed("optimizer", "replaying", run)
+        if gradients:
+            proven = _replayed("gradients", "training", run, **chosen)
     if as_json:
-        facts = None if replayed is None else replayed.facts()
-        print_json(found.facts() | ({"replay": facts} if with_replay else {}))
+        facts = {"replay": replayed} if with_replay else {}
+        facts |= {"gradients": proven} if gradients else {}
+        print_json(found.facts() | {name: part and part.facts() for name, part in facts.items()})
     else:
         print_verification(found)
         if replayed is not None:
             print_replay(replayed.facts())
         elif with_replay:
             out.print("Replay skipped: the run is damaged; repair it first.")
-    if not found.clean or (replayed is not None and not replayed.clean):
+        if proven is not None:
+            print_proof(proven.facts())
+    if not found.clean or not all(part.clean for part in (replayed, proven) if part is not None):
         sys.exit(1)
 
 
-def _replay(run: str) -> Any:
-    """Result of the installed replay, with ``clean`` and ``facts()``."""
+def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
+    """Result of an installed replay, with ``clean`` and ``facts()``."""
     try:
-        replay = next(iter(entry_points(group="trajstore.replays", name="optimizer"))).load()
+        replay = next(iter(entry_points(group="trajstore.replays", name=name))).load()
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
@@ -75,8 +116,8 @@ def _replay(run: str) -> Any:
             f"replay needs {error.name or error}, which is not installed; "
             "run: pip install 'trajstore[train]'"
         ) from error
-    with StepsProgress("replaying") as progress:
-        return replay(run, on_progress=progress.show)
+    with StepsProgress(verb) as progress:
+        return replay(run, on_progress=progress.show, **options)
 
 
 @click.command()
@@ -155,6 +196,28 @@ def print_replay(facts: dict[str, Any]) -> None:
     if facts["total_findings"] > len(facts["findings"]):
         out.print(f"{facts['total_findings'] - len(facts['findings']):,} more problems.")
     for part in facts["unreplayed"]:
+        out.print(Text(f"Not checked: {part['sentence']}."))
+    print_notes(facts["notes"])
+
+
+def print_proof(facts: dict[str, Any]) -> None:
+    """Print the facts of a proof of steps from the data to the weights."""
+    out.print(
+        f"Trained {facts['proven'] + facts['differing']:,} of {counted(facts['steps'], 'step')} "
+        f"again: {facts['proven']:,} agree in every bit, {facts['differing']:,} differ."
+    )
+    out.print(Text(f"Compared: {', '.join(facts['variables'])}."))
+    if facts["differences"]:
+        columns = ("step", "variable", "parameter", "elements", "largest, ulp")
+        printed = table("", *columns, words=(0, 1, 2))
+        for one in facts["differences"]:
+            ulps = "" if one["ulps"] is None else f"{one['ulps']:,}"
+            name = Text(one["parameter"] or "")
+            printed.add_row(str(one["step"]), one["variable"], name, f"{one['elements']:,}", ulps)
+        print_table(printed)
+    if facts["total"] > len(facts["differences"]):
+        out.print(f"{facts['total'] - len(facts['differences']):,} more differences.")
+    for part in facts["unproven"]:
         out.print(Text(f"Not checked: {part['sentence']}."))
     print_notes(facts["notes"])
 

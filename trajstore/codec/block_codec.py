@@ -138,10 +138,13 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         whole = getattr(chunk_grid, "chunk_shape", self.chunk_shape)
         if any(length % part for length, part in zip(whole, self.chunk_shape, strict=True)):
             raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}")
-        if self.chain.has_forms and (len(shape) != 3 or whole[0] != self.chunk_shape[0]):
+        dimensions = (2, 3) if self.chain.kind == "computed" else (3,)
+        if self.chain.has_forms and (
+            len(shape) not in dimensions or whole[0] != self.chunk_shape[0]
+        ):
             raise ValueError(
-                f"got inner chunks of {self.chunk_shape} in {whole}, expected all rows and three "
-                f"dimensions for the kind {self.chain.kind}"
+                f"got inner chunks of {self.chunk_shape} in {whole}, expected all rows and "
+                f"{' or '.join(map(str, dimensions))} dimensions for the kind {self.chain.kind}"
             )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:

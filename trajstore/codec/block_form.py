@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from threading import RLock
 from typing import Any
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
-from trajstore.codec.computed_rows import GRADIENT, cache, unit_of, windows_of
+from trajstore.codec.computed_rows import cache, unit_of, windows_of
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, picks, positions
 from trajstore.errors import FormatError
@@ -308,14 +308,11 @@ class BlockForm:
 
     def sibling(self, name: str, chain: Chain) -> BlockForm:
         """Storage form of another array of the same computed unit."""
-        matrix = name in unit_of(self.chain.rule).matrices
-        return BlockForm(
-            array=name,
-            chain=chain,
-            shape=self.shape if matrix else self.shape[:1],
-            chunk=self.chunk if matrix else self.shape[:1],
-            runs=self.runs,
-        )
+        unit = unit_of(self.chain.rule)
+        if name in unit.matrices:
+            return replace(self, array=name, chain=chain)
+        shape = (*self.shape[:1], *unit.row_of_rate(name))
+        return replace(self, array=name, chain=chain, shape=shape, chunk=shape)
 
     def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
         """Raise an error if the block lacks selected rows.
@@ -394,7 +391,7 @@ class _OpenUnit:
             offset, length = tail.index[entry].tolist()
             try:
                 data = self.fetched(name, offset, length)
-                if name != GRADIENT:
+                if name != self._unit.gradient:
                     held[name] = form.decoder.stored_form(data, windows)
                     continue
                 grad = np.empty(
@@ -405,15 +402,22 @@ class _OpenUnit:
                 raise ValueError(f"{name}, bytes {offset} to {offset + length}: {error}") from error
         rows = windows[0].stop
         rates = {name: self._rate(name, rows) for name in self._unit.rates}
-        return self._unit.compute(held, grad, rates)
+        # The chunks of a part are in the order of the second dimension.
+        form, tail, _ = self._open(self._unit.gradient)
+        first = tail.label.part * form.shape[1] + entry * form.chunk[1] + windows[1].start
+        return self._unit.compute(held, grad, rates, first)
 
     def _rate(self, name: str, rows: int) -> Array:
         with self._lock:
             found = self._rates.get(name)
             if found is None or len(found) < rows:
                 form, tail, fetch = self._open(name)
-                found = np.empty(rows, form.chain.native.stored)
-                form.read(tail, [picks(range(rows), form.chunk[0])], fetch, found)
+                lengths = (rows, *form.shape[1:])
+                found = np.empty(lengths, form.chain.native.stored)
+                axes = [
+                    picks(range(n), whole) for n, whole in zip(lengths, form.shape, strict=True)
+                ]
+                form.read(tail, axes, fetch, found)
                 self._rates[name] = found
             return found[:rows]
 

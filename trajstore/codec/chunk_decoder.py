@@ -52,7 +52,7 @@ class Decoder:
         self._natural = tuple(order.index(axis) for axis in range(len(shape)))
         self._lead = order[0]  # the axis that comes first in the bytes
         # A row is the sum of all rows before it. Tokens are independent.
-        self._takes_differences = chain.kind != "plain"
+        self._takes_differences = chain.kind not in ("plain", "native")
         self._from_start = self._takes_differences and self._lead == 0
         self._length = shape[self._lead]
         self._rest = tuple(shape[axis] for axis in order[1:])
@@ -130,6 +130,8 @@ class Decoder:
         if self._takes_differences:
             native = self._chain.native
             unfold(values, native, out.view(f"u{out.itemsize}"), window[0].start)
+        elif self._chain.kind == "native":
+            self._put(values, out)
         else:
             out[...] = values.view(out.dtype)
 

@@ -28,10 +28,19 @@ from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 
-__all__ = ["DIFFERENCES", "LENGTH", "OWN_FORM", "SKIPS", "Chain", "chain", "padded"]
+__all__ = [
+    "DIFFERENCES",
+    "LENGTH",
+    "OWN_FORM",
+    "SKIPS",
+    "Chain",
+    "chain",
+    "padded",
+    "vector_chain",
+]
 
 Compressor = Literal["lz4", "zstd"]
-Kind = Literal["delta", "plain", "predicted", "computed"]
+Kind = Literal["delta", "plain", "native", "predicted", "computed"]
 Shuffle = Literal["bitshuffle", "shuffle"]
 
 
@@ -58,10 +67,11 @@ class Chain:
     Attributes
     ----------
     native : NativeType
-    kind : {'delta', 'plain', 'predicted', 'computed'}
-        Transformation before the compression: differences along step, none, differences to a
-        prediction over tokens (`trajstore.codec.predicted_rows`), or corrections of the results of
-        an optimizer's rule (`trajstore.codec.computed_rows`).
+    kind : {'delta', 'plain', 'native', 'predicted', 'computed'}
+        Transformation before the compression: differences along step, none of the stored type or
+        of the native bits, differences to a prediction over tokens
+        (`trajstore.codec.predicted_rows`), or corrections of the results of an optimizer's rule
+        (`trajstore.codec.computed_rows`).
     compressor : {'lz4', 'zstd'}
     level : int
     token_first : bool
@@ -161,6 +171,8 @@ class Chain:
                 packed = min(packed or other, other, key=len)
         elif self.kind == "delta":
             packed = self.compress_differences(bits, shape)
+        elif self.kind == "native":
+            packed = self.compress(np.ascontiguousarray(padded(bits, shape)))
         else:
             unsigned = np.dtype(f"u{self.native.stored.itemsize}")
             bits = padded(bits, shape).transpose(self.order(len(shape)))
@@ -260,3 +272,29 @@ def chain(native: NativeType, ndim: int, *, small: bool, history: bool = False) 
     if history:
         return replace(coding, token_first=True, shuffle="shuffle", blocksize=1 << 16)
     return coding
+
+
+def vector_chain(native: NativeType, *, small: bool, differences: bool) -> Chain:
+    """Choose the codecs of a variable along ``element``, with values of many parameters.
+
+    Parameters
+    ----------
+    native : NativeType
+    small : bool
+        See `chain`.
+    differences : bool
+        False for gradients, whose steps have little in common.
+    """
+    if not small:
+        coding = chain(native, 2, small=False)
+        return coding if differences else replace(coding, kind="native")
+    # zstd counts the values of 128 KiB, here those of one byte, or of bits of the same rank. Most
+    # bytes of a gradient are evenly distributed, apart from the one with the exponent.
+    return Chain(
+        native=native,
+        kind="delta" if differences else "native",
+        compressor="zstd",
+        level=1,
+        shuffle="bitshuffle" if differences else "shuffle",
+        blocksize=native.itemsize << 17,
+    )

@@ -1,5 +1,7 @@
 """W and the moments, computed from the gradient: a key row, and corrections of the rule's bits.
 
+So are the vectors of all other parameters, where each parameter has its own numbers of a step.
+
 The arrays of a *unit* have the same blocks, parts and inner chunks. A chunk of the kind
 ``computed`` holds its first row. For every further row it holds the recorded bits XOR the result of
 the optimizer's rule, applied to the recorded row before and the gradient. If they agree, it is 0.
@@ -14,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -27,10 +29,10 @@ from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import LARGEST, OptimizerRule, Rates
 from trajstore.values.rounding import check_subnormals, result_bits
+from trajstore.values.vector_rule import VECTORS, VectorRule
 
 __all__ = [
     "GRADIENT",
-    "RATES",
     "ComputedUnit",
     "cache",
     "computed_chains",
@@ -44,6 +46,9 @@ GRADIENT = "grad"
 RATES = ("step", "lr", "clip_coef", "skipped")
 """Per-step numbers that a rule uses; the last two if they are recorded."""
 
+VECTOR_RATES = ("params_lr", "params_count", "clip_coef")
+"""Per-step numbers that the rule of the vectors uses; the last one if it is recorded."""
+
 _CACHED = 64 << 20  # bytes of computed rows in the cache of a process
 
 
@@ -53,12 +58,13 @@ class ComputedUnit:
 
     Attributes
     ----------
-    rule : OptimizerRule
+    rule : OptimizerRule or VectorRule
+        The latter for the vectors of all other parameters.
     chains : dict of str to Chain
         Chain of each array of the unit: the computed ones, the gradient, and the rates.
     """
 
-    rule: OptimizerRule
+    rule: OptimizerRule | VectorRule
     chains: Mapping[str, Chain]
 
     @classmethod
@@ -72,7 +78,11 @@ class ComputedUnit:
         """
         facts = json.loads(text)
         try:
-            rule = OptimizerRule.from_facts(facts["optimizer"])
+            rule: OptimizerRule | VectorRule
+            if "vectors" in facts:
+                rule = VectorRule.from_facts(facts["vectors"])
+            else:
+                rule = OptimizerRule.from_facts(facts["optimizer"])
             chains = {
                 name: Chain.from_facts(
                     {**own, "rule": facts} if own.get("kind") == "computed" else own
@@ -81,24 +91,35 @@ class ComputedUnit:
             }
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"got {text}, expected the description of a rule") from error
-        if not {*rule.state, GRADIENT, "step", "lr"} <= chains.keys() <= {
-            *rule.state, GRADIENT, *RATES,
-        }:  # fmt: skip
+        unit = cls(rule=rule, chains=chains)
+        possible = _rates_of(rule)
+        if not {*unit.matrices, *possible[:2]} <= chains.keys() <= {*unit.matrices, *possible}:
             raise ValueError(
-                f"got a rule over {', '.join(chains)}, expected {', '.join(rule.state)}, "
-                f"{GRADIENT}, step and lr"
+                f"got a rule over {', '.join(chains)}, expected {', '.join(unit.matrices)}, "
+                f"{' and '.join(possible[:2])}"
             )
-        return cls(rule=rule, chains=chains)
+        return unit
+
+    @property
+    def gradient(self) -> str:
+        """Name of the array that the others are computed from."""
+        return VECTORS[GRADIENT] if isinstance(self.rule, VectorRule) else GRADIENT
 
     @property
     def matrices(self) -> tuple[str, ...]:
         """Names of the arrays with the same chunks: the computed ones, and the gradient."""
-        return (*self.rule.state, GRADIENT)
+        return (*self.rule.state, self.gradient)
 
     @property
     def rates(self) -> tuple[str, ...]:
         """Names of the per-step numbers."""
-        return tuple(name for name in RATES if name in self.chains)
+        return tuple(name for name in _rates_of(self.rule) if name in self.chains)
+
+    def row_of_rate(self, name: str) -> tuple[int, ...]:
+        """Shape of one row of a per-step number."""
+        if not isinstance(self.rule, VectorRule) or name == "clip_coef":
+            return ()
+        return (len(self.rule.groups) if name == "params_lr" else self.rule.parameters,)
 
     def encode(
         self,
@@ -106,17 +127,20 @@ class ComputedUnit:
         rates: Mapping[str, Array],
         skips: int,
         shape: tuple[int, ...],
+        first: int,
     ) -> dict[str, bytes]:
         """Encode one chunk of each computed array.
 
         Parameters
         ----------
-        bits : mapping of str to ndarray of native bits, (row, token, hidden)
+        bits : mapping of str to ndarray of native bits, (row, token, hidden) or (row, element)
             Present rows of each of `matrices`.
-        rates : mapping of str to ndarray, (row,)
+        rates : mapping of str to ndarray, (row, …)
             Values of each of `rates`.
         skips : int
             Number of skipped steps before the first row.
+        first : int
+            Position of the chunk along the second dimension.
         shape : tuple of int
             Shape of a whole chunk.
 
@@ -124,7 +148,7 @@ class ComputedUnit:
         -------
         dict of str to bytes
         """
-        inside = tuple(slice(length) for length in bits[GRADIENT].shape)
+        inside = tuple(slice(length) for length in bits[self.gradient].shape)
         corrections: dict[str, Array] = {}
         places: dict[str, Array] = {}
         for name in self.rule.state:
@@ -133,7 +157,7 @@ class ComputedUnit:
                 made.fill(0)
             corrections[name], places[name] = made, made[inside]
             places[name][0] = bits[name][0]
-        self._follow(bits, places, self.rule.state, self._rates(rates, skips))
+        self._follow_parts(bits, places, self.rule.state, rates, skips, first)
         return {
             name: self.chains[name].encode_corrections(made, bits[name], skips)
             for name, made in corrections.items()
@@ -144,6 +168,7 @@ class ComputedUnit:
         held: Mapping[str, tuple[int | None, Array]],
         grad: Array,
         rates: Mapping[str, Array],
+        first: int,
     ) -> dict[str, Array]:
         """Rows of the computed arrays.
 
@@ -151,8 +176,10 @@ class ComputedUnit:
         ----------
         held : mapping of str to (int or None, ndarray)
             Result of `Decoder.stored_form` for each computed array.
-        grad : ndarray of native bits, (row, token, hidden)
-        rates : mapping of str to ndarray, (row,)
+        grad : ndarray of native bits, (row, token, hidden) or (row, element)
+        rates : mapping of str to ndarray, (row, …)
+        first : int
+            Position of the window along the second dimension.
 
         Returns
         -------
@@ -163,9 +190,39 @@ class ComputedUnit:
         skips = {*computed.values()}
         if len(skips) != 1:
             raise ValueError(f"{', '.join(computed)} differ in the number of skipped steps")
-        numbers = self._rates(rates, skips.pop())
-        self._follow({**rows, GRADIENT: grad}, rows, list(computed), numbers)
+        given = {**rows, self.gradient: grad}
+        self._follow_parts(given, rows, list(computed), rates, skips.pop(), first)
         return rows
+
+    def _follow_parts(
+        self,
+        rows: Mapping[str, Array],
+        out: Mapping[str, Array],
+        computed: Sequence[str],
+        rates: Mapping[str, Array],
+        skips: int,
+        first: int,
+    ) -> None:
+        """`_follow` for the matrix, or for each parameter of the vectors."""
+        rule = self.rule
+        if not isinstance(rule, VectorRule):
+            self._follow(rows, out, computed, self._rates(rates, skips))
+            return
+        roles = {array: role for role, array in VECTORS.items()}
+        for part, group, parameter in rule.parts(first, rows[self.gradient].shape[1]):
+            self._groups[group]._follow(
+                {role: rows[array][:, part] for array, role in roles.items()},
+                {roles[array]: out[array][:, part] for array in rule.state},
+                [roles[array] for array in computed],
+                rule.rates(rates, group, parameter),
+            )
+
+    @cached_property
+    def _groups(self) -> list[ComputedUnit]:
+        """Units of the groups of the optimizer, with the names of a matrix."""
+        assert isinstance(self.rule, VectorRule)
+        chains = {role: self.chains[array] for role, array in VECTORS.items()}
+        return [ComputedUnit(rule=rule, chains=chains) for rule in self.rule.groups]
 
     def _follow(
         self,
@@ -186,21 +243,23 @@ class ComputedUnit:
         rates : sequence of Rates or None
             Numbers of the step of each row; None if no step was taken.
         """
+        rule = self.rule
+        assert isinstance(rule, OptimizerRule)
         check_subnormals()
         natives = {name: self.chains[name].native for name in self.matrices}
-        if run_adam_loop(self.rule, rows, out, computed, natives, rates):
+        if run_adam_loop(rule, rows, out, computed, natives, rates):
             return
         names = {name: native.name for name, native in natives.items()}
-        state = self.rule.state
+        state = rule.state
         before = {name: widen(rows[name][0], natives[name]) for name in state}
-        if self.rule.amsgrad:
+        if rule.amsgrad:
             before[LARGEST] = before["exp_avg_sq"]
         for row in range(1, len(rates)):
             made: Mapping[str, Array] = before
             rate = rates[row]
             if rate is not None:
                 grad = widen(rows[GRADIENT][row], natives[GRADIENT])
-                made = self.rule.next_row(before, grad, names, rate)
+                made = rule.next_row(before, grad, names, rate)
             for name in computed:
                 bits = result_bits(made[name], natives[name])
                 np.bitwise_xor(rows[name][row], bits, out=out[name][row])
@@ -223,23 +282,31 @@ class ComputedUnit:
         return made
 
 
+def _rates_of(rule: OptimizerRule | VectorRule) -> tuple[str, ...]:
+    return VECTOR_RATES if isinstance(rule, VectorRule) else RATES
+
+
 @lru_cache(maxsize=64)
 def unit_of(text: str) -> ComputedUnit:
     """The unit that `Chain.rule` describes."""
     return ComputedUnit.of(text)
 
 
-def computed_chains(rule: OptimizerRule, chains: Mapping[str, Chain]) -> dict[str, Chain]:
+def computed_chains(
+    rule: OptimizerRule | VectorRule, chains: Mapping[str, Chain]
+) -> dict[str, Chain]:
     """Chains of a unit. Each computed one contains the description of the unit.
 
     Parameters
     ----------
-    rule : OptimizerRule
+    rule : OptimizerRule or VectorRule
     chains : mapping of str to Chain
-        Chains of the arrays of the unit, without a rule.
+        Chains of all arrays, those of the unit without a rule.
     """
+    unit = ComputedUnit(rule=rule, chains=chains)
+    chains = {name: chains[name] for name in (*unit.matrices, *unit.rates)}
     facts = {
-        "optimizer": rule.facts(),
+        "vectors" if isinstance(rule, VectorRule) else "optimizer": rule.facts(),
         "arrays": {
             name: replace(one, kind="computed").own_facts() if name in rule.state else one.facts()
             for name, one in chains.items()

@@ -117,12 +117,16 @@ class SelectedBlock:
     def _sibling_key(self, key: str, form: BlockForm) -> str:
         folder, _, name = key.rpartition("/")
         parent = folder.rpartition("/")[0]
-        if len(form.shape) == 1:
-            name = ".".join(name.split(".")[:2])
+        if self._is_rate(form):
+            name = ".".join([*name.split(".")[:2], *["0"] * (len(form.shape) - 1)])
         return f"{parent}/{form.array}/{name}" if parent else f"{form.array}/{name}"
 
+    def _is_rate(self, form: BlockForm) -> bool:
+        """True for per-step numbers, which have one chunk a block."""
+        return form.array not in unit_of(self._form.chain.rule).matrices
+
     def _sibling_place(self, form: BlockForm) -> tuple[int, int] | None:
-        if self._place is None or len(form.shape) > 1:
+        if self._place is None or not self._is_rate(form):
             return self._place
         return self._place[0], 0
 
@@ -227,8 +231,8 @@ class SelectedBlock:
         if not self._axes:
             return []
         axes = self._axes
-        if len(form.shape) < len(axes):  # per-step numbers, which have one chunk
-            axes = [picks(range(form.shape[0]), form.shape[0])]
+        if form is not self._form and self._is_rate(form):
+            axes = [picks(range(length), length) for length in form.shape]
         else:
             try:
                 form.check_rows(tail, axes)

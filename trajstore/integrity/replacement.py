@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from trajstore.codec.computed_rows import unit_of
+from trajstore.codec.computed_rows import ComputedUnit, unit_of
 from trajstore.errors import InvalidArgument
 from trajstore.integrity.array_checks import in_steps
 from trajstore.integrity.array_json_checks import is_series
@@ -66,7 +66,7 @@ class Replacement:
                 f"cannot drop {', '.join(sorted(dropped))}: a run needs one of "
                 f"{', '.join(TRAJECTORIES)}; fill the damaged blocks (--fill-damaged)"
             )
-        fixed = dropped | {STEP.name} | _unit(checked.metadata)  # int64 has no NaN
+        fixed = dropped | _unfillable(checked.metadata)
         damaged = [
             item
             for item in damaged_shards(checked.metadata, checked.found.problems)
@@ -147,7 +147,7 @@ def alternatives(checked: CheckedRun, replaced: Replacement) -> tuple[str, ...]:
         for shard, problem in damaged_shards(metadata, checked.found.problems)
         if problem.path not in filled and shard.array not in replaced.dropped
     ]
-    fixed = {STEP.name} | _unit(metadata)
+    fixed = _unfillable(metadata)
     options = ["--fill-damaged"] if any(shard.array not in fixed for shard in left) else []
     names = damage_by_array(checked).keys() - replaced.dropped - fixed
     names -= {shard.array for shard, _ in replaced.filled}
@@ -170,21 +170,22 @@ def damage_by_array(checked: CheckedRun) -> dict[str, str]:
     ]
     damaged = damaged_shards(metadata, problems)
     rows = {name: [shard.rows for shard, _ in damaged if shard.array == name] for name in names}
-    unit = _unit(metadata)
-    if unit & rows.keys():
-        lost = [shard.rows for shard, _ in damaged if shard.array in unit]
-        rows |= {name: lost for name in unit if metadata.stored(name).chain.kind == "computed"}
+    for unit in _units(metadata):
+        if unit.chains.keys() & rows.keys():
+            lost = [shard.rows for shard, _ in damaged if shard.array in unit.chains]
+            rows |= dict.fromkeys(unit.rule.state, lost)
     return {name: in_steps(checked.read, rows[name]) if rows[name] else "" for name in rows}
 
 
 def _check_droppable(checked: CheckedRun, name: str) -> None:
     metadata = checked.metadata
     damaged = damage_by_array(checked)
-    if name in _unit(metadata):
-        raise InvalidArgument(
-            f"cannot drop {name}: W and the moments are computed together, and it is part of that "
-            "(encoding replay); repair without options drops rows"
-        )
+    for unit in _units(metadata):
+        if name in unit.chains:
+            raise InvalidArgument(
+                f"cannot drop {name}: {', '.join(unit.rule.state)} are computed together, and it "
+                "is part of that (encoding replay); repair without options drops rows"
+            )
     if _is_needed(metadata, name):
         raise InvalidArgument(f"cannot drop {name}: every run of these arrays needs it")
     if name not in damaged:
@@ -199,11 +200,15 @@ def _is_needed(metadata: CheckedMetadata, name: str) -> bool:
     return name in _NEEDED or names_model
 
 
-def _unit(metadata: CheckedMetadata) -> set[str]:
+def _unfillable(metadata: CheckedMetadata) -> set[str]:
+    """Arrays whose blocks cannot be NaN: int64 has none, and others are computed together."""
+    return {STEP.name, *(name for unit in _units(metadata) for name in unit.chains)}
+
+
+def _units(metadata: CheckedMetadata) -> list[ComputedUnit]:
     """Arrays that are computed together, and those they are computed from."""
     chains = [metadata.stored(name).chain for name in metadata.arrays if is_series(name)]
-    rules = [unit_of(chain.rule) for chain in chains if chain.kind == "computed"]
-    return {name for rule in rules for name in rule.chains}
+    return [unit_of(rule) for rule in dict.fromkeys(chain.rule for chain in chains) if rule]
 
 
 def _is_recorded(metadata: CheckedMetadata, damage: FilledShard) -> bool:

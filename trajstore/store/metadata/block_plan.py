@@ -17,14 +17,15 @@ from typing import Any
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.codec.block_form import BlockForm, Runs
-from trajstore.codec.codec_chain import Chain, chain
-from trajstore.codec.computed_rows import GRADIENT, RATES, computed_chains
+from trajstore.codec.codec_chain import Chain, chain, vector_chain
+from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
 from trajstore.store.metadata.document_form import MOST_CHUNKS
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.vector_rule import VECTORS, VectorRule
 
 __all__ = [
     "BLOCKS",
@@ -190,6 +191,7 @@ def plan(
     buffers: int = BLOCKS,
     encoding: str = "delta",
     rule: OptimizerRule | None = None,
+    vectors: VectorRule | None = None,
 ) -> Layout:
     """Plan the blocks, shards and chunks of a run.
 
@@ -219,6 +221,8 @@ def plan(
     encoding : {'delta', 'replay'}
     rule : OptimizerRule, optional
         By which ``replay`` computes W and the moments; without it they are stored as differences.
+    vectors : VectorRule, optional
+        The same for the vectors of all other parameters.
 
     Raises
     ------
@@ -267,8 +271,13 @@ def plan(
             )
             for name, (entry, native) in kinds.items()
         }
+        compact = encoding == "replay" or row_bytes < _SMALL_ROW
+        for role, name in VECTORS.items():
+            if name in kinds:
+                native = kinds[name][1]
+                chains[name] = vector_chain(native, small=compact, differences=role != GRADIENT)
         if encoding == "replay":
-            chains = replay_chains(chains, rule)
+            chains = replay_chains(chains, rule, vectors)
         held, counts = _division(chains, kinds, lengths, rows)
         arrays = {
             name: _array(entry, lengths, rows, chains[name], held, counts.get(name))
@@ -299,7 +308,11 @@ def plan(
     return within(layout, memory, threads=chosen)
 
 
-def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> dict[str, Chain]:
+def replay_chains(
+    chains: Mapping[str, Chain],
+    rule: OptimizerRule | None,
+    vectors: VectorRule | None = None,
+) -> dict[str, Chain]:
     """Chains of the encoding ``replay``.
 
     Parameters
@@ -307,19 +320,19 @@ def replay_chains(chains: Mapping[str, Chain], rule: OptimizerRule | None) -> di
     chains : mapping of str to Chain
         Chains of the encoding ``delta``.
     rule : OptimizerRule, optional
+    vectors : VectorRule, optional
     """
     made = dict(chains)
-    names = (GRADIENT, *(() if rule is None else rule.state))
-    for name in names:
+    rules = [each for each in (rule, vectors) if each is not None]
+    for name in (GRADIENT, *(name for each in rules for name in each.state)):
         if name in made and made[name].compressor == "lz4":
             made[name] = replace(made[name], **_REPLAYED)
         elif name == GRADIENT and name in made:
             made[name] = replace(made[name], **_SMALL_GRADIENT)
     if GRADIENT in made and made[GRADIENT].native.itemsize <= _WIDEST_PREDICTED:
         made[GRADIENT] = replace(made[GRADIENT], kind="predicted")
-    if rule is not None:
-        unit = (*rule.state, GRADIENT, *RATES)
-        made |= computed_chains(rule, {name: made[name] for name in unit if name in made})
+    for each in rules:
+        made |= computed_chains(each, made)
     return made
 
 

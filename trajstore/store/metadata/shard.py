@@ -33,14 +33,16 @@ class UnitChunks:
     Parameters
     ----------
     unit : ComputedUnit
-    bits : mapping of str to ndarray, (row, token, hidden)
+    bits : mapping of str to ndarray, (row, token, hidden) or (row, element)
         Native bits of each of ``unit.matrices``.
-    rates : mapping of str to ndarray, (row,)
+    rates : mapping of str to ndarray, (row, …)
         Values of each of ``unit.rates``.
     skips : int
         Number of skipped steps before the block.
     shape : tuple of int
         Shape of a whole chunk.
+    first : int
+        Position of the chunk along the second dimension.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class UnitChunks:
         rates: Mapping[str, npt.NDArray[Any]],
         skips: int,
         shape: tuple[int, ...],
+        first: int,
     ) -> None:
         self._unit = unit
+        self._first = first
         self._bits = bits
         self._rates = rates
         self._skips = skips
@@ -63,7 +67,9 @@ class UnitChunks:
         """Return the chunk of an array. Each is returned once."""
         with self._lock:
             if self._made is None:
-                self._made = self._unit.encode(self._bits, self._rates, self._skips, self._shape)
+                self._made = self._unit.encode(
+                    self._bits, self._rates, self._skips, self._shape, self._first
+                )
             data = self._made.pop(name)
         return data, hashlib.sha256(data).digest()
 

@@ -200,7 +200,7 @@ class StoredArray:
         }
         bits = {name: others[name].bits(key) for name in unit.matrices}
         rates = {name: others[name].values(key[:1]) for name in unit.rates}
-        skips = skipped_steps(others, key[0].start)
+        skips, first = skipped_steps(others, key[0].start), key[1].start
         chunks = [
             UnitChunks(
                 unit,
@@ -208,6 +208,7 @@ class StoredArray:
                 rates,
                 skips,
                 self.form.chunk,
+                first + window[1].start,
             ).take(self.name)
             for window in chunk_windows(self.form)
         ]
@@ -215,8 +216,12 @@ class StoredArray:
 
     def _other(self, form: BlockForm) -> StoredArray:
         """Another array of the run, with as many rows."""
-        shape = self.shape if len(form.shape) > 1 else self.shape[:1]
+        shape = self.shape if self._is_divided(form) else (*self.shape[:1], *form.shape[1:])
         return StoredArray(path=self.path, name=form.array, shape=shape, form=form)
+
+    def _is_divided(self, form: BlockForm) -> bool:
+        """True if an array of the same unit has the same parts, unlike per-step numbers."""
+        return form.array in unit_of(self.chain.rule).matrices
 
     def _ranges(self, key: tuple[slice, ...]) -> list[range]:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
@@ -278,7 +283,7 @@ class StoredArray:
     ) -> tuple[Tail, Fetch]:
         """Open the same block of another array, from which rows are computed."""
         other = self._other(form)
-        number = part if len(form.shape) > 1 else 0
+        number = part if self._is_divided(form) else 0
         file = opened.enter_context(other.opened(block, number))
         return other.tail(file, block, number), file.read
 

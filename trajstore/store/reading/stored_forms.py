@@ -78,7 +78,7 @@ def _count_shard(stored: StoredArray, block: int, part: int) -> Counter[str]:
             if data[:1] == DIFFERENCES:
                 counted["differences"] += 1
             elif stored.chain.kind == "computed" and tokens > 0:
-                window = (slice(0, rows), slice(0, tokens), slice(0, stored.chunk[2]))
+                window = tuple(slice(0, n) for n in (rows, tokens, *stored.chunk[2:]))
                 try:
                     _, bits = stored.form.decoder.stored_form(data, window)
                 except ValueError as error:

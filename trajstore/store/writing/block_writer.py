@@ -233,7 +233,7 @@ class BlockWriter:
         return int(np.count_nonzero(values == 1))
 
     def _tasks(self, block: Block, skips: int) -> Iterator[Task]:
-        units: dict[tuple[int, int], UnitChunks] = {}
+        units: dict[tuple[str, int, int], UnitChunks] = {}
         for name, array in self._layout.arrays.items():
             for part in range(array.parts):
                 bits = block[name][array.window(part)]
@@ -241,9 +241,10 @@ class BlockWriter:
                     if array.chain.kind != "computed":
                         yield partial(encode_chunk, array.chain, bits[window], array.chunk)
                         continue
-                    if (part, number) not in units:
-                        units[part, number] = self._unit_chunks(array, block, skips, part, window)
-                    yield partial(units[part, number].take, name)
+                    key = (array.chain.rule, part, number)
+                    if key not in units:
+                        units[key] = self._unit_chunks(array, block, skips, part, window)
+                    yield partial(units[key].take, name)
 
     def _unit_chunks(
         self,
@@ -257,4 +258,5 @@ class BlockWriter:
         bits = {name: block[name][array.window(part)][window] for name in unit.matrices}
         natives = {name: self._layout.arrays[name].native for name in unit.rates}
         rates = {name: widen(block[name], native) for name, native in natives.items()}
-        return UnitChunks(unit, bits, rates, skips, array.chunk)
+        first = part * array.shard[1] + window[1].start
+        return UnitChunks(unit, bits, rates, skips, array.chunk, first)

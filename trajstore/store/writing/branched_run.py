@@ -19,7 +19,7 @@ from trajstore.byte_sizes import parse_bytes
 from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
-from trajstore.codec.computed_rows import GRADIENT, ComputedUnit, unit_of
+from trajstore.codec.computed_rows import ComputedUnit, unit_of
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, coordinate, row_lengths
 from trajstore.store.metadata.block_plan import Layout, plan
@@ -34,7 +34,7 @@ from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.create import create_folder
 from trajstore.store.writing.new_run import check_variables, series_metadata
-from trajstore.store.writing.replay_encoding import replay_rule
+from trajstore.store.writing.replay_encoding import replay_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run, stored_fingerprints
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
@@ -175,10 +175,11 @@ class _Branch:
         coordinates = [name for name in stored_metadata if coordinate(name)]
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
         fixed |= {"created": utc_now(), **attributes}
-        rule = None
+        rule, vectors = None, None
         if fixed["encoding"] == "replay":
-            was_computed = _unit(stored.layout) is not None
-            rule = replay_rule(fixed, types, on_note if was_computed else lambda note: None)
+            noted = on_note if _units(stored.layout) else lambda note: None
+            rule = replay_rule(fixed, types, noted)
+            vectors = vector_rule(fixed, types, noted)
         lengths = {name: stored_metadata[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
@@ -190,6 +191,7 @@ class _Branch:
             block_rows=stored.layout.block_rows,
             encoding=fixed["encoding"],
             rule=rule,
+            vectors=vectors,
         )
         anew = _changed_arrays(stored.layout, layout)
         runs = _runs_of_branch(stored)
@@ -229,8 +231,8 @@ class _Branch:
             one = replace(self.changed, arrays={n: self.changed.arrays[n] for n in together})
             writer = BlockWriter(self.path, one, lambda change, block: None, fsync=False)
             needed = {name: array.native for name, array in one.arrays.items()}
-            if unit := _unit(one):
-                needed[GRADIENT] = unit.chains[GRADIENT].native
+            for unit in _units(one):
+                needed[unit.gradient] = unit.chains[unit.gradient].native
             try:
                 for number in range(blocks):
                     rows = self._rows_of(number)
@@ -244,8 +246,8 @@ class _Branch:
 
     def _groups(self) -> list[list[str]]:
         """Names of the changed arrays, grouped by joint encoding."""
-        unit = _unit(self.changed)
-        together = [name for name in self.changed.arrays if unit and name in unit.chains]
+        computed = {name for unit in _units(self.changed) for name in unit.chains}
+        together = [name for name in self.changed.arrays if name in computed]
         alone = [[name] for name in self.changed.arrays if name not in together]
         return [together, *alone] if together else alone
 
@@ -289,10 +291,10 @@ class _Branch:
         return bits if native == wanted else widen(bits, native).view(wanted.bits)
 
 
-def _unit(layout: Layout) -> ComputedUnit | None:
-    """The computed unit of a layout, or None."""
-    rules = (array.chain.rule for array in layout.arrays.values())
-    return next((unit_of(rule) for rule in rules if rule), None)
+def _units(layout: Layout) -> list[ComputedUnit]:
+    """The computed units of a layout."""
+    rules = dict.fromkeys(array.chain.rule for array in layout.arrays.values())
+    return [unit_of(rule) for rule in rules if rule]
 
 
 def _changed_arrays(stored: Layout, wanted: Layout) -> set[str]:
@@ -300,16 +302,21 @@ def _changed_arrays(stored: Layout, wanted: Layout) -> set[str]:
     anew = {
         name for name, array in wanted.arrays.items() if array.native != stored.arrays[name].native
     }
-    before, unit = _unit(stored), _unit(wanted)
-    same = before and unit and (before.rule, {*before.chains}) == (unit.rule, {*unit.chains})
-    if unit and same and anew.isdisjoint(unit.chains):
-        return anew
-    if before:
-        anew |= wanted.arrays.keys() & set(before.rule.state)
-    if unit:
-        anew |= {*unit.rule.state, *unit.rates}
-        if wanted.arrays[GRADIENT] != stored.arrays[GRADIENT]:
-            anew.add(GRADIENT)
+    before, units = _units(stored), _units(wanted)
+    kept = [
+        unit
+        for unit in units
+        if any((unit.rule, {*unit.chains}) == (each.rule, {*each.chains}) for each in before)
+        and anew.isdisjoint(unit.chains)
+    ]
+    same = {name for unit in kept for name in unit.rule.state}
+    for each in before:
+        anew |= (wanted.arrays.keys() & set(each.rule.state)) - same
+    for unit in units:
+        if unit not in kept:
+            anew |= {*unit.rule.state, *unit.rates}
+            if wanted.arrays[unit.gradient] != stored.arrays[unit.gradient]:
+                anew.add(unit.gradient)
     return anew
 
 

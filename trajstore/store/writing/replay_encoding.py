@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from trajstore.codec.computed_rows import GRADIENT
+from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.errors import InvalidArgument
 from trajstore.schema import ENCODINGS
 from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.vector_rule import VECTORS, VectorRule
 
-__all__ = ["check_encoding", "replay_rule"]
+__all__ = ["check_encoding", "replay_rule", "vector_rule"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +62,36 @@ def replay_rule(
     try:
         return _rule(attributes or {}, variables)
     except InvalidArgument as error:
-        note = f"W and the moments are stored as differences, not computed: {error}"
-        if on_note is None:
-            logger.warning("%s", note)
-        else:
-            on_note(note)
+        _note(f"W and the moments are stored as differences, not computed: {error}", on_note)
         return None
+
+
+def vector_rule(
+    attributes: Mapping[str, Any] | None,
+    variables: Mapping[str, str],
+    on_note: Callable[[str], None] | None = None,
+) -> VectorRule | None:
+    """Rule with which a run computes the vectors of all other parameters, as `replay_rule`.
+
+    None, without a note, if the run does not hold them.
+    """
+    if VECTORS["W"] not in variables:
+        return None
+    try:
+        rule = VectorRule.of(attributes or {})
+        _check((*rule.state, VECTORS[GRADIENT]), VECTOR_RATES[:2], attributes or {}, variables)
+    except InvalidArgument as error:
+        names = f"{VECTORS['W']} and its moments"
+        _note(f"{names} are stored as differences, not computed: {error}", on_note)
+        return None
+    return rule
+
+
+def _note(note: str, on_note: Callable[[str], None] | None) -> None:
+    if on_note is None:
+        logger.warning("%s", note)
+    else:
+        on_note(note)
 
 
 def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> OptimizerRule:
@@ -74,13 +99,22 @@ def _rule(attributes: Mapping[str, Any], variables: Mapping[str, str]) -> Optimi
     rule = OptimizerRule.of(optimizer)
     if optimizer["hyperparameters"].get("rounding", "nearest") != "nearest":
         raise InvalidArgument(f"the optimizer {optimizer['class']!r} rounds at random")
-    missing = [name for name in (*rule.state, GRADIENT, "lr") if name not in variables]
+    _check((*rule.state, GRADIENT), ("lr",), attributes, variables)
+    return rule
+
+
+def _check(
+    arrays: Collection[str],
+    rates: Collection[str],
+    attributes: Mapping[str, Any],
+    variables: Mapping[str, str],
+) -> None:
+    missing = [name for name in (*arrays, *rates) if name not in variables]
     if missing:
         raise InvalidArgument(f"the run does not hold {', '.join(missing)}")
-    wide = [name for name in (*rule.state, GRADIENT) if native_type(variables[name]).itemsize > 4]
+    wide = [name for name in arrays if native_type(variables[name]).itemsize > 4]
     if wide:
         raise InvalidArgument(f"{', '.join(wide)} are float64")
     every = (attributes.get("recording") or {}).get("every", 1)
     if every != 1:
         raise InvalidArgument(f"the run is recorded every {every} steps")
-    return rule

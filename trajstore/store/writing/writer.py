@@ -42,7 +42,7 @@ from trajstore.store.writing.new_run import (
     parameter_coordinate,
     token_coordinates,
 )
-from trajstore.store.writing.replay_encoding import check_encoding, replay_rule
+from trajstore.store.writing.replay_encoding import check_encoding, replay_rule, vector_rule
 from trajstore.store.writing.resumed_run import check_run, remove_past_end, resumed_run
 from trajstore.store.writing.shared_run import announce_run, joined_run, plan_shared
 from trajstore.store.writing.token_share import TokenShare, in_all_processes
@@ -240,10 +240,11 @@ class RunWriter:
                 check_variables(variables)
                 coordinates |= parameter_coordinate(parameter, variables)
                 check_encoding(encoding, shared=share is not None)
-                rule = None
+                rule, vectors = None, None
                 if encoding == "replay":
                     rule = replay_rule(attributes, variables, on_note)
-                planned = partial(plan, encoding=encoding, rule=rule)
+                    vectors = vector_rule(attributes, variables, on_note)
+                planned = partial(plan, encoding=encoding, rule=rule, vectors=vectors)
                 if share is not None:
                     planned = partial(plan_shared, share)
                 layout = planned(

@@ -29,7 +29,9 @@ from trajstore import (  # noqa: E402
     open_run,
     verify,
 )
+from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers.recording.model_state import OPTIMIZER_STATE  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -126,8 +128,10 @@ def assert_parameters(ds: xr.Dataset, states: list[State]) -> None:
                 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_step_is_that_of_a_plain_loop(dtype: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "encoding"), [(torch.float32, "delta"), (torch.bfloat16, "replay")]
+)
+def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Model(dtype)
     plain = copy.deepcopy(model)
@@ -135,10 +139,15 @@ def test_every_step_is_that_of_a_plain_loop(dtype: Any, tmp_path: Path) -> None:
     states = list(train(plain, adamw(plain)))
     optimizer = adamw(model)
     path = tmp_path / "run.zarr"
-    with capture(model, optimizer, path, record="everything", block_rows=4, max_grad_norm=0.05):
+    options = {"record": "everything", "block_rows": 4, "encoding": encoding}
+    with capture(model, optimizer, path, max_grad_norm=0.05, **options):
         for _ in train(model, optimizer):
             pass
     ds = open_run(path)
+    forms = stored_forms(path)
+    computed = [forms[name] for name in ("params", *OPTIMIZER_STATE[:2]) if name in forms]
+    assert len(computed) == (3 if encoding == "replay" else 0)
+    assert not any(each["corrected"] or each["differences"] for each in computed)
     assert not verify(path).problems
     assert_parameters(ds, states)
     for name, tensor in before.items():

@@ -41,6 +41,7 @@ class Schedule:
         self.now = 0.0
         self.cost = cost
         self.committed_rows = 0
+        self.layout = SimpleNamespace(arrays={})
         self.stops = False
         training: Any = SimpleNamespace(
             config=SimpleNamespace(training=SimpleNamespace(steps=STEPS))

@@ -1,0 +1,120 @@
+"""Runs with everything resume from their last row and fork from any row, without checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from altered_runs import rewrite  # noqa: E402
+from small_trainings import same_values, small_config, stop_after  # noqa: E402
+
+from trajstore import RunWriter, verify  # noqa: E402
+from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS, EPOCH = 16, 6
+EVERYTHING = "recording.record=['everything']"
+VARIANTS = {
+    "trainer": ["gatsby"],
+    "plain, every 3, accumulated": [
+        "gatsby-adam", "recording.every=3", "training.accumulation=4", "schedule.name=cosine",
+    ],
+    "trainer, accumulated, float32 state, rounded at random": [
+        "gatsby", "training.accumulation=4", "optimizer.state_dtype=float32",
+        "optimizer.rounding=stochastic",
+    ],
+    "plain, sgd rounded at random": [
+        "gatsby-adam", "optimizer.name=sgd", "optimizer.rounding=stochastic",
+    ],
+    "float32 masters": ["duckling", "model.heads=1", "training.accumulation=2"],
+}  # fmt: skip
+
+
+def config_of(name: str, *assignments: str) -> RunConfig:
+    return small_config(VARIANTS[name], EVERYTHING, *assignments, steps=STEPS)
+
+
+def corpus_of(name: str, text: Path) -> Path | None:
+    return None if name == "float32 masters" else text  # it trains on an embedded stream of ids
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
+    """Run of a variant that was never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+
+    def run(name: str) -> Path:
+        path = folder / f"{name}.zarr"
+        if not path.exists():
+            record(config_of(name), path, corpus=corpus_of(name, text))
+        return path
+
+    return run
+
+
+QUICK = ("trainer", "plain, every 3, accumulated")
+PARAMETERS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in VARIANTS
+]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_run_resumes_from_its_last_row(
+    name: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name), path, corpus=corpus_of(name, text), stop=stop_after(4))
+    for rows in (2, 4, 5):  # as after a kill, with the rows that were committed
+        kept = min(rows, xr.open_zarr(path).sizes["step"])
+        RunWriter.resume(path, rows=kept).close("interrupted")
+        record(recorded_config(path), path, resume=True, stop=stop_after(EPOCH))
+    record(recorded_config(path), path, resume=True)
+    assert same_values(straight(name), path).attrs["status"] == "complete"
+    assert not checkpoint_folder(path).exists()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_fork_starts_from_any_row(
+    name: str, straight: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, notes = straight(name), []  # type: ignore[var-annotated]
+    for at in (3, EPOCH, 15):
+        other = fork(source, tmp_path / f"{at}.zarr", at=at, on_note=notes.append)
+        same_values(source, other)
+        assert not checkpoint_folder(other).exists()
+    assert not [note for note in notes if "differs" in note or "again" in note]
+    assert verify(other).clean
+
+
+def test_a_fork_with_other_types_resumes_from_its_rows(
+    straight: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = ["model.dtype=float32", "optimizer.lr=1e-4"]
+    whole = fork(straight("trainer"), tmp_path / "whole.zarr", at=9, settings=settings)
+    other = fork(
+        straight("trainer"), tmp_path / "a.zarr", at=9, settings=settings, stop=stop_after(2)
+    )
+    record(recorded_config(other), other, resume=True)
+    ds = same_values(whole, other)
+    assert ds.params.attrs["native_dtype"] == ds.attrs["parameters"][1]["dtype"] == "float32"
+    assert verify(other).clean
+
+
+def test_a_fork_reports_that_the_next_row_differs(
+    straight: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, notes = tmp_path / "run.zarr", []  # type: ignore[var-annotated]
+    shutil.copytree(straight("trainer"), source)
+    rewrite(source, "params_grad", (10, 5))
+    other = fork(source, tmp_path / "other.zarr", at=9, on_note=notes.append)
+    assert "at step 10 params_grad differs" in next(note for note in notes if "differs" in note)
+    W = xr.open_zarr(other).W.values
+    assert np.array_equal(W, xr.open_zarr(source).W.values)

@@ -1,0 +1,108 @@
+"""A loop continues from a recorded step without a checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from small_trainings import same_values  # noqa: E402
+
+from trajstore.errors import InvalidArgument, NothingToResume  # noqa: E402
+from trajstore.trainers import capture, restore  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 7
+
+
+class Model(torch.nn.Module):
+    """Dropout, changing buffers, a parameter without gradient in odd steps, one not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 4)
+        self.normalization = torch.nn.BatchNorm1d(4)
+        self.dropout = torch.nn.Dropout(0.1)
+        self.sometimes = torch.nn.Linear(4, 4)
+        self.fixed = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.head = torch.nn.Linear(4, 11, bias=False)
+
+    def forward(self, ids: Any, *, whole: bool) -> Any:
+        hidden = self.normalization(self.fixed(self.embedding(ids)).flatten(0, 1))
+        return self.head(self.dropout(torch.tanh(self.sometimes(hidden)) if whole else hidden))
+
+
+def built() -> tuple[Any, Any]:
+    model = Model()
+    groups = [
+        {"params": [model.embedding.weight, model.head.weight], "weight_decay": 0.1},
+        {"params": [*model.normalization.parameters(), *model.sometimes.parameters()], "lr": 0.1},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+
+
+def train(path: Path, model: Any, optimizer: Any, *, first: int = 0, last: int = STEPS) -> None:
+    """Train with two micro-batches and clipping; the examples of a step follow from its number."""
+    with capture(
+        model, optimizer, path, record="everything", parameter="embedding.weight",
+        resume=first > 0, first_step=first, max_grad_norm=0.05,
+    ) as recorder:  # fmt: skip
+        for step in range(first, last):
+            optimizer.param_groups[1]["lr"] = 0.1 / (step + 1)
+            losses = []
+            for part in range(2):
+                ids = (torch.arange(10).reshape(2, 5) * (step + part + 1)) % 11
+                logits = model(ids, whole=step % 2 == 0)
+                loss = torch.nn.functional.cross_entropy(logits, ids.flatten()) / 2
+                loss.backward()
+                losses.append(loss.detach() * 2)
+            recorder.observe(loss=torch.stack(losses).mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("restored") / "run.zarr"
+    torch.manual_seed(5)
+    train(path, *built())
+    return path
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_a_loop_continues_from_a_recorded_step(run: Path, step: int | None, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
+    model, optimizer = built()
+    first = restore(path, model, optimizer, step=step)
+    assert first == (STEPS - 1 if step is None else step)
+    train(path, model, optimizer, first=first)
+    ds = same_values(run, path)
+    assert "random_state" in ds
+    assert "buffers" in ds
+
+
+def test_the_last_step_of_a_model_with_dropout_is_repeated(run: Path) -> None:
+    with pytest.raises(InvalidArgument, match=f"does not hold step {STEPS + 1}"):
+        restore(run, *built(), step=STEPS)
+
+
+def test_types_are_never_changed(run: Path) -> None:
+    model, optimizer = built()
+    with pytest.raises(InvalidArgument, match=r"embedding.weight is float64 in the model"):
+        restore(run, model.double(), optimizer)
+
+
+def test_a_resume_compares_the_whole_state(run: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
+    model, optimizer = built()
+    restore(path, model, optimizer, step=3)
+    optimizer.state[model.sometimes.weight]["exp_avg"][0, 0] += 1
+    model.normalization.running_mean[1] = 2
+    with pytest.raises(NothingToResume, match="buffers, params_exp_avg of the training differ"):
+        train(path, model, optimizer, first=3)
+    same_values(run, path)  # nothing has changed

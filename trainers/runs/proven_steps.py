@@ -1,0 +1,344 @@
+"""Proof of recorded steps from the data to the weights.
+
+A step is trained again from the recorded row before it: batch, forward and backward pass, clipping
+and the optimizer. Every variable of its row is compared, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from trajstore.errors import (
+    ConfigError,
+    InvalidArgument,
+    NothingToResume,
+    StepNotFound,
+    VariableNotRecorded,
+)
+from trajstore.exchange.selection import Steps, select_part
+from trajstore.schema import STEP, VARIABLES
+from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.metadata.repairs import filled_rows
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.trainers.recording.compared_run import RowDifference
+from trajstore.trainers.replay.findings import UnreplayedSteps, ulp_distance
+from trajstore.trainers.replay.replay_device import replay_device
+from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Unreplayed
+from trajstore.trainers.runs.record import text_sources
+from trajstore.trainers.runs.resume_checks import check_text, recorded_config
+from trajstore.trainers.runs.retraining import train_again
+from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
+from trajstore.trainers.texts.corpus import Corpus, load_corpus
+from trajstore.values.native_types import native_type
+
+__all__ = ["Difference", "Proof", "prove_steps"]
+
+_STRETCH = 256
+"""Maximum number of rows that are trained without a new start from a recorded row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Values of one row and parameter that differ from the repeated step.
+
+    Attributes
+    ----------
+    step : int
+    variable : str
+    parameter : str or None
+        Name of the parameter; None for variables that belong to none.
+    elements : int
+        Number of different values.
+    ulps : int or None
+        Largest distance in values of the native type; None for float64.
+    """
+
+    step: int
+    variable: str
+    parameter: str | None
+    elements: int
+    ulps: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Result of `prove_steps`.
+
+    Attributes
+    ----------
+    path : str
+    exact : bool
+        True if the device is of the kind that recorded the run, so that every bit has to agree.
+    recorded_on, repeated_on : str
+    steps, proven : int
+        Selected steps, and those that agree in every bit.
+    variables : tuple of str
+        Compared variables.
+    differences : tuple of Difference
+        The first ones, in the order of the steps.
+    total : int
+        Number of all differences.
+    differing : int
+        Number of steps with a difference.
+    unproven : tuple of Unreplayed
+        Steps that were not compared.
+    notes : tuple of str
+        Reasons for different values.
+    """
+
+    path: str
+    exact: bool
+    recorded_on: str
+    repeated_on: str
+    steps: int
+    proven: int
+    variables: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    total: int
+    differing: int
+    unproven: tuple[Unreplayed, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """True without a difference; on another device differences are no errors."""
+        return not self.exact or not self.total
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        unproven = [asdict(one) | {"sentence": one.sentence} for one in self.unproven]
+        return asdict(self) | {"clean": self.clean, "unproven": unproven}
+
+
+def prove_steps(
+    path: RunPath,
+    *,
+    steps: Steps = None,
+    corpus: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Proof:
+    """Train recorded steps again, each from the row before it, and compare all variables.
+
+    The batch follows from the configuration. Loss, logits, all gradients, the weights and the
+    moments have to agree bit for bit. After a different row the training starts from that row.
+
+    Parameters
+    ----------
+    path : path-like or str
+        A run of `trainers.record` with ``record="everything"``.
+    steps : str, int, slice or iterable of int, optional
+        Steps to prove, such as ``"0:1000:10"``; default: all.
+    corpus, tokenizer : path-like, optional
+        As for `trainers.record`; default: the paths that the run was recorded with.
+    on_progress : callable, optional
+        Called with the number of finished steps and the number of all selected steps.
+
+    Returns
+    -------
+    Proof
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run, or a chunk is damaged.
+    InvalidArgument
+        If the run has no configuration: it was recorded by another program, or imported.
+    VariableNotRecorded
+        If its rows do not hold the whole state.
+    CorpusError
+        If the text differs from that of the run.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import preset, record
+    >>> config = preset("gatsby").with_values(
+    ...     ["training.steps=3", "training.batch_size=4", "recording.record=['everything']"]
+    ... )
+    >>> found = prove_steps(record(config, "run.zarr"))
+    >>> found.clean, found.proven
+    (True, 3)
+    """
+    run = location(path)
+    group: Any = open_group(run)
+    attributes: dict[str, Any] = group.attrs.asdict()
+    _check_provable(path, attributes)
+    recorded = np.asarray(group[STEP.name][...])
+    chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
+    rows = [row for row in range(1, recorded.size) if recorded[row] in set(chosen.tolist())]
+    sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
+    text = load_corpus(recorded_config(run), **sources)
+    check_text(run, text)
+    device = replay_device(attributes)
+    proofs = _Proofs(run, attributes, recorded.tolist(), text, sources)
+    for number in proofs.prove(rows):
+        if on_progress is not None:
+            on_progress(number, len(rows))
+    found = proofs.differences
+    return Proof(
+        path=str(path),
+        exact=device.exact,
+        recorded_on=device.recorded_on,
+        repeated_on=device.replayed_on,
+        steps=len(rows),
+        proven=proofs.proven,
+        variables=tuple(name for name in group.array_keys() if name in VARIABLES),
+        differences=tuple(found[:LISTED]),
+        total=len(found),
+        differing=len({one.step for one in found}),
+        unproven=proofs.unproven.all(),
+        notes=device.notes,
+    )
+
+
+def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
+    """Check that the training of a run can be repeated from its rows."""
+    computed = attribute(attributes, "provenance", "what_if")
+    if not attributes.get("config") or attributes.get("imported") or computed:
+        raise InvalidArgument(
+            f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
+            "--gradients takes runs of presets and configurations"
+        )
+    run = location(path)
+    if not holds_state(run, recorded_config(run)):
+        raise VariableNotRecorded(
+            f"the rows of {path} do not hold the whole state of the training; --gradients takes "
+            "runs with --record everything, without float16 autocast or momentum of SGD"
+        )
+
+
+class _Proofs:
+    """The proofs of rows, with their results so far."""
+
+    def __init__(
+        self,
+        run: Any,
+        attributes: Mapping[str, Any],
+        steps: list[int],
+        text: Corpus,
+        sources: dict[str, str],
+    ) -> None:
+        self.proven = 0
+        self.differences: list[Difference] = []
+        self.unproven = UnreplayedSteps()
+        self._run = run
+        self._group: Any = open_group(run)
+        self._attributes = attributes
+        self._steps = steps
+        self._text = text
+        self._sources = sources
+        self._filled = filled_rows(attributes, len(steps))
+        self._other_optimizer_until = steps_of_another_optimizer(attributes)
+
+    def prove(self, rows: list[int]) -> Iterator[int]:
+        """Prove rows; yield the number of finished ones."""
+        finished = 0
+        while finished < len(rows):
+            count = 0
+            with self.unproven.collect(self._steps[rows[finished]]):
+                count = self._prove_first(_consecutive(rows[finished:]))
+            finished += max(count, 1)
+            yield finished
+
+    def _prove_first(self, rows: list[int]) -> int:
+        """Prove consecutive rows up to the first different one; return their number.
+
+        Raises
+        ------
+        CannotReplay
+            If the first row cannot be compared.
+        """
+        first = rows[0]
+        self._check(first)
+        rows = list(itertools.takewhile(self._is_checkable, rows))
+        before, last = self._steps[first - 1], self._steps[rows[-1]]
+        try:
+            taken = row_checkpoint(self._run, before, self._text, sources=self._sources)
+            reached = train_again(
+                self._run, self._text, taken, last, sources=self._sources, with_rates=False
+            )
+        except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
+            raise CannotReplay(str(error)) from error
+        self.proven += reached.agreed
+        difference = reached.difference
+        if difference is None:
+            if reached.agreed < len(rows):
+                raise CannotReplay("the repeated training does not reach its row")
+            return len(rows)
+        if difference.row < first:
+            names = ", ".join(difference.variables)
+            raise CannotReplay(f"{names} cannot be restored from the row before")
+        self.differences += self._differences(difference)
+        return difference.row - first + 1
+
+    def _is_checkable(self, row: int) -> bool:
+        try:
+            self._check(row)
+        except CannotReplay:
+            return False
+        return True
+
+    def _check(self, row: int) -> None:
+        if not self._filled.isdisjoint((row - 1, row)):
+            raise CannotReplay("a repair filled damaged values with NaN")
+        if self._steps[row] <= self._other_optimizer_until:
+            raise CannotReplay(
+                "another optimizer or type trained it, before the run was forked; prove the source "
+                "of the fork"
+            )
+
+    def _differences(self, found: RowDifference) -> Iterator[Difference]:
+        """Yield the differences of a row, for each variable and parameter."""
+        for name in found.variables:
+            if name not in found.stored:
+                yield Difference(
+                    step=found.step, variable=name, parameter=None, elements=1, ulps=None
+                )
+                continue
+            native = native_type(str(self._group[name].attrs["native_dtype"]))
+            for parameter, part in self._parts(name):
+                stored = np.atleast_1d(found.stored[name])[part]
+                computed = np.atleast_1d(found.computed[name])[part]
+                wrong = stored != computed
+                if wrong.any():
+                    yield Difference(
+                        step=found.step,
+                        variable=name,
+                        parameter=parameter,
+                        elements=int(np.count_nonzero(wrong)),
+                        ulps=ulp_distance(stored[wrong], computed[wrong], native),
+                    )
+
+    def _parts(self, variable: str) -> Iterator[tuple[str | None, Any]]:
+        """Yield the parameters of a variable, each with its place in a row."""
+        dims = VARIABLES[variable].dims[1:]
+        table = self._attributes["parameters"]
+        if dims == ("token", "hidden"):
+            yield self._attributes["recording"]["parameter"], ...
+        elif dims == ("element",):
+            for entry in table:
+                if entry["variable"] != "W":
+                    start = entry["offset"]
+                    yield entry["name"], slice(start, start + math.prod(entry["shape"]))
+        elif dims == ("parameter",):
+            for number, entry in enumerate(table):
+                yield entry["name"], slice(number, number + 1)
+        else:
+            yield None, ...
+
+
+def _consecutive(rows: list[int]) -> list[int]:
+    """Return the first numbers up to a gap, at most as many as progress should wait for."""
+    first = rows[0]
+    following = itertools.takewhile(lambda pair: pair[1] == first + pair[0], enumerate(rows))
+    return [row for _, row in itertools.islice(following, _STRETCH)]

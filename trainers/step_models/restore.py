@@ -1,0 +1,119 @@
+"""The state of a recorded step, set in an existing model and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trajstore.errors import InvalidArgument
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.trainers.step_models.step_model import StepModel
+
+__all__ = ["restore"]
+
+
+def restore(
+    run: RunPath, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
+) -> int:
+    """Set a model and its optimizer to the state after a recorded step.
+
+    Weights, recorded buffers, moments and step counts get the recorded bits. The settings of the
+    optimizer stay, with its learning rates. If the model draws random numbers, the random generator
+    of its device gets the state before the first forward pass of the next step. The schedule and
+    the order of the data are those of the caller.
+
+    Parameters
+    ----------
+    run : path-like or str
+        A run that was recorded with ``record="everything"``.
+    model : Module
+        As in the recording, not wrapped.
+    optimizer : Optimizer
+        Of the class and with the parameter groups of the recording.
+    step : int, optional
+        Default: the last step; if the run has ``random_state``, the one before. The random state
+        after the last step is not recorded, so that step has to be repeated.
+
+    Returns
+    -------
+    int
+        The step, for ``capture(..., resume=True, first_step=step)``.
+
+    Raises
+    ------
+    RunNotFound
+        If there is no run.
+    VariableNotRecorded
+        If the run does not hold all parameters or the whole state of the optimizer.
+    StepNotFound
+        If the run does not hold the step.
+    InvalidArgument
+        If the model has other parameters than the run, or the random state after the step is not
+        recorded.
+
+    Examples
+    --------
+    >>> from trajstore.trainers import capture
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> options = {"parameter": "0.weight", "record": "everything"}
+    >>> with capture(model, optimizer, "run.zarr", **options) as run:
+    ...     for _ in range(3):
+    ...         loss = model(torch.arange(5)).square().sum()
+    ...         loss.backward()
+    ...         run.observe(loss=loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> trained = model[1].bias.tolist()
+    >>> torch.nn.init.zeros_(model[1].bias).tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0]
+    >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
+    (3, True)
+    """
+    stored = RunParameters(run)
+    draws = "random_state" in stored
+    if step is None:
+        step = int(stored.steps[max(len(stored.steps) - 1 - draws, 0)])
+    number = stored.number(step)
+    following = stored.steps[number + 1 : number + 2].tolist()
+    if draws and following != [step + 1]:
+        raise InvalidArgument(
+            f"{run} does not hold step {step + 1}, whose row has the random state after step "
+            f"{step}; restore an earlier step"
+        )
+    state = optimizer_state_at(run, step)["state"]
+    _check_types(stored, model)
+    tensors = StepModel(stored, lambda: model)
+    tensors.copy(stored.row(step, tensors.variables))
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    if draws:
+        _set_generator(model, stored.value("random_state", step + 1))
+    return step
+
+
+def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
+    """Check that the parameters have the recorded types, before anything changes."""
+    recorded = {one.name: one.native.name for one in stored.parameters}
+    for name, tensor in model.named_parameters():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if recorded.get(name, kind) != kind:
+            raise InvalidArgument(
+                f"{name} is {kind} in the model and {recorded[name]} in {stored.run}; build the "
+                "model in the recorded types"
+            )
+
+
+def _set_generator(model: torch.nn.Module, values: Any) -> None:
+    state = torch.from_numpy(values).to(torch.uint8)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
