@@ -27,8 +27,8 @@ def matrices(config: RunConfig) -> tuple[str, ...] | None:
     whole = sorted({*EVERYTHING}.intersection(resolve_record(config.recording.record)))
     if whole:
         raise InvalidArgument(
-            f"{whole[0]} is recorded with one matrix, but model.tied = false records two; leave "
-            "everything out of recording.record"
+            "the tier everything is recorded with one matrix, but model.tied = false records two; "
+            f"remove 'everything' or {whole[0]!r} from recording.record"
         )
     return UNTIED
 

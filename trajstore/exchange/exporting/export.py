@@ -239,8 +239,8 @@ def _checked_format(
         )
     if encoding is not None and own != "run":
         raise InvalidArgument(
-            f"got encoding={encoding} with format {own}, which has no encoding; use it with run "
-            "only"
+            f"got encoding={encoding} with format {own}, which has no encoding; use "
+            "format run, or omit the encoding"
         )
     if encoding is not None:
         check_encoding(encoding)
@@ -270,7 +270,7 @@ def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
     for key, count in rounded.items():
         if count:
             yield (
-                f"{count} values of {key} were rounded: layout {layout} holds a smaller type than "
+                f"{count} values of {key} were rounded: layout {layout} holds a narrower type than "
                 "the run"
             )
 
