@@ -152,6 +152,7 @@ def compare_gradients(run: Path, chunk: tuple[int, int], rounds: int) -> None:
         speeds = (f"{facts[what] / 1e6:,.0f}" for what in ("encode", "decode"))
         lines.append([name, *speeds, *(f"{facts[what]:.2f}" for what in ("ratio", *history))])
         print(*lines[-1], sep="  ", flush=True)
+    small = dict(GRADIENTS)["tokens, bytes, zstd-1"]
     lines.append(["tokens, bytes, zstd-1, coefficients along steps", "–", "–", "–"])
     for bits in history.values():
         size = 0
@@ -160,7 +161,7 @@ def compare_gradients(run: Path, chunk: tuple[int, int], rounds: int) -> None:
             assert made is not None
             along = np.empty_like(made[0])
             fold(made[0], along)
-            size += sum(len(GRADIENTS[5][1].compress(each)) for each in (along, made[1]))
+            size += sum(len(small.compress(each)) for each in (along, made[1]))
         lines[-1].append(f"{bits.nbytes / size:.2f}")
     title = f"Gradients of {run.stem}, chunks of {rows} × {tokens} × {hidden}"
     columns = ["differences", "encode MB/s", "decode MB/s", "ratio", *history]

@@ -20,10 +20,9 @@ import matplotlib
 matplotlib.use("agg")
 import numpy as np
 import numpy.typing as npt
-import xarray as xr
 from matplotlib import pyplot as plt
 
-from trajstore import open_run
+from trajstore import analysis, open_run
 from trajstore.trainers import what_if
 
 SCHEDULES = {
@@ -54,7 +53,7 @@ class Freeze:
     steps : int
         Last recorded step.
     last : ndarray of int, (token, hidden)
-        Step of the last change of each element, 0 if none.
+        Step of the last motion of each element, 0 if none.
     rank : ndarray of int, (token, hidden)
         Rank of the magnitude of each element among those of its token, at the end; 1 for the
         smallest.
@@ -82,19 +81,11 @@ class Freeze:
         return float(np.median(np.take_along_axis(self.rank, self.last.argmax(1)[:, None], 1)))
 
 
-def last_motions(ds: xr.Dataset) -> npt.NDArray[np.int64]:
-    """Step of the last change of each element of W, (token, hidden); 0 if none."""
-    steps, bits = ds.step.values, ds.W.values.view(np.uint32)
-    last = np.zeros(bits.shape[1:], np.int64)
-    for row in range(1, len(steps)):
-        last[bits[row] != bits[row - 1]] = steps[row]
-    return last
-
-
 def read(path: Path) -> dict[str, Freeze]:
     """Last motions of a run, by population."""
     ds = open_run(path)
-    last, is_dead = last_motions(ds), ds.is_dead.values.astype(bool)
+    last = np.maximum(analysis.freeze(ds, per="element").last_motion.values, 0)
+    is_dead = ds.is_dead.values.astype(bool)
     rank = np.abs(ds.W.values[-1]).argsort(1).argsort(1) + 1
     return {
         name: Freeze(steps=int(ds.step[-1]), last=last[chosen], rank=rank[chosen])

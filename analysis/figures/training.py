@@ -172,7 +172,7 @@ def moment_sizes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     population_curves(ax, data, look, _MOMENT_LABELS)
     along_steps(ax, "mean over tokens and hidden", "nat per unit of W")
     log_scale(ax, "y", *(data[name].values for name in _MOMENT_LABELS))
-    spread_note(ax, look, alone="the distance of both curves is the ratio of these means")
+    spread_note(ax, look, alone="vertical distance of two curves: ratio of these means")
     with_legend(ax)
 
 

@@ -202,7 +202,7 @@ def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
     note(
         ax,
         f"directions of {data.attrs['of']}; north pole: mean of {data.attrs['axis']}; longitude: "
-        "angle in the plane of largest variance across it",
+        "in the plane of largest variance across this axis",
     )
     with_legend(ax)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.moments import Recurrence
+from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
     last_rows,
@@ -180,7 +180,7 @@ def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array
     peak = np.max(lr[recurrence.taken & ~np.isnan(lr)], initial=-np.inf)
     by_row = (
         lr,
-        recurrence.steps_taken("freeze_attribution"),
+        steps_taken(recurrence.scan, "freeze_attribution"),
         recurrence.taken,
         np.arange(lr.size) > 0,  # the first row has no previous row
     )

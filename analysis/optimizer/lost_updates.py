@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.exact_recurrence import intended_change
-from trajstore.analysis.optimizer.moments import Recurrence
+from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, per_row, shared
 from trajstore.analysis.scan.consecutive_rows import tiles
@@ -149,7 +149,7 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         blocks,
         *(array for name in _VARIABLES for array in recurrence.with_rows_before(name)),
         per_row(blocks, np.asarray(ds["lr"].values, np.float64)),
-        per_row(blocks, recurrence.steps_taken("moment_stuck")),
+        per_row(blocks, steps_taken(recurrence.scan, "moment_stuck")),
         per_row(blocks, recurrence.taken),
         rule=recurrence.rule,
         dtype=_COUNTS,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, over_hidden, per_row
 from trajstore.analysis.scan.quantity import quantity
@@ -46,8 +47,8 @@ def _sizes(first: Array, second: Array, step: Array, rule: OptimizerRule) -> npt
 def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Sizes of Adam's moments of each token, with bias correction, and their ratio.
 
-    m̂ = m/(1 − β₁ᵗ) and v̂ = v/(1 − β₂ᵗ), t the step. Without ε, Adam changes an element by
-    lr·m̂/√v̂.
+    m̂ = m/(1 − β₁ᵗ) and v̂ = v/(1 − β₂ᵗ), t the number of steps that the optimizer has taken.
+    Without ε, Adam changes an element by lr·m̂/√v̂.
 
     Parameters
     ----------
@@ -68,7 +69,8 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     VariableNotRecorded
         If the moments or the optimizer are not recorded.
     InvalidArgument
-        For an optimizer other than Adam or AdamW.
+        For an optimizer other than Adam or AdamW, and for a run with skipped steps whose first rows
+        are missing.
 
     Examples
     --------
@@ -84,7 +86,7 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         _sizes,
         blocks,
         scan.aligned(first, second),
-        per_row(blocks, scan.steps),
+        per_row(blocks, steps_taken(scan, "moment_sizes")),
         rule=rule,
         dtype=_RECORD,
     )

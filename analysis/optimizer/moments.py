@@ -28,6 +28,7 @@ from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 __all__ = [
     "Recurrence",
     "exact_moments",
+    "steps_taken",
 ]
 
 Array = npt.NDArray[Any]
@@ -88,10 +89,7 @@ class Recurrence:
             )
         input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
         _require_every_step(scan.steps, quantity)
-        taken = np.ones(scan.rows, bool)
-        if "skipped" in ds:
-            taken = ds["skipped"].values != 1
-        taken[0] = False
+        taken = _taken(scan)
         clip = np.asarray(ds["clip_coef"].values)
         _require_known_factors(clip, taken, scan.steps, quantity)
         read = scan.blocks("grad")
@@ -114,22 +112,6 @@ class Recurrence:
                 meta=np.empty((0, 0, 0), dtype),
             )
         return cls(scan=scan, rule=rule, gradient=gradient, read=read, taken=taken)
-
-    def steps_taken(self, quantity: str) -> npt.NDArray[np.int64]:
-        """Number of optimizer steps up to each row, as used in the bias correction.
-
-        Raises
-        ------
-        InvalidArgument
-            If steps before the first row may have been skipped.
-        """
-        first = self.scan.steps[0]
-        if "skipped" in self.scan.ds and first != 0:
-            raise InvalidArgument(
-                f"{quantity} requires the number of optimizer steps, but the number of skipped "
-                f"steps before step {first} is unknown; include all steps from 0"
-            )
-        return np.asarray(first + np.cumsum(self.taken))
 
     def recorded(self, name: str) -> da.Array:
         """Blocks of a matrix with the chunks of the gradient."""
@@ -226,6 +208,34 @@ def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, sli
 def _with_rows_before(scan: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
     before = scan.boundaries(name, like="grad")
     return scan.blocks(name).rechunk(chunks), before.rechunk({1: chunks[1]})
+
+
+def _taken(scan: Scan) -> npt.NDArray[np.bool_]:
+    """True for rows that are one optimizer step after the previous row, if every step is held."""
+    taken = np.ones(scan.rows, bool)
+    if "skipped" in scan.ds:
+        taken = scan.ds["skipped"].values != 1
+    taken[:1] = False
+    return taken
+
+
+def steps_taken(scan: Scan, quantity: str) -> npt.NDArray[np.int64]:
+    """Number of optimizer steps up to each row, as used in the bias correction.
+
+    Raises
+    ------
+    InvalidArgument
+        If steps between or before the rows may have been skipped.
+    """
+    if "skipped" not in scan.ds:
+        return scan.steps
+    _require_every_step(scan.steps, quantity)
+    if scan.steps[:1].any():
+        raise InvalidArgument(
+            f"{quantity} requires the number of optimizer steps, but the number of skipped steps "
+            f"before step {scan.steps[0]} is unknown; include all steps from 0"
+        )
+    return np.asarray(np.cumsum(_taken(scan)))
 
 
 def _require_every_step(steps: npt.NDArray[np.int64], quantity: str) -> None:

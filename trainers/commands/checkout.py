@@ -48,7 +48,7 @@ def checkout(
     if as_json:
         print_json({**vars(found), "path": str(found.path), "notes": list(found.notes)})
         return
-    parts = ["the model", *(["its tokenizer"] if found.tokenizer else [])]
+    parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
     parts += ["optimizer.pt"] if optimizer else []
     out.print(Text(f"Wrote {output}: {', '.join(parts)} of step {step} of {run}."))
     print_notes(found.notes)

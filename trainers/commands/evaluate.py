@@ -130,7 +130,8 @@ def check_options(function: str, options: dict[str, Any]) -> None:
     if function not in _OPTIONS and options["tokenizer"] is not None:
         raise InvalidArgument(f"{function} has no option --tokenizer; leave it out")
     if known and options[known[0]] is None:
-        raise InvalidArgument(f"{function} needs --{known[0]}")
+        kind = "FILE" if known[0] == "text" else "TEXT"
+        raise InvalidArgument(f"{function} needs --{known[0]}; add --{known[0]} {kind}")
 
 
 def _ready_made(run: str, name: str, options: dict[str, Any]) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -201,11 +202,19 @@ class Evaluator:
         except InvalidArgument as error:  # of a ready-made evaluation
             raise InvalidArgument(f"step {step}: {error}") from error
         except Exception as error:  # any code of the user
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            place = _place(self._function, error)
             raise InvalidArgument(
                 f"step {step}: {self._name} raised {type(error).__name__}: {error} "
                 f"({os.path.basename(place.filename)}, line {place.lineno})"
             ) from error
+
+
+def _place(function: Evaluation, error: Exception) -> traceback.FrameSummary:
+    """The last line of the function's own file that an error passed, or the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    return (own or frames)[-1]
 
 
 def _results(

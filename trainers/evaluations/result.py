@@ -117,8 +117,8 @@ def _values(value: Any) -> Any:
         value = value.detach().cpu()
         value = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
     values = np.array(value)
-    if values.dtype.kind in "UT":
-        values = values.astype(object)
+    if values.dtype.kind in "UT":  # NumPy's fixed width drops NUL characters at the end of a text
+        values = np.array(value, dtype=object)
     if values.dtype.kind == "O" and not all(isinstance(one, str) for one in values.flat):
         raise TypeError("it has values that are neither numbers nor texts")
     if values.dtype.kind not in _KINDS:

@@ -65,7 +65,7 @@ class HiddenStates:
         """
         if source is None:
             take = outside_compile(self._on_head_input)
-            return [] if head is None else [head.register_forward_pre_hook(take)]
+            return [] if head is None else [head.register_forward_pre_hook(take, with_kwargs=True)]
         modules = {name: module for name, module in model.named_modules() if name}
         if source not in modules:
             raise RecordingError(
@@ -95,10 +95,13 @@ class HiddenStates:
                 receiver.forget_hidden()
         self._add(states)
 
-    def _on_head_input(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _on_head_input(
+        self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given: Any = next(iter((*args, *kwargs.values())), None)
         # A module may have the parameter and take other inputs, such as the ids of tokens.
-        if is_trained(head) and not self._are_observed and self._is_state(args[0]):
-            self._add(args[0])
+        if is_trained(head) and not self._are_observed and self._is_state(given):
+            self._add(given)
 
     def _add(self, states: torch.Tensor) -> None:
         for receiver in self._receivers:

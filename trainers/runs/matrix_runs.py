@@ -27,8 +27,8 @@ def matrices(config: RunConfig) -> tuple[str, ...] | None:
     whole = sorted({*EVERYTHING}.intersection(resolve_record(config.recording.record)))
     if whole:
         raise InvalidArgument(
-            f"{whole[0]} is recorded with one matrix, but model.tied = false records two; leave "
-            "everything out of recording.record"
+            "the tier everything is recorded with one matrix, but model.tied = false records two; "
+            f"remove 'everything' or {whole[0]!r} from recording.record"
         )
     return UNTIED
 
@@ -48,9 +48,19 @@ def existing_runs(path: RunPath) -> tuple[Location, ...]:
 
 
 def shared_path(run: Location, config: RunConfig) -> Location:
-    """Return the name that a run shares with the other run of its training."""
+    """Return the name that a run shares with the other run of its training.
+
+    Raises
+    ------
+    InvalidArgument
+        If the run was renamed, so that the other one is unknown.
+    """
     if config.model.tied:
         return run
-    stem = run.name.removesuffix(".zarr")
-    name = next(stem.removesuffix(f".{one}") for one in UNTIED if stem.endswith(f".{one}"))
-    return run.with_name(f"{name}.zarr")
+    for ending in (f".{name}.zarr" for name in UNTIED):
+        if run.name.endswith(ending):
+            return run.with_name(f"{run.name.removesuffix(ending)}.zarr")
+    raise InvalidArgument(
+        f"{run} is one of the two runs of a training with model.tied = false, but has another "
+        f"name; rename both to {' and '.join(f'NAME.{name}.zarr' for name in UNTIED)}"
+    )

@@ -137,12 +137,18 @@ def find_resume_point(
         check_recorded(path, attributes)
         _check_config(path, recorded, config, attributes.get("provenance", {}))
         rows = min(each.get("committed_rows", 0) for each in of_each)
-        missing = set(planned_runs(shared_path(path, config), config)).difference(runs)
-        if missing and rows:
-            raise NothingToResume(
-                f"{missing.pop()} is missing, the other run of the training of {path}; restore it, "
-                "or record another training"
-            )
+        shared = shared_path(path, config)
+        for other in set(planned_runs(shared, config)).difference(runs):
+            if other.exists():
+                raise NothingToResume(
+                    f"{path} is one of the two runs of a training; resume both by their common "
+                    f"name, {shared}"
+                )
+            if rows:
+                raise NothingToResume(
+                    f"{other} is missing, the other run of the training of {path}; restore it, "
+                    "or record another training"
+                )
         taken = None
         if not in_rows:
             taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)

@@ -134,7 +134,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     if facts["encoding"] == "replay":
         _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
-        if isinstance(facts.get(section), dict):
+        if isinstance(facts.get(section), dict) and facts[section]:
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))

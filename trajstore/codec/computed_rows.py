@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
-from trajstore.codec.codec_chain import Chain
+from trajstore.codec.codec_chain import RULE_VERSION, Chain
 from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
@@ -50,6 +50,7 @@ VECTOR_RATES = ("params_lr", "params_count", "clip_coef")
 """Per-step numbers that the rule of the vectors uses; the last one if it is recorded."""
 
 _CACHED = 64 << 20  # bytes of computed rows in the cache of a process
+_ENTRY = 2 << 10  # bytes of an entry without its values: labels of its objects, and arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +307,7 @@ def computed_chains(
     unit = ComputedUnit(rule=rule, chains=chains)
     chains = {name: chains[name] for name in (*unit.matrices, *unit.rates)}
     facts = {
+        "version": RULE_VERSION,
         "vectors" if isinstance(rule, VectorRule) else "optimizer": rule.facts(),
         "arrays": {
             name: replace(one, kind="computed").own_facts() if name in rule.state else one.facts()
@@ -348,11 +350,11 @@ class _Cache:
                 found = self._found(key, rows)
             try:
                 made = make() if found is None else found
+                with self._lock:
+                    self._keep(key, made)
             finally:
                 with self._lock:
                     self._making.pop(key, None)
-            with self._lock:
-                self._keep(key, made)
         return made
 
     def _found(self, key: Any, rows: int) -> dict[str, Array] | None:
@@ -371,7 +373,7 @@ class _Cache:
 
 
 def _size(arrays: Mapping[str, Array]) -> int:
-    return sum(array.nbytes for array in arrays.values())
+    return _ENTRY + sum(array.nbytes for array in arrays.values())
 
 
 cache = _Cache(_CACHED)

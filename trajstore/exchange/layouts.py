@@ -60,7 +60,7 @@ class Column:
         The value after the step, the value before it, the difference, or the difference in units of
         the spacing at the value before it.
     first_row : {0, 1}
-        1 if the file omits the row of step 0.
+        1 if the file omits the first row.
     tokens : {'all', 'dead', 'live'}
         Tokens of its rows, if the variable has a value per token.
     """
@@ -292,7 +292,8 @@ def _check(where: str, table: Mapping[str, Any], known: Collection[str]) -> None
 
 def _check_word(where: str, key: str, value: Any, known: Collection[Any]) -> None:
     if not any(type(value) is type(word) and value == word for word in known):
-        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        words = [word for word in known if isinstance(word, str)]
+        near = did_you_mean(value, words) if isinstance(value, str) else ""
         raise InvalidArgument(
             f"{where}: got {key} = {value!r}{near}, expected one of {', '.join(map(str, known))}"
         )

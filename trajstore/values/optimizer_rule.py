@@ -64,7 +64,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRule:
-    """How an optimizer makes its next row: W and the moments from the row before and the gradient.
+    """Rule by which W and the moments follow from the row before and the gradient.
 
     Attributes
     ----------
@@ -73,13 +73,13 @@ class OptimizerRule:
         Of Adam; 0 for SGD.
     weight_decay : float
     decoupled : bool
-        Whether the decay acts on W instead of the gradient.
+        True if the decay acts on W instead of the gradient.
     maximize : bool
-        Whether the gradient is taken with the other sign.
+        True if the gradient is taken with the other sign.
     rounds_once : bool
-        Whether only the results are rounded, not the intermediate values.
+        True if only the results are rounded, not the intermediate values.
     amsgrad : bool
-        Whether Adam divides by the largest second moment so far.
+        True if Adam divides by the largest second moment so far.
     """
 
     kind: Literal["adam", "sgd"]
@@ -268,7 +268,7 @@ class OptimizerRule:
         natives: Mapping[str, str],
         rates: Rates,
     ) -> dict[str, Array]:
-        """What one step makes of a row.
+        """Compute the row after one step.
 
         Parameters
         ----------

@@ -30,7 +30,7 @@ VECTORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class VectorRule:
-    """How Adam makes the next row of the vectors.
+    """Rule by which the next row of the vectors follows, by Adam.
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.layouts import MASKS, Layout, layout_of
+from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
@@ -205,7 +205,7 @@ def export(
         path=Path(file),
         format=format,
         layout=layout,
-        rows=0 if layout in MASKS else len(selection.rows),
+        rows=0 if described is not None and not described.columns else len(selection.rows),
         tokens=len(written),
         variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
@@ -239,8 +239,8 @@ def _checked_format(
         )
     if encoding is not None and own != "run":
         raise InvalidArgument(
-            f"got encoding={encoding} with format {own}, which has no encoding; use it with run "
-            "only"
+            f"got encoding={encoding} with format {own}, which has no encoding; use "
+            "format run, or omit the encoding"
         )
     if encoding is not None:
         check_encoding(encoding)
@@ -270,7 +270,7 @@ def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
     for key, count in rounded.items():
         if count:
             yield (
-                f"{count} values of {key} were rounded: layout {layout} holds a smaller type than "
+                f"{count} values of {key} were rounded: layout {layout} holds a narrower type than "
                 "the run"
             )
 

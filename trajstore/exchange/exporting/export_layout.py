@@ -110,6 +110,7 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
             if not as_attributes
         ),
     ]
+    _check_keys(layout, [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())])
     return ExportedFile(
         tensors=tuple(tensors),
         texts={} if as_attributes else metadata,
@@ -136,6 +137,16 @@ def _in_order(
             "of one training; give the run of each"
         )
     return runs
+
+
+def _check_keys(layout: Layout, keys: Sequence[str]) -> None:
+    """Refuse two values under one name."""
+    double = [key for number, key in enumerate(keys) if key in keys[:number]]
+    if double:
+        raise InvalidArgument(
+            f"layout {layout.name} has {double[0]!r} twice; give its arrays, steps, marks and "
+            "numbers different names (token and recorded_steps may be added)"
+        )
 
 
 def _without_place(layout: Layout, part: _Part) -> list[str]:
@@ -368,6 +379,9 @@ def _notes(layout: Layout, part: _Part, columns: Collection[str]) -> Iterator[st
     if layout.marks_dead and "is_dead" not in part.run.coordinates:
         known = [*layout.populations, *(key for key in layout.numbers if key in COUNTS)]
         yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"
+    late = [column.key for column in layout.columns if column.first_row and column.key in columns]
+    if late and part.steps[0] != 0:
+        yield f"{', '.join(late)} begin with the row after step {part.steps[0]}"
     before = [column.key for column in layout.columns if column.time == "before"]
     before = [key for key in before if key in columns]
     if before:

@@ -92,7 +92,7 @@ def _zeros(column: Column, run: TiledRun, selection: Selection) -> Tensor:
     """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
     like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
     tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
-    rows = len(_rows(column, run, selection))
+    rows = len(_rows(column, selection))
     shape = (rows, tokens, like.shape[2])
     dtype = native_type(column.dtype)
 
@@ -112,17 +112,15 @@ def _stored(column: Column) -> str:
     return "uint16" if column.as_bits else column.dtype
 
 
-def _rows(column: Column, run: TiledRun, selection: Selection) -> Array:
+def _rows(column: Column, selection: Selection) -> Array:
     """Positions of the rows of a column along ``step``."""
-    rows = selection.rows
-    omitted = column.first_row == 1 and len(rows) > 1 and run.steps[rows[0]] == 0
-    return rows[1:] if omitted else rows
+    return selection.rows[column.first_row :]
 
 
 def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection) -> Tensor:
     variable = run.series[column.variable]
     dtype = native_type(column.dtype)
-    rows = _rows(column, run, selection)
+    rows = _rows(column, selection)
     steps = run.steps[rows]
     if column.time == "after":
         tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=rows)
@@ -193,7 +191,7 @@ def _difference(
     column: Column, tile: Tile, variable: TiledVariable, before: Array, tokens: Array
 ) -> tuple[Array, int]:
     earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
-    with np.errstate(invalid="ignore"):  # the difference of two infinities is NaN
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid results
         change = np.subtract(tile.read(), earlier, dtype=np.float32)
         if column.time == "ulps":
             change /= spacing(earlier, variable.native.name)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from trajstore import analysis
+from trajstore.errors import InvalidArgument
 
 ADAM = {
     "class": "torch.optim.adam.Adam",
@@ -31,3 +33,15 @@ def test_against_the_rule(make_run, walk):
     )
     assert got.moment_ratio[1:, 3].isnull().all()
     assert all(got[name][0].isnull().all() for name in got)
+
+
+def test_skipped_steps_do_not_count(make_run, walk):
+    m = np.ones((5, 2, 3), "f4")
+    ds = make_run(walk(5, 2, 3), exp_avg=m, exp_avg_sq=m).assign_attrs(optimizer=ADAM)
+    ds["skipped"] = "step", np.array([np.nan, 0, 1, 1, 0], "f4")
+    got = analysis.moment_sizes(ds).first_moment_size
+    expected = 1 / (1 - 0.8 ** np.array([1, 1, 1, 2]))
+    np.testing.assert_allclose(got[1:], np.repeat(expected[:, None], 2, 1))
+    for part in (slice(1, None), slice(None, None, 2)):
+        with pytest.raises(InvalidArgument, match="moment_sizes requires"):
+            analysis.moment_sizes(ds.isel(step=part))

@@ -22,11 +22,11 @@ from trajstore.trainers import evaluate  # noqa: E402
 pytestmark = pytest.mark.torch
 
 PROBE = """\
-import os, signal
-
+import os, signal, torch
+@torch.no_grad()
 def probe(model, step):
     if step == int(os.environ.get("FAILS_AT", -1)):
-        raise ValueError("a probe failed")
+        model.get_submodule("missing")
     if step == int(os.environ.get("DIES_AT", -1)):
         os.kill(os.getpid(), signal.SIGKILL)
     return {"sum": model.lm_head.weight.float().sum().item(), "name": f"step {step}"}
@@ -49,7 +49,7 @@ def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
 ) -> None:
     out = tmp_path / "out.zarr"
     monkeypatch.setenv("FAILS_AT", "4")
-    message = r"step 4: .*probe raised ValueError: a probe failed \(probe.py, line 5\).*4 steps"
+    message = r"step 4: .*probe raised AttributeError: .*missing.* \(probe.py, line 5\).*4 steps"
     with pytest.raises(InvalidArgument, match=message):
         evaluate(recorded.path, probe, out, jobs=jobs)
     assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2, 3]

@@ -21,7 +21,7 @@ def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
     result = {
         "count": 3,
         "mean": 0.5,
-        "text": "a",
+        "text": "a\0",
         "plain": np.zeros((2, 1)),
         "weight": weight,
         "named": (("layer",), [1, 2]),
@@ -40,9 +40,16 @@ def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
     }
     assert (ds["weight"].dtype, ds["count"].dtype.kind) == (np.float32, "i")
     assert ds["token"].values.tolist() == [4, 5, 6]
+    assert ds["text"].values.tolist() == ["a\0"]  # with its final NUL
     with torch.no_grad():
         weight.zero_()
     assert ds["weight"].values.tolist() == [[1, 1]]  # a copy
+
+
+def test_texts_keep_their_last_nul_characters() -> None:
+    ds = step_dataset({"text": "a\0", "texts": (("layer",), ["\0", "b"])}, 7)
+    assert ds["text"].values.tolist() == ["a\0"]
+    assert ds["texts"].values.tolist() == [["\0", "b"]]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,25 @@ def step_of(model: Any, path: Path, *, passed: Any = None, **options: Any) -> No
         optimizer.step()
 
 
+class NamedInput(OwnModel):
+    """Passes the hidden states to its head by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, ids: Any) -> tuple[Any, Any]:
+        self.last = super().forward(ids)[1]
+        return self.head(input=self.last), self.last
+
+
+def test_the_head_takes_the_states_by_name(tmp_path: Path) -> None:
+    model = NamedInput()
+    step_of(model, tmp_path / "run.zarr", parameter="head.weight")
+    recorded = open_run(tmp_path / "run.zarr").hidden_mean[1]
+    np.testing.assert_array_equal(recorded, model.last.detach().mean((0, 1)))
+
+
 def test_what_is_no_hidden_state_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     model = OwnModel()

@@ -62,6 +62,7 @@ def test_the_loop_gives_the_bits_of_the_rule(
         out = {name: np.zeros_like(bits[name]) for name in unit.rule.state}
         numbers = unit._rates(rates, 0)
         unit._follow(bits, out, unit.rule.state, numbers)
+        assert loop._ready or not compiled
         back = {name: bits[name].copy() for name in bits}
         for name in out:
             back[name][1:] = out[name][1:]

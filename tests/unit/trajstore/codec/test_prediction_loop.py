@@ -45,14 +45,16 @@ def test_the_loops_give_the_bits_of_numpy(
     bits = gradients(native, tokens, hidden)
     made = []
     for compiled in (False, True):
+        loops = []
         for loop in ("_ENCODING", "_DECODING"):
             name = "terms_and_differences" if loop == "_ENCODING" else "decoded_rows"
             fresh = CompiledLoop("trajstore.codec.prediction_loop", name)
             monkeypatch.setattr(fresh, "is_worth", lambda count, compiled=compiled: compiled)
             monkeypatch.setattr(prediction_loop, loop, fresh)
+            loops.append(fresh)
         made.append(coefficients_and_differences(bits, native))
         assert made[-1] is not None
         np.testing.assert_array_equal(decode_rows(*made[-1], native), bits)
-        assert fresh._ready or not compiled
+        assert all(loop._ready for loop in loops) or not compiled
     for one, other in zip(*made, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -543,6 +543,15 @@ def test_a_layout_of_a_toml_file(run: Any, tmp_path: Path) -> None:
     assert (file["weights"] == values["W"][:5].view("u2")).all()
     assert (file["velocity"] == (W[1:5] - W[:4])[:, DEAD]).all()
     assert (file["slope"] == f4(values["grad"])[1:5, DEAD]).all()
+    done = trajstore.export(path, tmp_path / "later", layout=own, steps="3:")
+    later = load_file(tmp_path / "later")
+    assert later["slope"].tobytes() == f4(values["grad"])[4:, DEAD].tobytes()
+    assert later["weights"].shape[0] == len(later["slope"]) + 1  # as for rows from step 0
+    assert "velocity, slope begin with the row after step 3" in done.notes
+    trajstore.export(path, tmp_path / "one", layout=own, steps="0")
+    assert load_file(tmp_path / "one")["slope"].shape == (0, len(DEAD), 3)
+    (tmp_path / "m.toml").write_text('marks = ["dead_mask"]')
+    assert trajstore.export(path, tmp_path / "m", layout=str(tmp_path / "m.toml")).rows == 0
     (tmp_path / "w.toml").write_text('[arrays]\nx = "W"\ny = "loss"\n')
     trajstore.export(path, tmp_path / "g", layout=str(tmp_path / "w.toml"))
     trajstore.import_file(tmp_path / "g", tmp_path / "b.zarr", layout=str(tmp_path / "w.toml"))
@@ -566,6 +575,7 @@ def test_a_layout_of_a_toml_file(run: Any, tmp_path: Path) -> None:
         ('arrays.W = {variable = "W", time = "ulps"}', "expected W in float32"),
         ('chunk_rows = 0\narrays.W = "W"', "got chunk_rows = 0"),
         ('steps = 3\narrays.W = "W"', "got steps = 3"),
+        ('bits = "yes"\narrays.W = "W"', "got bits = 'yes', expected one of False, True"),
         ('format = "hdf5"\nruns = "axis"\narrays.W = "W"', "is for safetensors"),
     ],
 )
@@ -574,6 +584,22 @@ def test_a_wrong_toml_file_is_named(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(InvalidArgument, match=message) as caught:
         trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout=str(tmp_path / "own.toml"))
     assert "own.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('steps = "W"\narrays.W = "W"', "W"),
+        ('numbers = ["n_dead"]\narrays.n_dead = "loss"', "n_dead"),
+        ('format = "hdf5"\nnumbers = ["n_dead"]\narrays.n_dead = "loss"', "n_dead"),
+    ],
+)
+def test_two_values_under_one_name_are_refused(
+    run: Any, tmp_path: Path, text: str, key: str
+) -> None:
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(InvalidArgument, match=rf"own.toml has '{key}' twice"):
+        trajstore.export(run[0], tmp_path / "f", layout=str(tmp_path / "own.toml"))
 
 
 OF_ONE_RUN = [name for name, one in LAYOUTS.items() if one.columns and one.runs is None]

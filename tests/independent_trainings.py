@@ -1,0 +1,228 @@
+"""Training programs of plain torch and transformers, which import nothing of trajstore.
+
+``python independent_trainings.py CASE IDS.npy TOTAL FOLDER STEP...`` trains TOTAL steps, and saves
+the state dicts of model and optimizer after each STEP as ``FOLDER/STEP.pt``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+CONTEXT = 128
+OWN_TOKENS, OWN_CONTEXT = 64, 12
+
+
+class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Every window of a text, with labels `ahead` tokens later. GPT-2 shifts them by one more."""
+
+    def __init__(self, ids: Any, ahead: int) -> None:
+        self.ids, self.ahead = torch.from_numpy(ids), ahead
+
+    def __len__(self) -> int:
+        return len(self.ids) - CONTEXT - self.ahead + 1
+
+    def __getitem__(self, first: int) -> dict[str, torch.Tensor]:
+        last = first + CONTEXT
+        labels = self.ids[first + self.ahead : last + self.ahead]
+        return {"input_ids": self.ids[first:last], "labels": labels}
+
+
+class Every(TrainerCallback):
+    """Calls a function after each step of the optimizer, before the rate changes."""
+
+    def __init__(self, function: Callable[[int, Any, Any], None]) -> None:
+        self.function = function
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
+    ) -> None:
+        self.function(state.global_step + 1, model, optimizer)
+
+
+def seed(number: int) -> None:
+    """Seed every generator."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def gpt2(tokens: int, hidden: int, heads: int, dropout: float = 0.0, context: int = CONTEXT) -> Any:
+    """GPT-2 with two layers."""
+    config = GPT2Config(
+        vocab_size=tokens, n_positions=context, n_embd=hidden, n_layer=2, n_head=heads,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def groups(model: Any, decay: float) -> list[dict[str, Any]]:
+    """Two groups: biases and layer norms have no decay."""
+    named = list(model.named_parameters())
+    plain = {name for name, _ in named if "ln_" in name or "bias" in name}
+    return [
+        {"params": [p for name, p in named if name not in plain], "weight_decay": decay},
+        {"params": [p for name, p in named if name in plain], "weight_decay": 0.0},
+    ]
+
+
+def arguments(total: int, **more: Any) -> TrainingArguments:
+    """Arguments of a Trainer on the CPU that writes no files."""
+    return TrainingArguments(
+        "unused", max_steps=total, use_cpu=True, save_strategy="no", logging_strategy="no",
+        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **more,
+    )  # fmt: skip
+
+
+def linear_trainer(
+    model: Any, optimizer: Any, data: Windows, total: int, batch: int, then: Callable[..., None]
+) -> None:
+    """Train with the Trainer: a rate that falls to 0, bfloat16 autocast, clipping to 1."""
+    schedule = LambdaLR(optimizer, lambda step: max(0.0, float(total - step) / max(1, total)))
+    chosen = arguments(total, per_device_train_batch_size=batch, bf16=True, seed=42)
+    trainer = Trainer(
+        model, chosen, train_dataset=data, optimizers=(optimizer, schedule),
+        callbacks=[Every(then)],
+    )  # fmt: skip
+    trainer.train()
+
+
+def gatsby(ids: Any, total: int, then: Callable[..., None]) -> None:
+    """The preset gatsby: AdamW; all tokens start at one point."""
+    seed(42)
+    model = gpt2(128, 64, 2).to(torch.bfloat16)
+    point = torch.randn(64)
+    noise = torch.randn(128, 64) * 1e-5
+    with torch.no_grad():
+        model.transformer.wte.weight.copy_(point / point.norm() + noise)
+    optimizer = torch.optim.AdamW(groups(model, 0.01), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    linear_trainer(model, optimizer, Windows(ids, 1), total, 32, then)
+
+
+def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
+    """The preset gatsby-adam: Adam in a plain loop, after one batch that is not used."""
+    seed(42)
+    model = gpt2(128, 64, 2).to(torch.bfloat16).train()
+    optimizer = torch.optim.Adam(groups(model, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    LambdaLR(optimizer, lambda step: 1.0)  # which adds the initial rate to the groups
+    order = torch.Generator().manual_seed(42)
+    loader = DataLoader(Windows(ids, 1), batch_size=32, shuffle=True, generator=order)
+    next(iter(loader))
+    for step, batch in zip(range(1, total + 1), loader, strict=False):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+        then(step, model, optimizer)
+
+
+def duckling(ids: Any, total: int, then: Callable[..., None]) -> None:
+    """The preset duckling with small batches: float32 masters under bfloat16 autocast."""
+    seed(42)
+    model = gpt2(8192, 128, 4)
+    with torch.no_grad():
+        model.transformer.wte.weight.copy_(torch.randn(8192, 128) * 0.02)
+    optimizer = torch.optim.AdamW(groups(model, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    linear_trainer(model, optimizer, Windows(ids, 0), total, 2, then)
+
+
+def dropout_trainer(ids: Any, total: int, then: Callable[..., None], *recorders: Any) -> None:
+    """A Trainer of a user, with its own optimizer, dropout 0.1 and accumulation."""
+    seed(7)
+    model = gpt2(128, 32, 2, dropout=0.1, context=32)
+    rows = torch.from_numpy(ids).unfold(0, 32, 16)[:400]
+    chosen = arguments(
+        total, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=2e-3,
+        weight_decay=0.05, warmup_steps=5, lr_scheduler_type="cosine", seed=11,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    Trainer(model, chosen, train_dataset=data, callbacks=[Every(then), *recorders]).train()
+
+
+class Reader(torch.nn.Module):
+    """A model of a user: tied embeddings, an LSTM, dropout, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(OWN_TOKENS, 16)
+        self.fixed = torch.nn.Linear(16, 16).requires_grad_(False)
+        self.lstm = torch.nn.LSTM(16, 16, batch_first=True)
+        self.dropout = torch.nn.Dropout(0.1)
+        self.head = torch.nn.Linear(16, OWN_TOKENS)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(self.fixed(self.embedding(ids)))
+        logits: torch.Tensor = self.head(self.dropout(hidden))
+        return logits
+
+
+def own_loop(
+    ids: Any,
+    total: int,
+    then: Callable[..., None],
+    attach: Callable[..., Callable[..., None]] = lambda model, optimizer: lambda loss: None,
+) -> None:
+    """A loop with two groups of their own rate and decay, accumulation of 3, and clipping.
+
+    `attach` is called before the loop, and what it returns with each loss.
+    """
+    seed(5)
+    model = Reader()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim > 1], "lr": 3e-3, "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim < 2], "lr": 1e-2, "betas": (0.8, 0.95)},
+        ],
+        weight_decay=0.0,
+    )
+    observe = attach(model, optimizer)
+    windows = torch.from_numpy(ids % OWN_TOKENS).unfold(0, OWN_CONTEXT + 1, 7)
+    order = torch.Generator().manual_seed(3)
+    for step in range(1, total + 1):
+        optimizer.zero_grad()
+        for _ in range(3):
+            rows = windows[torch.randint(len(windows), (4,), generator=order)]
+            loss = cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()) / 3
+            loss.backward()
+            observe(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.97
+        optimizer.step()
+        then(step, model, optimizer)
+
+
+CASES: dict[str, Callable[..., None]] = {
+    "gatsby": gatsby,
+    "gatsby-adam": gatsby_adam,
+    "duckling": duckling,
+    "trainer": dropout_trainer,
+    "loop": own_loop,
+}
+
+
+def save(folder: str, steps: set[int], step: int, model: Any, optimizer: Any) -> None:
+    """Save the states after a step, if it is one of the steps."""
+    if step in steps:
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(states, f"{folder}/{step}.pt")
+
+
+if __name__ == "__main__":
+    case, data, total, folder, *steps = sys.argv[1:]
+    CASES[case](np.load(data), int(total), partial(save, folder, set(map(int, steps))))
+    assert not any(name.partition(".")[0] == "trajstore" for name in sys.modules)

@@ -1,0 +1,126 @@
+"""Recorded models and states of the optimizer against those that another program saved.
+
+The programs of ``independent_trainings`` train in processes without trajstore, and save ten random
+steps.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bits_and_calls import Cli
+
+torch = pytest.importorskip("torch")
+import independent_trainings as trainings  # noqa: E402
+from recorded_models import same  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from trajstore.trainers import (  # noqa: E402
+    TrajectoryCallback,
+    capture,
+    model_at,
+    models,
+    optimizer_state_at,
+)
+from trajstore.trainers.texts.corpus import embedded_text, id_stream  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
+
+TOTAL = 30
+SAVED = 10
+
+
+def ids_of(case: str) -> Any:
+    """Token ids of the training text."""
+    if case == "duckling":
+        return id_stream(8192, 6500)
+    return np.frombuffer(embedded_text(), np.uint8).astype(np.int64)
+
+
+def record_case(case: str, ids: Any, path: Path, cli: Cli) -> None:
+    """Record a training of a preset, or of a user's program."""
+    if case == "trainer":
+        callback = TrajectoryCallback(path, record="everything", block_rows=8)
+        trainings.dropout_trainer(ids, TOTAL, nothing, callback)
+        return
+    if case == "loop":
+        record_loop(ids, path)
+        return
+    changes = ["training.device=cpu", "recording.block_rows=8"]
+    if case == "duckling":
+        changes.append("training.batch_size=2")
+    chosen = [argument for change in changes for argument in ("--set", change)]
+    cli(
+        "record", "--preset", case, "--record", "everything", "--steps", TOTAL, *chosen, "-o", path
+    )  # fmt: skip
+
+
+def record_loop(ids: Any, path: Path) -> None:
+    """Record the own loop."""
+    with ExitStack() as stack:
+
+        def attach(model: Any, optimizer: Any) -> Any:
+            recorder = stack.enter_context(
+                capture(
+                    model, optimizer, path, record="everything", parameter="embedding.weight",
+                    max_grad_norm=0.5, block_rows=8,
+                )
+            )  # fmt: skip
+            return lambda loss: recorder.observe(loss=loss)
+
+        trainings.own_loop(ids, TOTAL, nothing, attach)
+
+
+def nothing(step: int, model: Any, optimizer: Any) -> None:
+    """Keep nothing of a step."""
+
+
+def saved_states(case: str, ids: Any, folder: Path) -> dict[int, dict[str, Any]]:
+    """States at ten random steps of the independent program."""
+    steps = sorted(random.Random(case).sample(range(1, TOTAL + 1), SAVED))
+    np.save(folder / "ids.npy", ids)
+    (folder / "saved").mkdir()
+    program = [sys.executable, trainings.__file__, case, folder / "ids.npy", TOTAL]
+    done = subprocess.run(
+        [*map(str, program), str(folder / "saved"), *map(str, steps)], cwd=folder,
+        env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {step: torch.load(folder / "saved" / f"{step}.pt") for step in steps}
+
+
+def check_model(model: Any, saved: dict[str, Any]) -> None:
+    """Compare every tensor of a model, bit for bit, with the saved one."""
+    found, wanted = model.state_dict(), saved["model"]
+    assert list(found) == list(wanted)
+    assert [name for name in wanted if not same(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("case", list(trainings.CASES))
+def test_recorded_steps_are_those_of_an_independent_training(
+    case: str, tmp_path: Path, trajstore_cli: Cli
+) -> None:
+    run, ids = tmp_path / "run.zarr", ids_of(case)
+    record_case(case, ids, run, trajstore_cli)
+    saved = saved_states(case, ids, tmp_path)
+    constructor = trainings.Reader if case == "loop" else None
+    for step, wanted in saved.items():
+        check_model(model_at(run, step, constructor=constructor), wanted)
+        assert same(optimizer_state_at(run, step), wanted["optimizer"]), step
+    for step, model in models(run, list(saved), constructor=constructor):
+        check_model(model, saved[step])
+    if case == "loop":
+        return
+    step, wanted = random.Random(case).choice(list(saved.items()))
+    trajstore_cli("checkout", run, "--step", step, "--optimizer", "-o", tmp_path / "checkout")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkout")
+    check_model(loaded, wanted)
+    assert same(torch.load(tmp_path / "checkout" / "optimizer.pt"), wanted["optimizer"])
