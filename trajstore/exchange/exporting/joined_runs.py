@@ -30,8 +30,8 @@ def check_number(layout: Layout, count: int) -> None:
     """
     if layout.runs == "matrices" and count != 2:
         raise InvalidArgument(
-            f"layout {layout.name} holds both matrices of one training, got {count} of them; give the "
-            "run of E, then that of W"
+            f"layout {layout.name} holds both matrices of one training, got {count} of them; give "
+            "the run of E, then that of W"
         )
     if layout.runs is None and count != 1:
         raise InvalidArgument(
