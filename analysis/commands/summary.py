@@ -13,7 +13,8 @@ from trajstore.cli.tables import out, print_json, print_notes, print_table, tabl
 
 if TYPE_CHECKING:
     import xarray as xr
-    from rich.table import Table
+
+    from trajstore.cli.tables import PlainTable
 
 
 __all__ = ["summary"]
@@ -78,7 +79,7 @@ def _json_facts(facts: xr.Dataset) -> dict[str, dict[str, Any]]:
     }
 
 
-def _lost_table(lost: xr.DataArray, steps: list[str]) -> Table:
+def _lost_table(lost: xr.DataArray, steps: list[str]) -> PlainTable:
     printed = table(
         "Lost updates: fraction of elements with a gradient that the step did not change",
         "parameter",
