@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, in_turn, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
@@ -148,7 +149,8 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     VariableNotRecorded
         If the moments, the learning rate or the optimizer are not recorded.
     InvalidArgument
-        For an unsupported optimizer, or amsgrad with missing rows.
+        For an unsupported optimizer, or amsgrad with missing rows; and for a run with skipped steps
+        whose first rows are missing, because skipped steps affect the bias correction.
 
     Examples
     --------
@@ -171,7 +173,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
             scan.aligned("W", "exp_avg"),
             _second_moment(scan, rule),
             _per_row(scan, _learning_rates(scan)),
-            _per_row(scan, scan.steps),
+            _per_row(scan, steps_taken(scan, "adam_update")),
             _per_row(scan, _follows(scan)),
             rule=rule,
             native=native,
@@ -353,7 +355,7 @@ def freeze_cause(
         scan.boundaries("exp_avg_sq", like="W"),
         _second_moment(scan, rule),
         _per_row(scan, lr),
-        _per_row(scan, scan.steps),
+        _per_row(scan, steps_taken(scan, "freeze_cause")),
     )
 
     def measured(number: int, boundary: da.Array) -> da.Array:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared
 from trajstore.analysis.scan.quantity import takes_scan
@@ -118,7 +119,7 @@ def moment_plane(
         dtype=np.int64,
         meta=np.empty((0, 0, 0, 0), np.int64),
     )[0]
-    at = int(scan.steps[row])
+    at = int(steps_taken(scan, "moment_plane")[row])
     middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
     with np.errstate(divide="ignore", invalid="ignore"):
         correction, root = rule.corrections(at)

@@ -175,7 +175,7 @@ def prove_steps(
     _check_provable(path, attributes)
     recorded = np.asarray(group[STEP.name][...])
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
-    rows = [row for row in range(1, recorded.size) if recorded[row] in set(chosen.tolist())]
+    rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
     sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(recorded_config(run), **sources)
     check_text(run, text)

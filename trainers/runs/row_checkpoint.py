@@ -17,7 +17,7 @@ from trajstore.trainers.runs.resume_checks import recorded_config
 from trajstore.trainers.runs.training_setup import Training, build_training
 from trajstore.trainers.runs.training_state import take_state
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
-from trajstore.trainers.step_models.restore import restore
+from trajstore.trainers.step_models.restore import restore_from
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["holds_state", "row_checkpoint", "rows_hold_state"]
@@ -104,7 +104,7 @@ def row_checkpoint(
 def _restore(training: Training, stored: RunParameters, step: int) -> None:
     """Set model, optimizer, schedule and position in the data to those after a step."""
     optimizer, schedule = training.optimizer, training.schedule
-    restore(stored.run, training.model, optimizer, step=step)
+    restore_from(stored, training.model, optimizer, step=step)
     count_steps(optimizer, float(step))
     rates = [
         base * factor(step)

@@ -18,7 +18,7 @@ from trajstore.trainers.step_models.recorded_parameters import (
     variable_of,
 )
 
-__all__ = ["optimizer_state_at"]
+__all__ = ["optimizer_state_at", "state_of"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,7 +62,11 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     >>> state["state"][0]["step"].item(), decays
     (3.0, [0.01, 0.0])
     """
-    stored = RunParameters(run)
+    return state_of(RunParameters(run), step)
+
+
+def state_of(stored: RunParameters, step: int) -> dict[str, Any]:
+    """`optimizer_state_at` of an open run."""
     stored.number(step)
     groups = attribute(stored.attributes, "optimizer", "groups")
     _check_state(stored, groups)

@@ -18,6 +18,7 @@ from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
 from trajstore.values.native_types import NativeType, as_bits, native_type
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["Row", "RunParameters", "StoredParameter", "variable_of"]
 
@@ -76,9 +77,7 @@ def variable_of(variable: str, kind: str) -> str:
     >>> variable_of("W", "grad"), variable_of("params", "exp_avg")
     ('grad', 'params_exp_avg')
     """
-    if kind == "W":
-        return variable
-    return kind if variable == "W" else f"{variable}_{kind}"
+    return kind if variable == "W" else VECTORS[kind]
 
 
 class RunParameters:

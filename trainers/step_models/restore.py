@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore"]
+__all__ = ["restore", "restore_from"]
 
 
 def restore(
@@ -74,7 +74,13 @@ def restore(
     >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
     (3, True)
     """
-    stored = RunParameters(run)
+    return restore_from(RunParameters(run), model, optimizer, step=step)
+
+
+def restore_from(
+    stored: RunParameters, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
+) -> int:
+    """`restore` from an open run."""
     draws = "random_state" in stored
     if step is None:
         step = int(stored.steps[max(len(stored.steps) - 1 - draws, 0)])
@@ -82,10 +88,10 @@ def restore(
     following = stored.steps[number + 1 : number + 2].tolist()
     if draws and following != [step + 1]:
         raise InvalidArgument(
-            f"{run} does not hold step {step + 1}, whose row has the random state after step "
-            f"{step}; restore an earlier step"
+            f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
+            f"step {step}; restore an earlier step"
         )
-    state = optimizer_state_at(run, step)["state"]
+    state = state_of(stored, step)["state"]
     _check_types(stored, model)
     tensors = StepModel(stored, lambda: model)
     tensors.copy(stored.row(step, tensors.variables))

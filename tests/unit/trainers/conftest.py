@@ -13,3 +13,21 @@ def tiny() -> Any:
 
     torch.manual_seed(1)
     return TinyModel()
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """GPT-2 in two blocks of rows, and copies of all its steps."""
+    pytest.importorskip("torch")
+    from recorded_models import record_gpt2
+
+    return record_gpt2(tmp_path_factory.mktemp("recorded"), block_rows=4)
+
+
+@pytest.fixture(scope="session")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that is not one of transformers, and copies of all its steps."""
+    pytest.importorskip("torch")
+    from recorded_models import record_own
+
+    return record_own(tmp_path_factory.mktemp("own"))

@@ -11,11 +11,9 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["holds_all_parameters", "parameter_dataset", "parameter_entry"]
-
-_MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
-_VECTORS = {"W": "params", **{name: f"params_{name}" for name in _MATRICES[1:]}}
 
 
 def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -84,8 +82,8 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
         raise InvalidArgument("got several runs, expected one; select one run: ds.isel(run=0)")
     scalars = [key for key, da in ds.data_vars.items() if da.dims == ("step",)]
     found: dict[str, Any] = {str(key): ds[key].variable for key in scalars}
-    for short in _MATRICES:
-        stored = short if entry["variable"] == "W" else _VECTORS[short]
+    for short, vector in VECTORS.items():
+        stored = short if entry["variable"] == "W" else vector
         if stored in ds:
             found[short] = _matrix(ds, stored, entry)
     if "params_lr" in ds and entry["group"] is not None:

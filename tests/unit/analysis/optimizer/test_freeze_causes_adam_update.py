@@ -161,6 +161,16 @@ def wrongly_rounded(ds, dtype) -> float:
     return (next_weights(W[:-1], update, dtype) != W[1:]).mean()
 
 
+def test_a_skipped_step_does_not_count(make_run):
+    arrays, lr, attributes = trained("AdamW", {}, torch.bfloat16)
+    rows = np.insert(np.arange(25), 6, 5)  # row 5 again, as the result of a skipped step
+    ds = as_run(make_run, ([each[rows] for each in arrays], lr[rows], attributes), "bfloat16")
+    ds = ds.assign(skipped=("step", np.eye(26, dtype=np.float32)[6]))
+    W, update = ds.W.values, analysis.adam_update(ds).adam_update.values
+    equal = (next_weights(W[:-1], update, "bfloat16") == W[1:]).all((1, 2))
+    assert np.flatnonzero(~equal).tolist() == [5]  # the skipped step
+
+
 def test_rows_whose_previous_step_is_missing_are_nan(make_run):
     ds = as_run(make_run, trained("AdamW", {}, torch.float32), "float32")
     whole = analysis.adam_update(ds).compute()
