@@ -18,9 +18,10 @@ __all__ = ["class_name", "data_set_identity", "trainer_facts"]
 
 _ARGUMENTS = (
     "average_tokens_across_devices", "bf16", "dataloader_drop_last", "fp16", "full_determinism",
-    "gradient_accumulation_steps", "ignore_data_skip", "label_names", "label_smoothing_factor", "max_grad_norm",
-    "neftune_noise_alpha", "remove_unused_columns", "seed", "tf32", "torch_compile",
-    "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy", "use_liger_kernel",
+    "gradient_accumulation_steps", "ignore_data_skip", "label_names", "label_smoothing_factor",
+    "max_grad_norm", "neftune_noise_alpha", "remove_unused_columns", "seed", "tf32",
+    "torch_compile", "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy",
+    "use_liger_kernel",
 )  # fmt: skip
 """Arguments on which the bits of a step depend."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import StackDataset
 
 from trajstore.errors import CorpusError, FormatError, MissingExtra, RunNotFound
 from trajstore.formats.open_file import open_file
@@ -45,10 +45,8 @@ def given_data_set(given: Any, recorded: Mapping[str, Any], *, with_index: bool)
     data_set = given
     if isinstance(given, str | os.PathLike):
         path = Path(given)
-        if path.is_dir():
-            data_set = _saved(path)
-        else:
-            data_set = _Arrays(path, recorded.get("columns", ("input_ids", "labels")), with_index)
+        columns = recorded.get("columns", ("input_ids", "labels"))
+        data_set = _saved(path) if path.is_dir() else _of_file(path, columns, with_index)
     if "sha256" in recorded and (found := data_set_identity(data_set)) != {
         name: value for name, value in recorded.items() if name != "class"
     }:
@@ -59,37 +57,28 @@ def given_data_set(given: Any, recorded: Mapping[str, Any], *, with_index: bool)
     return data_set
 
 
-class _Arrays(Dataset[dict[str, torch.Tensor]]):
-    """Examples of a file of arrays. Labels equal the ids unless the file has others."""
-
-    def __init__(self, path: Path, columns: Sequence[str], with_index: bool) -> None:
-        with open_file(path) as file:
-            keys = {name: name for name in TOKENS if name in file.keys}
-            if len(file.keys) == 1:  # .npy has no names
-                keys = dict.fromkeys(TOKENS[:1], file.keys[0])
+def _of_file(path: Path, columns: Sequence[str], with_index: bool) -> StackDataset[Any]:
+    """Return the examples of a file of arrays. Labels equal the ids unless the file has others."""
+    with open_file(path) as file:
+        keys = {name: name for name in TOKENS if name in file.keys}
+        if len(file.keys) == 1:  # .npy has no names
+            keys = {"input_ids": file.keys[0]}
+        shape = file.shape(keys["input_ids"]) if "input_ids" in keys else ()
+        wrong = [key for key in keys.values() if "int" not in file.dtype(key)]
+        wrong += [key for key in keys.values() if file.shape(key) != shape]
+        if wrong or len(shape) != 2:
             found = ", ".join(f"{key} {file.dtype(key)} {file.shape(key)}" for key in file.keys)
-            shape = file.shape(keys["input_ids"]) if "input_ids" in keys else ()
-            wrong = any("int" not in file.dtype(k) or file.shape(k) != shape for k in keys.values())
-            if wrong or len(shape) != 2:
-                raise FormatError(
-                    f"{path}: found {found or 'no array'}, expected integers input_ids (example, "
-                    "position), and labels of the same shape if they differ"
-                )
-            arrays = {name: np.asarray(file.read(key)) for name, key in keys.items()}
-        ids = arrays["input_ids"]
-        filled = {"labels": ids, "attention_mask": np.ones_like(ids)}
-        self._arrays = {name: arrays.get(name, filled.get(name, ids)) for name in columns}
-        self._with_index = with_index
-
-    def __len__(self) -> int:
-        return len(self._arrays["input_ids"])
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        example = {
-            name: torch.from_numpy(values[number].astype(np.int64))
-            for name, values in self._arrays.items()
-        }
-        return example | ({EXAMPLE_INDEX: torch.tensor(number)} if self._with_index else {})
+            raise FormatError(
+                f"{path}: found {found or 'no array'}, expected integers input_ids (example, "
+                "position), and labels of the same shape if they differ"
+            )
+        arrays = {name: torch.from_numpy(file.read(key).astype(np.int64))
+                  for name, key in keys.items()}  # fmt: skip
+    filled = {"labels": arrays["input_ids"], "attention_mask": torch.ones(shape, dtype=torch.int64)}
+    chosen = {name: arrays.get(name, filled.get(name)) for name in columns}
+    if with_index:
+        chosen[EXAMPLE_INDEX] = torch.arange(shape[0])
+    return StackDataset(**chosen)
 
 
 def _saved(path: Path) -> Any:

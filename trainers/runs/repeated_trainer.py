@@ -98,6 +98,11 @@ class RepeatedTrainer:
                 f"the run has no fingerprint of its data set, a {recorded['class']}, because "
                 "reading it could have changed the training; another data set gives differences",
             )
+        for entry in self._stored.attributes["provenance"].get("resumed", []):
+            self.notes += (
+                f"the run was resumed after step {entry['step']}; the following steps are repeated "
+                "with the arguments of its first training",
+            )
 
     def train(self, before: int, last: int) -> Retrained:
         """Train from the row of a step up to the last step, or the first different row."""
