@@ -110,7 +110,7 @@ def _calling_trainer() -> Trainer | None:
 def _custom(trainer: Trainer | None) -> list[str]:
     """Return the names of what replaces parts of the training step."""
     if trainer is None:
-        return []
+        return ["training loop"]
     replaced = [
         f"{type(trainer).__qualname__}.{name}"
         for name in _METHODS
