@@ -105,6 +105,12 @@ class ModelState:
         self._others = list(others.values())
         self._other_names = tuple(others)
         self._types: dict[str, list[torch.dtype]] = {}  # of the parts of each vector
+        self._state_types: dict[int, torch.dtype] = {
+            id(tensor): getattr(torch, group["state_dtype"])
+            for group in optimizer.param_groups
+            if "state_dtype" in group
+            for tensor in group["params"]
+        }
         self._length = sum(tensor.numel() for tensor in self._others)
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
@@ -191,13 +197,13 @@ class ModelState:
     def _take_initial(self) -> None:
         """Copy the state before the first step."""
         if self._others and "params" in self._variables:
-            self._initial["params"] = self._joined(self._others)
+            self._initial["params"] = self._joined("params", self._others)
         if not self._optimizer.state:
             return
         for name in _MOMENTS:
             moments = self._moments(name)
             if name in self._variables and any(moment is not None for moment in moments):
-                self._initial[name] = self._joined(moments)
+                self._initial[name] = self._joined(name, moments)
         counts = self._counts()
         if counts is not None and "params_count" in self._variables:
             self._initial["params_count"] = counts.cpu()
@@ -358,7 +364,7 @@ class ModelState:
         RecordingError
             If a tensor has another type than in the first row.
         """
-        types = self._part_types(tensors)
+        types = self._part_types(name, tensors)
         before = self._types.setdefault(name, types)
         for part, now, was in zip(self._other_names, types, before, strict=True):
             if now != was:
@@ -370,18 +376,19 @@ class ModelState:
         _join(place, self._others, tensors, missing=missing)
         return place
 
-    def _joined(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def _joined(self, name: str, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return a vector on the CPU, with 0 for None."""
-        vector = torch.empty(self._length, dtype=_joint(self._part_types(tensors)))
+        vector = torch.empty(self._length, dtype=_joint(self._part_types(name, tensors)))
         _join(vector, self._others, tensors)
         return vector
 
-    def _part_types(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
-        """Return the type of each; for None, that which parameters of the same type have."""
+    def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
+        """Return the type of each; for None, the one that it will probably have."""
         pairs = list(zip(self._others, tensors, strict=True))
+        chosen = self._state_types if name in _MOMENTS else {}
         seen = {own.dtype: tensor.dtype for own, tensor in pairs if tensor is not None}
         return [
-            seen.get(own.dtype, own.dtype) if tensor is None else tensor.dtype
+            chosen.get(id(own), seen.get(own.dtype, own.dtype)) if tensor is None else tensor.dtype
             for own, tensor in pairs
         ]
 
