@@ -311,18 +311,26 @@ def test_recording_that_is_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("late", ["dropout", "buffer"])
-def test_state_that_begins_to_change_later(late: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ("dropout", "draws random numbers"),
+        ("buffer", "the buffer table changes"),
+        ("type", "params: fixed is now float64, but was float32 in the first row"),
+    ],
+)
+def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Path) -> None:
     model = Model(dropout=0.0)
     model.register_buffer("table", torch.zeros(2))
     optimizer = adamw(model)
-    message = "draws random numbers" if late == "dropout" else "the buffer table changes"
 
     def run() -> None:
         with capture(model, optimizer, tmp_path / "run.zarr", record="everything"):
             for _ in train(model, optimizer):
                 if late == "dropout":
                     model.drop.p = 0.1
+                elif late == "type":
+                    model.fixed.data = model.fixed.data.double()
                 else:
                     model.table += 1
 
