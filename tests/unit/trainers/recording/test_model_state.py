@@ -316,7 +316,7 @@ def test_recording_that_is_refused(tmp_path: Path) -> None:
     [
         ("dropout", "draws random numbers"),
         ("buffer", "the buffer table changes"),
-        ("type", "params: fixed is now float64, but was float32 in the first row"),
+        ("type", "params_grad: fixed is now float64, but was float32 in the first row"),
     ],
 )
 def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Path) -> None:
