@@ -28,6 +28,7 @@ from trajstore.trainers.recording.torch_internals import (
     outside_compile,
     version,
 )
+from trajstore.values.native_types import NATIVE_TYPES, native_type
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["OPTIMIZER_STATE", "STATE", "ModelState", "same_bits"]
@@ -108,7 +109,7 @@ class ModelState:
         self._state_types: dict[int, torch.dtype] = {
             id(tensor): getattr(torch, group["state_dtype"])
             for group in optimizer.param_groups
-            if "state_dtype" in group
+            if group.get("state_dtype") in NATIVE_TYPES
             for tensor in group["params"]
         }
         self._length = sum(tensor.numel() for tensor in self._others)
@@ -237,7 +238,7 @@ class ModelState:
         for name, key in _TYPE_KEYS.items():
             types = [entry[key] for entry in attributes["parameters"] if key in entry]
             if types:
-                self._types[name] = [getattr(torch, kind) for kind in types]
+                self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
         self._changing = tuple(entry["name"] for entry in attributes.get("buffers", []))
         self._draws = "random_state" in held
 
