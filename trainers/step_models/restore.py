@@ -13,7 +13,7 @@ from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "restore_from"]
+__all__ = ["restore", "restore_from", "set_generator"]
 
 
 def restore(
@@ -98,7 +98,7 @@ def restore_from(
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     if draws:
-        _set_generator(model, stored.value("random_state", step + 1))
+        set_generator(model, stored.value("random_state", step + 1))
     return step
 
 
@@ -114,7 +114,8 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def _set_generator(model: torch.nn.Module, values: Any) -> None:
+def set_generator(model: torch.nn.Module, values: Any) -> None:
+    """Set the random generator of a model's device to a row of ``random_state``."""
     state = torch.from_numpy(values).to(torch.uint8)
     device = next(model.parameters()).device
     if device.type == "cuda":
