@@ -207,13 +207,13 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     if not attributes.get("config") or attributes.get("imported") or computed:
         raise InvalidArgument(
             f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
-            "--gradients takes runs of presets and configurations"
+            "--gradients takes runs of `trajstore record` only"
         )
     run = location(path)
     if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
-            f"the rows of {path} do not hold the whole state of the training; --gradients takes "
-            "runs with --record everything, without float16 autocast or momentum of SGD"
+            f"the rows of {path} do not hold the whole state of the training; --gradients needs "
+            "--record everything, without float16 autocast or momentum of SGD"
         )
 
 
