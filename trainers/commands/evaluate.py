@@ -117,7 +117,13 @@ def evaluate(
 
 
 def check_options(function: str, options: dict[str, Any]) -> None:
-    """Check that the options belong to the function, before torch is imported."""
+    """Check that the options belong to the function, before torch is imported.
+
+    Raises
+    ------
+    InvalidArgument
+        If the function is unknown, an option does not belong to it, or a required one is missing.
+    """
     if ":" not in function and function not in _OPTIONS:
         raise InvalidArgument(
             f"got {function!r}{did_you_mean(function, _OPTIONS)}, expected FILE.py:FUNCTION or one "
