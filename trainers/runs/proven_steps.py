@@ -251,8 +251,8 @@ def _check_provable(
     run = location(path)
     if not facts and not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
-            f"the rows of {path} do not hold the whole state of the training; --gradients takes "
-            "runs with --record everything, without float16 autocast or momentum of SGD"
+            f"the rows of {path} do not hold the whole state of the training; --gradients needs "
+            "--record everything, without float16 autocast or momentum of SGD"
         )
 
 

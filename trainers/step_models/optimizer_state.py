@@ -12,11 +12,7 @@ from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replay.parameter_placement import tensor_of
-from trajstore.trainers.step_models.recorded_parameters import (
-    RunParameters,
-    StoredParameter,
-    variable_of,
-)
+from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 
 __all__ = ["optimizer_state_at", "state_of"]
 
@@ -36,6 +32,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
         A run that was recorded with ``record="everything"``, with Adam, AdamW, or SGD without
         momentum.
     step : int
+        A recorded step; 0 is the initial state.
 
     Returns
     -------
@@ -121,8 +118,7 @@ def _state(
             continue
         state[number] = {"step": torch.tensor(float(count[one]), dtype=torch.float32)}
         for kind in _MOMENTS:
-            native = stored.native(variable_of(one.variable, kind))
-            state[number][kind] = tensor_of(one.bits(row, kind), native)
+            state[number][kind] = tensor_of(one.bits(row, kind), one.natives[kind])
     return state
 
 

@@ -31,9 +31,9 @@ def restore(
     run : path-like or str
         A run that was recorded with ``record="everything"``.
     model : Module
-        As in the recording, not wrapped.
+        The model of the recording, not wrapped.
     optimizer : Optimizer
-        Of the class and with the parameter groups of the recording.
+        Its class and parameter groups are those of the recording.
     step : int, optional
         Default: the last step; if the run has ``random_state``, the one before. The random state
         after the last step is not recorded, so that step has to be repeated.
@@ -80,7 +80,13 @@ def restore(
 def restore_from(
     stored: RunParameters, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
 ) -> int:
-    """`restore` from an open run."""
+    """`restore` from an open run.
+
+    Raises
+    ------
+    VariableNotRecorded, StepNotFound, InvalidArgument
+        As `restore`.
+    """
     draws = "random_state" in stored
     if step is None:
         step = int(stored.steps[max(len(stored.steps) - 1 - draws, 0)])

@@ -37,8 +37,8 @@ __all__ = ["repair", "verify"]
 @click.option(
     "--gradients",
     is_flag=True,
-    help="With --replay: train each step again from the row before it, and compare loss, logits, "
-    "all gradients and the result. For runs with everything, of presets or of a Trainer.",
+    help="With --replay: train each step again from the row before it, and compare all "
+    "variables. For runs with everything, of presets or of a Trainer.",
 )
 @click.option("--steps", metavar="A:B:K", help="With --gradients: only these steps, such as 0:500.")
 @click.option(
