@@ -46,6 +46,8 @@ class StoredParameter:
         First element in that vector.
     group : int or None
         Number of the optimizer's parameter group; None without an optimizer.
+    position : int
+        Place in that group; 0 for all if the run does not record it.
     requires_grad : bool
     """
 
@@ -56,6 +58,7 @@ class StoredParameter:
     variable: str
     offset: int
     group: int | None
+    position: int
     requires_grad: bool
 
     @property
@@ -223,6 +226,7 @@ def _stored(entry: Mapping[str, Any], group: Any, run: RunPath) -> StoredParamet
         variable=entry["variable"],
         offset=entry.get("offset", 0),
         group=entry["group"],
+        position=entry.get("position", 0),
         requires_grad=entry["requires_grad"],
     )
     stored = math.prod(group[one.variable].shape[1:]) if one.variable in group else 0

@@ -62,10 +62,9 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     (True, torch.bfloat16)
     """
     stored = RunParameters(run)
-    number = stored.number(step)  # before the model is built
+    stored.number(step)  # before the model is built
     model = StepModel(stored, constructor)
-    for _, row in stored.rows([int(stored.steps[number])], model.variables):
-        model.set(row)
+    model.set(stored.row(step, model.variables))
     return model.module
 
 
@@ -107,7 +106,7 @@ def models(
     [0, 1, 2, 3]
     """
     stored = RunParameters(run)
-    wanted = stored.steps.tolist() if steps is None else sorted({int(step) for step in steps})
+    wanted = stored.steps.tolist() if steps is None else sorted(set(steps))
     for step in wanted:
         stored.number(step)
     model = StepModel(stored, constructor)
@@ -128,6 +127,8 @@ class StepModel:
     ----------
     module : Module
         In evaluation mode.
+    parameters : list of (StoredParameter, Parameter)
+        Each stored parameter with that of the model.
     variables : tuple of str
         Variables that `set` needs.
     """
@@ -135,10 +136,10 @@ class StepModel:
     def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
-        self._parameters = _matched(stored, self.module)
+        self.parameters = _matched(stored, self.module)
         self._buffers = _buffers(stored, self.module)
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
-        for one, tensor in self._parameters:
+        for one, tensor in self.parameters:
             tensor.data = tensor.data.to(getattr(torch, one.native.name))
             tensor.requires_grad_(one.requires_grad)
 
@@ -150,7 +151,7 @@ class StepModel:
     @torch.no_grad()
     def copy(self, row: Row) -> None:
         """Set all parameters and recorded buffers to those of a row, without gradients."""
-        for one, tensor in self._parameters:
+        for one, tensor in self.parameters:
             tensor.copy_(tensor_of(one.bits(row), one.native))
             tensor.grad = None
         for first, native, buffer in self._buffers:
