@@ -341,6 +341,11 @@ class Recorder:
         self._backward_end_is_queued = False
         if not GradientState().sync_gradients:
             return  # accelerate or the Trainer has more micro-batches for this step
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise RecordingError(
+                "got a sparse gradient, expected dense ones; build the embedding with sparse=False"
+            )
         unscale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
         self._raw_gradients.clear()
         for rows in self._parameters:
@@ -362,7 +367,6 @@ class Recorder:
             rows.set_gradient_norms(raw)
         if self._whole is not None:
             self._whole.after_backward(unscale)
-        gradients = [p.grad for p in self._trained if p.grad is not None]
         self._total_norm = total_norm(gradients) * unscale
 
     # The optimizer's step ----------------------------------------------------------------------
