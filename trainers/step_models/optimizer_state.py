@@ -18,7 +18,7 @@ from trajstore.trainers.step_models.recorded_parameters import (
     variable_of,
 )
 
-__all__ = ["optimizer_state_at", "states_at"]
+__all__ = ["optimizer_state_at", "state_of"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -63,7 +63,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     (3.0, [0.01, 0.0])
     """
     stored = RunParameters(run)
-    states = states_at(stored, step)
+    states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
     order = sorted(
         (one for one in stored.parameters if one.group is not None),
@@ -106,7 +106,7 @@ def _check_state(stored: RunParameters) -> None:
         )
 
 
-def states_at(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str, torch.Tensor]]:
+def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str, torch.Tensor]]:
     """Return the optimizer's state of each parameter that has one after a step.
 
     Raises

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.step_models.optimizer_state import states_at
+from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 from trajstore.trainers.step_models.step_model import StepModel
 
@@ -91,7 +91,7 @@ def restore_from(
             f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
             f"step {step}; restore step {_last_step(stored, draws=True)}, or one before it"
         )
-    states = states_at(stored, step)
+    states = state_of(stored, step)
     _check_types(stored, model)
     tensors = StepModel(stored, lambda: model)
     numbers = _numbers(tensors, optimizer)
