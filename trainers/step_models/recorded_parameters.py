@@ -112,7 +112,7 @@ class RunParameters:
         group: Any = open_group(run)
         self.attributes: dict[str, Any] = group.attrs.asdict()
         table = self.attributes.get("parameters")
-        if not table or "W" not in group:
+        if not table or any(entry["variable"] not in group for entry in table):
             raise VariableNotRecorded(
                 f"{run} does not hold all parameters of its model; record a run with "
                 "--record everything"
