@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 from trajstore.trainers.recording.torch_internals import (
     copy_each,
     name_outside_compile,
     outside_compile,
-    version,
 )
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 from trajstore.values.vector_rule import VECTORS
@@ -41,9 +41,6 @@ OPTIMIZER_STATE = (*_MOMENTS, "params_count")
 
 STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
 """Variables that determine the next step, except W."""
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of torch's normalizations. They may begin to change at any step."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -82,7 +79,8 @@ class ModelState:
     Raises
     ------
     RecordingError
-        If the other parameters have several devices, or a type that is not recorded.
+        If the other parameters have several devices, or a type that is not recorded; or if the
+        optimizer has a parameter that the model lacks.
     """
 
     def __init__(
@@ -103,6 +101,7 @@ class ModelState:
         self._matrix = recorded.tensor
         others = {name: tensor for name, tensor in named.items() if tensor is not self._matrix}
         _check_kinds(others)
+        _check_whole(self._model, optimizer)
         self._others = list(others.values())
         self._other_names = tuple(others)
         self._types: dict[str, list[torch.dtype]] = {}  # of the parts of each vector
@@ -116,10 +115,7 @@ class ModelState:
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
         self._draws = False
-        buffers = dict(_buffers(self._model)) if "buffers" in variables else {}
-        self._first_buffers = {name: tensor.detach().clone() for name, tensor in buffers.items()}
-        self._marks = {name: (id(tensor), version(tensor)) for name, tensor in buffers.items()}
-        self._changing: tuple[str, ...] = ()  # names of the recorded buffers
+        self._buffers = ModelBuffers(self._model) if "buffers" in variables else None
         self._initial: dict[str, torch.Tensor] = {}
         self._take_initial()
 
@@ -128,8 +124,8 @@ class ModelState:
     def attributes(self) -> dict[str, Any]:
         """Return the root attributes that describe the vectors and the model."""
         found: dict[str, Any] = {"parameters": self._parameter_table()}
-        if self._changing:
-            found["buffers"] = self._buffer_table()
+        if self._buffers is not None and self._buffers.names:
+            found["buffers"] = self._buffers.table()
         config = getattr(self._model, "config", None)
         if isinstance(config, transformers.PretrainedConfig):
             found["model_config"] = {
@@ -138,7 +134,7 @@ class ModelState:
                 "config": json.loads(config.to_json_string(use_diff=False)),
                 "buffer_types": {
                     name: _type_name(tensor.dtype)
-                    for name, tensor in _buffers(self._model)
+                    for name, tensor in named_buffers(self._model)
                     if tensor.is_floating_point()
                 },
             }
@@ -148,11 +144,7 @@ class ModelState:
         aliases: dict[int, list[str]] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
-        groups = {
-            id(tensor): number
-            for number, group in enumerate(self._optimizer.param_groups)
-            for tensor in group["params"]
-        }
+        places = _places_in(self._optimizer)
         mixed = {
             _TYPE_KEYS[name]: iter(types)
             for name, types in self._types.items()
@@ -160,14 +152,17 @@ class ModelState:
         }
         table, offset = [], 0
         for name, tensor in zip(self.names, self._tensors, strict=True):
+            group, position = places.get(id(tensor), (None, None))
             entry: dict[str, Any] = {
                 "name": name,
                 "shape": list(tensor.shape),
                 "dtype": _type_name(tensor.dtype),
                 "variable": "W" if tensor is self._matrix else "params",
-                "group": groups.get(id(tensor)),
+                "group": group,
                 "requires_grad": tensor.requires_grad,
             }
+            if position is not None:
+                entry["position"] = position
             if tensor is not self._matrix:
                 entry["offset"] = offset
                 offset += tensor.numel()
@@ -177,20 +172,21 @@ class ModelState:
             table.append(entry)
         return table
 
-    def _buffer_table(self) -> list[dict[str, Any]]:
-        table, offset = [], 0
-        for name in self._changing:
-            tensor = self._first_buffers[name]
-            table.append(
-                {
-                    "name": name,
-                    "shape": list(tensor.shape),
-                    "dtype": _type_name(tensor.dtype),
-                    "offset": offset,
-                }
-            )
-            offset += tensor.numel()
-        return table
+    @property
+    def notes(self) -> list[str]:
+        """A note about parameters that another optimizer may train."""
+        places = _places_in(self._optimizer)
+        others = [
+            name
+            for name, tensor in zip(self.names, self._tensors, strict=True)
+            if tensor.requires_grad and id(tensor) not in places
+        ]
+        if not others:
+            return []
+        return [
+            f"the optimizer lacks {len(others)} parameters with requires_grad=True ({others[0]}); "
+            "if another optimizer trains them, call its step before that of this one"
+        ]
 
     # Row 0 ---------------------------------------------------------------------------------------
 
@@ -212,8 +208,8 @@ class ModelState:
     def initial(self) -> dict[str, torch.Tensor]:
         """Return the state before the first step by variable, once: it is not kept."""
         initial, self._initial = self._initial, {}
-        if self._changing:
-            initial["buffers"] = self._joined_buffers(self._first_buffers).cpu()
+        if self._buffers is not None and self._buffers.names:
+            initial["buffers"] = self._buffers.initial()
         return initial
 
     def resume(self, attributes: Mapping[str, Any], held: Collection[str]) -> None:
@@ -239,7 +235,8 @@ class ModelState:
             types = [entry[key] for entry in attributes["parameters"] if key in entry]
             if types:
                 self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
-        self._changing = tuple(entry["name"] for entry in attributes.get("buffers", []))
+        if self._buffers is not None:
+            self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
         self._draws = "random_state" in held
 
     def differing(self, row: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -337,7 +334,10 @@ class ModelState:
             if counts is not None:
                 rows.set("params_count", counts)
         self._set_random_state(rows)
-        self._set_buffers(rows)
+        if self._buffers is not None:
+            values = self._buffers.after_step(first=rows.writer is None)
+            if values is not None:
+                rows.set("buffers", values)
 
     def _set_moments(self, rows: Rows, name: str) -> None:
         """Set the moments; those of a parameter without a step are 0."""
@@ -421,50 +421,24 @@ class ModelState:
             )
         rows.set("random_state", random.to(torch.bfloat16))  # it holds 0 to 256 exactly
 
-    def _set_buffers(self, rows: Rows) -> None:
-        if "buffers" not in self._variables:
-            return
-        now = dict(_buffers(self._model))
-        if rows.writer is None:
-            self._marks.clear()  # compare all values
-        if changed := [name for name in now if self._is_changed(name, now[name])]:
-            if rows.writer is not None:
-                raise RecordingError(
-                    f"the buffer {changed[0]} changes in this step, but did not in the first one, "
-                    "so the run does not have it; record all, or run the model once before the "
-                    "recording starts"
-                )
-            changing = {*self._changing, *changed}
-            self._changing = tuple(name for name in self._first_buffers if name in changing)
-        if self._changing:
-            rows.set("buffers", self._joined_buffers(now))
 
-    def _is_changed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return True if a buffer that is not recorded has other values than at the start."""
-        if name in self._changing or self._marks.get(name) == (id(tensor), version(tensor)):
-            return False
-        first = self._first_buffers.get(name)
-        if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
-            raise RecordingError(
-                f"the buffer {name} has another shape or type than before the first step; record "
-                "all, or run the model once before the recording starts"
-            )
-        self._marks[name] = (id(tensor), version(tensor))
-        return name.rpartition(".")[2] in _STATISTICS or not torch.equal(first, tensor)
-
-    def _joined_buffers(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the recorded buffers as one vector; float64 if their types differ."""
-        chosen = [tensors[name].detach().flatten() for name in self._changing]
-        kinds = {tensor.dtype for tensor in chosen}
-        wide = kinds.pop() if len(kinds) == 1 else torch.float64
-        if wide not in _FLOATS:
-            wide = torch.float64
-        return torch.cat([tensor.to(wide) for tensor in chosen])
+def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
+    """Return group and position of each parameter of an optimizer, by its `id`."""
+    return {
+        id(tensor): (number, position)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, tensor in enumerate(group["params"])
+    }
 
 
-def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in model.named_buffers():
-        yield name_outside_compile(name), tensor
+def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raise an error if the optimizer has parameters that are not in the model."""
+    missing = _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}
+    if missing:
+        raise RecordingError(
+            f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
+            "a model that contains them, or record all instead of everything"
+        )
 
 
 def _joint(types: Sequence[torch.dtype]) -> torch.dtype:

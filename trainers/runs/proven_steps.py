@@ -203,10 +203,11 @@ def prove_steps(
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
     device = replay_device(attributes)
-    trainer: RepeatedTrainer | None = None
+    notes, given = device.notes, GIVEN if facts else ()
+    train: Train
     if facts:
         trainer = RepeatedTrainer(run, facts, device, dataset, collator, constructor)
-        train: Train = trainer.train
+        train, notes = trainer.train, (*notes, *trainer.notes)
     else:
         train = _repeated_preset(run, attributes, corpus=corpus, tokenizer=tokenizer)
     proofs = _Proofs(run, attributes, recorded.tolist(), train, from_next_row=bool(facts))
@@ -222,15 +223,13 @@ def prove_steps(
         steps=len(rows),
         proven=proofs.proven,
         variables=tuple(
-            name
-            for name in group.array_keys()
-            if name in VARIABLES and not (facts and name in GIVEN)
+            name for name in group.array_keys() if name in VARIABLES and name not in given
         ),
         differences=tuple(found[:LISTED]),
         total=len(found),
         differing=len({one.step for one in found}),
         unproven=proofs.unproven.all(),
-        notes=(*device.notes, *(trainer.notes if trainer else ())),
+        notes=notes,
     )
 
 

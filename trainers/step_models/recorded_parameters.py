@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
+from trajstore.errors import FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
@@ -49,6 +49,8 @@ class StoredParameter:
         First element in that vector.
     group : int or None
         Number of the optimizer's parameter group; None without an optimizer.
+    position : int
+        Place in that group; 0 for all if the run does not record it.
     requires_grad : bool
     """
 
@@ -59,6 +61,7 @@ class StoredParameter:
     variable: str
     offset: int
     group: int | None
+    position: int
     requires_grad: bool
 
     @property
@@ -125,7 +128,7 @@ class RunParameters:
         group: Any = open_group(run)
         self.attributes: dict[str, Any] = group.attrs.asdict()
         table = self.attributes.get("parameters")
-        if not table or "W" not in group:
+        if not table or any(entry["variable"] not in group for entry in table):
             raise VariableNotRecorded(
                 f"{run} does not hold all parameters of its model; record a run with "
                 "--record everything"
@@ -147,9 +150,13 @@ class RunParameters:
 
         Raises
         ------
+        InvalidArgument
+            If it is not a whole number.
         StepNotFound
             If the run does not hold it.
         """
+        if not isinstance(step, int | np.integer):
+            raise InvalidArgument(f"step: got {step!r}, expected a whole number")
         row = int(np.searchsorted(self.steps, step))
         if row < len(self.steps) and self.steps[row] == step:
             return row
@@ -250,6 +257,7 @@ def _stored(entry: Mapping[str, Any], arrays: Mapping[str, Any], run: RunPath) -
         variable=entry["variable"],
         offset=entry.get("offset", 0),
         group=entry["group"],
+        position=entry.get("position", 0),
         requires_grad=entry["requires_grad"],
     )
     stored = math.prod(arrays[one.variable].shape[1:]) if one.variable in arrays else 0

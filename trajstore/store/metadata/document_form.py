@@ -133,6 +133,7 @@ def _is_parameter(entry: Any) -> bool:
         entry.get("variable") in ("W", "params")
         and ("offset" in entry) == (entry["variable"] == "params")
         and (group is None or is_length(group))
+        and is_length(entry.get("position", 0))
         and type(entry.get("requires_grad")) is bool
         and isinstance(tied, list)
         and all(isinstance(name, str) for name in tied)

@@ -68,6 +68,18 @@ class Model(TinyModel):
         return {"loss": loss, "logits": logits.view(*input_ids.shape, -1)}
 
 
+class SparseModel(TinyModel):
+    """With another table, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(1, 1, sparse=True)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        found = super().forward(input_ids, labels)
+        return found | {"loss": found["loss"] * self.table(torch.tensor(0)).sum()}
+
+
 def adamw(model: Any) -> Any:
     """Two groups, with their own rates and decay; `fixed` is in none."""
     matrices = [model.embedding.weight, model.mix.weight]
@@ -176,7 +188,7 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
     assert "offset" not in table["embedding.weight"]
     assert table["unused"] == {
         "name": "unused", "shape": [2, 2, 2], "dtype": "float32", "variable": "params",
-        "group": 1, "requires_grad": True, "offset": 3,
+        "group": 1, "position": 3, "requires_grad": True, "offset": 3,
     }  # fmt: skip
     assert table["fixed"]["group"] is None
     assert not table["fixed"]["requires_grad"]
@@ -308,7 +320,26 @@ def test_recording_that_is_refused(tmp_path: Path) -> None:
         small_run(path, Model(), tokens=[1, 2])
     with pytest.raises(RecordingError, match="recorded with one matrix, got 2"):
         small_run(path, Model(), parameter=["embedding.weight", "mix.weight"])
+    model = Model()
+    alone = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(RecordingError, match="has 1 parameters that Model lacks"):
+        small_run(path, model, torch.optim.SGD([*model.parameters(), alone], lr=0.1))
+    for first in (torch.tensor([1j]), torch.tensor([2**53 + 1])):
+        model.register_buffer("running_mean", first)
+        with pytest.raises(RecordingError, match=r"running_mean has values of .* does not have"):
+            small_run(path, model, adamw(model))
+    with pytest.raises(RecordingError, match="got a sparse gradient"):
+        small_run(path, sparse := SparseModel(), torch.optim.SGD(sparse.parameters(), lr=0.1))
     assert not path.exists()
+
+
+def test_parameters_of_another_optimizer_are_noted(tmp_path: Path) -> None:
+    model, notes = Model(), []
+    small_run(
+        tmp_path / "run.zarr", model, torch.optim.SGD(model.mix.parameters()), on_note=notes.append,
+        parameter="mix.weight",
+    )  # fmt: skip
+    assert any("lacks 5 parameters with requires_grad=True (unused)" in one for one in notes)
 
 
 @pytest.mark.parametrize(
