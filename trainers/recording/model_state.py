@@ -2,11 +2,13 @@
 
 All parameters except the recorded matrix form one vector, in the order of `named_parameters`. Their
 gradients and moments form vectors of the same order. Each tensor is copied once, to its place in
-the row.
+the row. If the tensors of a vector have several types, it has the smallest type that holds all
+values of each. The conversion is exact; NaN keeps the part of its payload that a cast keeps.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -26,10 +28,13 @@ from trajstore.trainers.recording.torch_internals import (
     name_outside_compile,
     outside_compile,
 )
+from trajstore.values.native_types import NATIVE_TYPES, native_type
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["OPTIMIZER_STATE", "STATE", "ModelState", "same_bits"]
 
 _MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
+_TYPE_KEYS = {name: f"{kind}_dtype" for kind, name in VECTORS.items() if kind != "W"}
 
 OPTIMIZER_STATE = (*_MOMENTS, "params_count")
 """Variables that an optimizer has after its first step."""
@@ -74,8 +79,8 @@ class ModelState:
     Raises
     ------
     RecordingError
-        If the other parameters have several types or devices, or one that is not recorded; or if
-        the optimizer has a parameter that the model lacks.
+        If the other parameters have several devices, or a type that is not recorded; or if the
+        optimizer has a parameter that the model lacks.
     """
 
     def __init__(
@@ -98,6 +103,14 @@ class ModelState:
         _check_kinds(others)
         _check_whole(self._model, optimizer)
         self._others = list(others.values())
+        self._other_names = tuple(others)
+        self._types: dict[str, list[torch.dtype]] = {}  # of the parts of each vector
+        self._state_types: dict[int, torch.dtype] = {
+            id(tensor): getattr(torch, group["state_dtype"])
+            for group in optimizer.param_groups
+            if group.get("state_dtype") in NATIVE_TYPES
+            for tensor in group["params"]
+        }
         self._length = sum(tensor.numel() for tensor in self._others)
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
@@ -120,7 +133,7 @@ class ModelState:
                 "transformers": transformers.__version__,
                 "config": json.loads(config.to_json_string(use_diff=False)),
                 "buffer_types": {
-                    name: _type_name(tensor)
+                    name: _type_name(tensor.dtype)
                     for name, tensor in named_buffers(self._model)
                     if tensor.is_floating_point()
                 },
@@ -132,13 +145,18 @@ class ModelState:
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
         places = _places_in(self._optimizer)
+        mixed = {
+            _TYPE_KEYS[name]: iter(types)
+            for name, types in self._types.items()
+            if name in _TYPE_KEYS and len(set(types)) > 1
+        }
         table, offset = [], 0
         for name, tensor in zip(self.names, self._tensors, strict=True):
             group, position = places.get(id(tensor), (None, None))
             entry: dict[str, Any] = {
                 "name": name,
                 "shape": list(tensor.shape),
-                "dtype": _type_name(tensor),
+                "dtype": _type_name(tensor.dtype),
                 "variable": "W" if tensor is self._matrix else "params",
                 "group": group,
                 "requires_grad": tensor.requires_grad,
@@ -148,6 +166,7 @@ class ModelState:
             if tensor is not self._matrix:
                 entry["offset"] = offset
                 offset += tensor.numel()
+                entry |= {key: _type_name(next(types)) for key, types in mixed.items()}
             if tied := aliases[id(tensor)][1:]:
                 entry["tied"] = tied
             table.append(entry)
@@ -175,18 +194,13 @@ class ModelState:
     def _take_initial(self) -> None:
         """Copy the state before the first step."""
         if self._others and "params" in self._variables:
-            first = torch.empty(self._length, dtype=self._others[0].dtype)
-            _join(first, self._others, self._others)
-            self._initial["params"] = first
+            self._initial["params"] = self._joined("params", self._others)
         if not self._optimizer.state:
             return
         for name in _MOMENTS:
             moments = self._moments(name)
-            kinds = [moment.dtype for moment in moments if moment is not None]
-            if name in self._variables and kinds:
-                first = torch.empty(self._length, dtype=kinds[0])
-                _join(first, self._others, moments, missing=0.0)
-                self._initial[name] = first
+            if name in self._variables and any(moment is not None for moment in moments):
+                self._initial[name] = self._joined(name, moments)
         counts = self._counts()
         if counts is not None and "params_count" in self._variables:
             self._initial["params_count"] = counts.cpu()
@@ -219,6 +233,10 @@ class ModelState:
                 )
         if self._buffers is not None:
             self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
+        for name, key in _TYPE_KEYS.items():
+            types = [entry[key] for entry in attributes["parameters"] if key in entry]
+            if types:
+                self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
         self._draws = "random_state" in held
 
     def differing(self, row: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -276,10 +294,12 @@ class ModelState:
         """Take the gradients before clipping; `unscale` multiplies them."""
         if not self._others or "params_grad" not in rows.variables:
             return
-        place = rows.place("params_grad", self._length, self._others[0].dtype)
         gradients = [tensor.grad for tensor in self._others]
-        _join(place, self._others, gradients, missing=float("nan"))
-        if unscale != 1.0:
+        mixed = len({grad.dtype for grad in gradients if grad is not None}) > 1
+        if mixed and unscale != 1.0:  # rounded to the type of each, not to that of the vector
+            gradients = [None if grad is None else grad * unscale for grad in gradients]
+        place = self._set_vector(rows, "params_grad", gradients, missing=float("nan"))
+        if not mixed and unscale != 1.0:
             place.mul_(unscale)
 
     def before_step(self, rows: Rows) -> None:
@@ -303,8 +323,7 @@ class ModelState:
             If the run lacks something that the step has changed.
         """
         if self._others and "params" in rows.variables:
-            place = rows.place("params", self._length, self._others[0].dtype)
-            _join(place, self._others, self._others)
+            self._set_vector(rows, "params", self._others)
         for name in _MOMENTS:
             if name in rows.variables:
                 self._set_moments(rows, name)
@@ -325,21 +344,54 @@ class ModelState:
         if not self._others:
             return
         moments = self._moments(name)
-        kinds = {moment.dtype for moment in moments if moment is not None}
-        if len(kinds) > 1:
-            raise RecordingError(
-                f"{name}: the moments have several types, {', '.join(sorted(map(str, kinds)))}; "
-                "record all, or give all parameters one type"
-            )
-        if not kinds and rows.writer is None:
-            return  # an optimizer without moments, or every step so far was skipped
-        if kinds:
-            (dtype,) = kinds
-        else:
-            assert rows.writer is not None
+        if any(moment is not None for moment in moments):
+            self._set_vector(rows, name, moments)
+        elif rows.writer is not None:  # else it has no moments, or every step so far was skipped
             dtype = getattr(torch, rows.writer.layout.arrays[name].native.name)
-        place = rows.place(name, self._length, dtype)
-        _join(place, self._others, moments, missing=0.0)
+            rows.place(name, self._length, dtype).zero_()
+
+    def _set_vector(
+        self,
+        rows: Rows,
+        name: str,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        missing: float = 0.0,
+    ) -> torch.Tensor:
+        """Set a vector of the current step, and return its memory.
+
+        Raises
+        ------
+        RecordingError
+            If a tensor has another type than in the first row.
+        """
+        types = self._part_types(name, tensors)
+        before = self._types.setdefault(name, types)
+        for part, now, was in zip(self._other_names, types, before, strict=True):
+            if now != was:
+                raise RecordingError(
+                    f"{name}: {part} is now {_type_name(now)}, but was {_type_name(was)} in the "
+                    "first row; record a new run for the new type"
+                )
+        place = rows.place(name, self._length, _joint(types))
+        _join(place, self._others, tensors, missing=missing)
+        return place
+
+    def _joined(self, name: str, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return a vector on the CPU, with 0 for None."""
+        vector = torch.empty(self._length, dtype=_joint(self._part_types(name, tensors)))
+        _join(vector, self._others, tensors)
+        return vector
+
+    def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
+        """Return the type of each; for None, the one that it will probably have."""
+        pairs = list(zip(self._others, tensors, strict=True))
+        chosen = self._state_types if name in _MOMENTS else {}
+        seen = {own.dtype: tensor.dtype for own, tensor in pairs if tensor is not None}
+        return [
+            chosen.get(id(own), seen.get(own.dtype, own.dtype)) if tensor is None else tensor.dtype
+            for own, tensor in pairs
+        ]
 
     def _moments(self, name: str) -> list[torch.Tensor | None]:
         key, state = name.removeprefix("params_"), self._optimizer.state
@@ -389,13 +441,18 @@ def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def _joint(types: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the smallest type that holds all values of each."""
+    return functools.reduce(torch.promote_types, types)
+
+
 def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise an error if tensors cannot form one vector.
 
     Raises
     ------
     RecordingError
-        If their types or devices differ, or a type is not one of floating-point numbers.
+        If their devices differ, or a type is not one of floating-point numbers.
     """
     first: tuple[str, torch.Tensor] | None = None
     for name, tensor in tensors.items():
@@ -405,11 +462,10 @@ def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{', '.join(map(str, _FLOATS))}; record all instead of everything"
             )
         first = first or (name, tensor)
-        if (tensor.dtype, tensor.device) != (first[1].dtype, first[1].device):
+        if tensor.device != first[1].device:
             raise RecordingError(
-                f"{first[0]} is {first[1].dtype} on {first[1].device}, but {name} is "
-                f"{tensor.dtype} on {tensor.device}; give all parameters except the recorded "
-                "matrix one type and device, or record all instead of everything"
+                f"{first[0]} is on {first[1].device}, but {name} is on {tensor.device}; move all "
+                "parameters to one device, or record all instead of everything"
             )
 
 
@@ -447,5 +503,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _type_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

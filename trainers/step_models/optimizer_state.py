@@ -12,11 +12,7 @@ from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replay.parameter_placement import tensor_of
-from trajstore.trainers.step_models.recorded_parameters import (
-    RunParameters,
-    StoredParameter,
-    variable_of,
-)
+from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 
 __all__ = ["optimizer_state_at", "state_of"]
 
@@ -125,8 +121,7 @@ def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str
             continue
         states[one] = {"step": torch.tensor(float(count), dtype=torch.float32)}
         for kind in _MOMENTS:
-            native = stored.native(variable_of(one.variable, kind))
-            states[one][kind] = tensor_of(one.bits(row, kind), native)
+            states[one][kind] = tensor_of(one.bits(row, kind), one.natives[kind])
     return states
 
 

@@ -26,6 +26,7 @@ from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPR
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.strict_json import Document
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = [
     "ARRAY_MEMBERS",
@@ -136,6 +137,7 @@ def _is_parameter(entry: Any) -> bool:
         and type(entry.get("requires_grad")) is bool
         and isinstance(tied, list)
         and all(isinstance(name, str) for name in tied)
+        and all(isinstance(entry.get(f"{kind}_dtype", ""), str) for kind in VECTORS)
     )
 
 

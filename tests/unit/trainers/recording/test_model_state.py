@@ -308,10 +308,14 @@ def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
 
 def test_recording_that_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    mixed = TinyModel()
-    mixed.more = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(RecordingError, match=r"more is torch.bfloat16 .* mix.weight is"):
-        small_run(path, mixed, torch.optim.SGD(mixed.parameters(), lr=0.1))
+    for kind, device, message in (
+        (torch.complex64, "cpu", "more has the type torch.complex64, expected one of"),
+        (torch.bfloat16, "meta", "more is on meta, but mix.weight is on cpu; move all"),
+    ):
+        model = TinyModel()
+        model.more = torch.nn.Parameter(torch.zeros(2, dtype=kind, device=device))
+        with pytest.raises(RecordingError, match=message):
+            small_run(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(InvalidArgument, match=r"got a list of ids, .* leave out tokens"):
         small_run(path, Model(), tokens=[1, 2])
     with pytest.raises(RecordingError, match="recorded with one matrix, got 2"):
@@ -338,18 +342,26 @@ def test_parameters_of_another_optimizer_are_noted(tmp_path: Path) -> None:
     assert any("lacks 5 parameters with requires_grad=True (unused)" in one for one in notes)
 
 
-@pytest.mark.parametrize("late", ["dropout", "buffer"])
-def test_state_that_begins_to_change_later(late: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ("dropout", "draws random numbers"),
+        ("buffer", "the buffer table changes"),
+        ("type", "params_grad: fixed is now float64, but was float32 in the first row"),
+    ],
+)
+def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Path) -> None:
     model = Model(dropout=0.0)
     model.register_buffer("table", torch.zeros(2))
     optimizer = adamw(model)
-    message = "draws random numbers" if late == "dropout" else "the buffer table changes"
 
     def run() -> None:
         with capture(model, optimizer, tmp_path / "run.zarr", record="everything"):
             for _ in train(model, optimizer):
                 if late == "dropout":
                     model.drop.p = 0.1
+                elif late == "type":
+                    model.fixed.data = model.fixed.data.double()
                 else:
                     model.table += 1
 
