@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
+from trajstore.errors import FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
@@ -150,9 +150,13 @@ class RunParameters:
 
         Raises
         ------
+        InvalidArgument
+            If it is not a whole number.
         StepNotFound
             If the run does not hold it.
         """
+        if not isinstance(step, int | np.integer):
+            raise InvalidArgument(f"step: got {step!r}, expected a whole number")
         row = int(np.searchsorted(self.steps, step))
         if row < len(self.steps) and self.steps[row] == step:
             return row

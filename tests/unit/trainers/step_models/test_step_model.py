@@ -106,6 +106,8 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
         model_at(recorded.path, 9)
     with pytest.raises(StepNotFound, match=r"no row of step -1; the nearest: 0"):
         next(models(recorded.path, [2, -1]))
+    with pytest.raises(InvalidArgument, match="step: got '1', expected a whole number"):
+        model_at(recorded.path, "1")
     run = sample_run(tmp_path / "run.zarr")
     with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*--record everything"):
         model_at(run, 1)
