@@ -231,12 +231,12 @@ class ModelState:
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
                     "with the model of the run"
                 )
-        if self._buffers is not None:
-            self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
         for name, key in _TYPE_KEYS.items():
             types = [entry[key] for entry in attributes["parameters"] if key in entry]
             if types:
                 self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
+        if self._buffers is not None:
+            self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
         self._draws = "random_state" in held
 
     def differing(self, row: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

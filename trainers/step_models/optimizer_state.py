@@ -32,6 +32,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
         A run that was recorded with ``record="everything"``, with Adam, AdamW, or SGD without
         momentum.
     step : int
+        A recorded step; 0 is the initial state.
 
     Returns
     -------

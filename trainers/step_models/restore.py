@@ -15,7 +15,7 @@ from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "restore_from"]
+__all__ = ["restore", "restore_from", "set_generator"]
 
 
 def restore(
@@ -33,9 +33,9 @@ def restore(
     run : path-like or str
         A run that was recorded with ``record="everything"``.
     model : Module
-        As in the recording, not wrapped.
+        The model of the recording, not wrapped.
     optimizer : Optimizer
-        Of the class of the recording, with the same parameters.
+        Its class and parameter groups are those of the recording, with the same parameters.
     step : int, optional
         Default: the last step; if the run has ``random_state``, the one before. The random state
         after the last step is not recorded, so that step has to be repeated.
@@ -82,7 +82,13 @@ def restore(
 def restore_from(
     stored: RunParameters, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
 ) -> int:
-    """`restore` from an open run."""
+    """`restore` from an open run.
+
+    Raises
+    ------
+    VariableNotRecorded, StepNotFound, InvalidArgument
+        As `restore`.
+    """
     draws = "random_state" in stored
     if step is None:
         step = _last_step(stored, draws=draws)
@@ -105,7 +111,7 @@ def restore_from(
     state = {numbers[one]: values for one, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     if draws:
-        _set_generator(model, stored.value("random_state", step + 1))
+        set_generator(model, stored.value("random_state", step + 1))
     return step
 
 
@@ -144,7 +150,8 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def _set_generator(model: torch.nn.Module, values: Any) -> None:
+def set_generator(model: torch.nn.Module, values: Any) -> None:
+    """Set the random generator of a model's device to a row of ``random_state``."""
     state = torch.from_numpy(values).to(torch.uint8)
     device = next(model.parameters()).device
     if device.type == "cuda":

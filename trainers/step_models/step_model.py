@@ -73,13 +73,14 @@ def models(
 ) -> Iterator[tuple[int, torch.nn.Module]]:
     """Iterate over the models of many steps. One model is updated in place.
 
-    Each block of rows is read once. So all steps of a run cost little more than one per block.
+    Each block of rows is read once, so all its steps cost little more than one of them.
 
     Parameters
     ----------
     run : path-like or str
+        A run that was recorded with ``record="everything"``.
     steps : iterable of int, optional
-        In any order; the models come in increasing order. Default: all recorded steps.
+        Recorded steps; the models have increasing steps. Default: all recorded steps.
     constructor : callable, optional
         As for `model_at`.
 
@@ -145,7 +146,7 @@ class StepModel:
             tensor.requires_grad_(one.requires_grad)
 
     def set(self, row: Row) -> None:
-        """Set all parameters to those of a row, and remove what the last user left."""
+        """Set all parameters to those of a row, remove gradients, and set evaluation mode."""
         self._set_types()
         self.copy(row)
         self.module.eval()
