@@ -75,7 +75,8 @@ def _of_file(path: Path, columns: Sequence[str], with_index: bool) -> StackDatas
         arrays = {name: torch.from_numpy(file.read(key).astype(np.int64))
                   for name, key in keys.items()}  # fmt: skip
     filled = {"labels": arrays["input_ids"], "attention_mask": torch.ones(shape, dtype=torch.int64)}
-    chosen = {name: arrays.get(name, filled.get(name)) for name in columns}
+    filled |= arrays
+    chosen: dict[str, Any] = {name: filled[name] for name in columns}
     if with_index:
         chosen[EXAMPLE_INDEX] = torch.arange(shape[0])
     return StackDataset(**chosen)

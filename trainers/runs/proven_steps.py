@@ -196,10 +196,11 @@ def prove_steps(
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
     device = replay_device(attributes)
-    notes, given = device.notes, ()
+    notes, given = device.notes, GIVEN if facts else ()
+    train: Train
     if facts:
         trainer = RepeatedTrainer(run, facts, device, dataset, collator, constructor)
-        train, notes, given = trainer.train, (*notes, *trainer.notes), GIVEN
+        train, notes = trainer.train, (*notes, *trainer.notes)
     else:
         train = _repeated_preset(run, attributes, corpus=corpus, tokenizer=tokenizer)
     proofs = _Proofs(run, attributes, recorded.tolist(), train, from_next_row=bool(facts))
