@@ -80,6 +80,7 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
 def test_results_of_an_evaluation(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -88,7 +89,7 @@ def test_results_of_an_evaluation(
         {"text_loss": ("step", [3.0, 2.0]), "text": ("step", np.array(["a", "b"], object))},
         {"step": [0, 1]},
         {EVALUATION: {"run": "letters.zarr", "function": "probe"}},
-    ).to_zarr(results, zarr_format=3, consolidated=False)
+    ).to_zarr(results, zarr_format=3)
     file = tmp_path / "results.svg"
     out = trajstore_cli("plot", results, "all", "-o", file).stdout
     assert "results.svg: text_loss." in out
