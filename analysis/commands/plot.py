@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,7 +18,7 @@ from trajstore.analysis.commands.step_options import (
 )
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
+from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, file_stem, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 
@@ -165,11 +164,11 @@ def plot(
 
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
-    paths = run_paths(paths)
+    given, paths = paths, run_paths(paths)
     others = [] if other is None else run_paths([other])
     figures = figures_named(kinds, len(paths) + len(others))
     several = len(paths) > 1
-    stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
+    stem = file_stem(given, paths)
     target = local_path(
         output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
     )

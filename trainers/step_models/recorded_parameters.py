@@ -111,8 +111,8 @@ class RunParameters:
         table = self.attributes.get("parameters")
         if not table or "W" not in group:
             raise VariableNotRecorded(
-                f"{run} does not hold all parameters of its model; record a run with "
-                "--record everything"
+                f"{run} does not hold all parameters of its model; record it with the "
+                "tier everything"
             )
         self.parameters = tuple(_stored(entry, group, run) for entry in table)
         self.steps: Array = whole(run, group, STEP.name)
