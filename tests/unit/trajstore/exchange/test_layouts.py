@@ -396,6 +396,24 @@ def test_crucible_2_begins_with_step_1(
     assert (ds.hidden_mean.values[1:] == h[1:]).all()
 
 
+def test_derived_arrays_of_an_own_layout_are_omitted_under_any_name(
+    with_hidden: Any, tmp_path: Path
+) -> None:
+    path, W, _ = with_hidden
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'arrays.W = "W"\narrays.deltas = {variable = "W", time = "ulps", type = "float32"}'
+    )
+    trajstore.export(path, tmp_path / "f", layout=str(own))
+    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr", layout=str(own))
+    assert {"deltas": "derived from other arrays"}.items() <= {
+        line.name: line.why for line in back.table
+    }.items()
+    ds = trajstore.open_run(back.path)
+    assert "delta" not in ds
+    assert (ds.W.values == W).all()
+
+
 def test_spacings_that_are_not_of_bfloat16_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     variables = {"W": "float32"}
@@ -575,7 +593,7 @@ def test_a_layout_of_a_toml_file(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("arrays = ", r"own.toml is not valid TOML: .*line 1.*; correct this place"),
+        ("arrays = \n", r"own.toml is not valid TOML: .*line 1.*; correct this place"),
         ('step = "x"', "there is no key 'step' .did you mean 'steps'"),
         ("numbers = []", "got no arrays"),
         ('marks = ["dead"]', "got marks = 'dead'"),
