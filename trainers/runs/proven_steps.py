@@ -191,7 +191,14 @@ def prove_steps(
     group: Any = open_group(run)
     attributes: dict[str, Any] = group.attrs.asdict()
     facts = attribute(attributes, "provenance", "trainer")
-    _check_provable(path, attributes, facts, dataset)
+    of_preset = {"corpus": corpus, "tokenizer": tokenizer}
+    of_trainer = {"dataset": dataset, "collator": collator, "constructor": constructor}
+    _check_provable(path, attributes, facts, of_preset if facts else of_trainer)
+    if facts and dataset is None:
+        raise InvalidArgument(
+            f"{path} does not hold the data set of its Trainer; give it with --dataset PATH, or "
+            "dataset= in Python"
+        )
     recorded = np.asarray(group[STEP.name][...])
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
@@ -226,19 +233,15 @@ def prove_steps(
     )
 
 
-def _check_provable(path: RunPath, attributes: Mapping[str, Any], facts: Any, dataset: Any) -> None:
-    """Check that the training of a run can be repeated from its rows."""
+def _check_provable(
+    path: RunPath, attributes: Mapping[str, Any], facts: Any, needless: Mapping[str, Any]
+) -> None:
+    """Check that the training of a run can be repeated from its rows, with the given options."""
     computed = attribute(attributes, "provenance", "what_if")
-    if facts and dataset is None:
-        raise InvalidArgument(
-            f"{path} does not hold the data set of its Trainer; give it with --dataset PATH, or "
-            "dataset= in Python"
-        )
-    if dataset is not None and not facts:
-        raise InvalidArgument(
-            f"{path} records no Trainer, got a data set; leave out --dataset, or record the "
-            "training again with TrajectoryCallback(…, record='everything')"
-        )
+    for name, value in needless.items():
+        if value is not None:
+            kind = "a" if facts else "no"
+            raise InvalidArgument(f"{path} records {kind} Trainer, got {name}; leave it out")
     if not (attributes.get("config") or facts) or attributes.get("imported") or computed:
         raise InvalidArgument(
             f"{path} was not recorded by `trajstore record` or by the callback of a Trainer with "
