@@ -139,10 +139,9 @@ class RunPlan:
         cells = W.row_bytes / 2 / _RATIOS["bfloat16"]["cells"]
         return (
             *remarks,
-            f"the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
-            f"not (1.00 to 1.03 times in 200 steps of Duckling, with delta): expect "
-            f"{format_bytes(round(step))} per step; its bfloat16 cells (--record cells) take about "
-            f"{format_bytes(round(cells))}",
+            "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
+            f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
+            f"(--record cells) about {format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, Any]:
