@@ -180,7 +180,7 @@ class Attention:
         entropy = torch.special.entr(weights).sum(-1).mean(-1)
         return {
             "attention": (("layer", "head", "query", "key"), weights.cpu().numpy()),
-            "attention_entropy": (("layer", "head"), entropy.cpu().numpy()),
+            "attention_entropy": (("layer", "head"), entropy.cpu().numpy(), {"units": "nat"}),
         }
 
 
@@ -233,7 +233,7 @@ class LogitLens:
         return {
             "lens_text": (dims, self.texts[token.cpu().numpy()]),
             "lens_probability": (dims, top.exp().cpu().numpy()),
-            "lens_loss": (dims, lost.cpu().numpy()),
+            "lens_loss": (dims, lost.cpu().numpy(), {"units": "nat"}),
         }
 
 

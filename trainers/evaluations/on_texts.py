@@ -164,7 +164,10 @@ class TextLoss:
             total += float(losses.double().sum())
             count += losses.numel()
         mean = total / count
-        return {"text_loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+        return {
+            "text_loss": xr.DataArray(mean, attrs={"units": "nat"}),
+            "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
