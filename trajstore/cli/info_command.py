@@ -136,7 +136,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     for section in ("config", "optimizer", "provenance"):
         if isinstance(facts.get(section), dict) and facts[section]:
             out.print(section, style="bold")
-            for name, value in _flat(facts[section]):
+            for name, value in _lines(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
         if section == "config" and (lines := _stretches(facts)):
             out.print("stretches", style="bold")
@@ -227,9 +227,24 @@ def _sizes(facts: dict[str, Any]) -> tuple[str, str, str]:
     return format_bytes(facts["bytes_native"]), format_bytes(facts["bytes_on_disk"]), ratio
 
 
+def _lines(section: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Settings of a section. Of the optimizer's groups, those that differ from the section's."""
+    common = _flat({name: value for name, value in section.items() if name != "groups"})
+    groups = enumerate(section.get("groups") or ())
+    own = [
+        (f"groups.{number}.{name}", value)
+        for number, group in groups
+        for name, value in _flat(group)
+        if (name, value) not in common
+    ]
+    return common + own
+
+
 def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for key, item in value.items():
         name = f"{prefix}{key}"
-        rows += _flat(item, f"{name}.") if isinstance(item, dict) else [(name, item)]
+        listed = isinstance(item, list) and item and all(isinstance(one, dict) for one in item)
+        parts = {str(number): one for number, one in enumerate(item)} if listed else item
+        rows += _flat(parts, f"{name}.") if isinstance(parts, dict) else [(name, item)]
     return rows

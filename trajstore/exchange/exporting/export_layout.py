@@ -174,8 +174,8 @@ def _of(population: str, layout: Layout, run: TiledRun, selection: Selection) ->
     """The selected tokens of a population."""
     if "is_dead" not in run.coordinates:
         raise VariableNotRecorded(
-            f"layout {layout.name} has rows of {population} tokens, but the run does not record "
-            "which tokens are dead; use another layout, or label them with trajstore annotate"
+            f"layout {layout.name} has rows of {population} tokens, but the run has no is_dead; "
+            "use another layout, or label the tokens with trajstore annotate"
         )
     members = run.coordinates["is_dead"].astype(bool) == (population == "dead")
     places = np.arange(len(members)) if selection.tokens is None else selection.tokens
@@ -382,6 +382,10 @@ def _notes(layout: Layout, part: _Part, columns: Collection[str]) -> Iterator[st
     late = [column.key for column in layout.columns if column.first_row and column.key in columns]
     if late and part.steps[0] != 0:
         yield f"{', '.join(late)} begin with the row after step {part.steps[0]}"
+    cells = [column.key for column in layout.columns if column.time == "ulps"]
+    cells = [key for key in cells if key in columns]
+    if cells and (native := part.run.series["W"].native.name) != "bfloat16":
+        yield f"{', '.join(cells)} counts spacings of {native}, the type of W in the run"
     before = [column.key for column in layout.columns if column.time == "before"]
     before = [key for key in before if key in columns]
     if before:
