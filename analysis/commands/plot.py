@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -68,9 +69,10 @@ def _evaluation(path: str) -> xr.Dataset:
     if not _is_evaluation(path):
         raise FormatError(f"{path} is not the store of an evaluation; plot runs separately")
     try:
-        return xr.open_zarr(path)
+        ds: xr.Dataset = xr.open_zarr(path)
     except Exception as error:  # zarr and xarray raise many types for a damaged store
         raise FormatError(f"{path} cannot be read: {error}; evaluate again") from error
+    return ds
 
 
 def _american(word: str) -> str:
