@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 
 import numpy as np
+from click.testing import Result
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
+Cli = Callable[..., Result]
 
 
 def random_bits(shape: tuple[int, ...], seed: int, width: int = 16) -> np.ndarray:

@@ -239,11 +239,3 @@ def test_a_wrong_call_is_one_sentence(tmp_path: Path, arguments: list[str], comp
     assert complaint in done.stderr
     assert done.stderr.startswith("trajstore: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_steps_are_true_over_many_epochs(tmp_path: Path) -> None:
-    corpus = tmp_path / "text.txt"
-    corpus.write_bytes(b"It was a bright cold day in April. " * 9)  # 315 bytes: 6 steps an epoch
-    out = tmp_path / "run.zarr"
-    call("record", "--preset", "gatsby", "--corpus", corpus, "--steps", 20, "-o", out, rc=0)
-    assert xr.open_zarr(out).step.values.tolist() == list(range(21))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,13 +61,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
     return run
 
 
-QUICK = ("trainer", "plain, every 3, accumulated")
-PARAMETERS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in VARIANTS
-]
+def nightly_but(quick: str) -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name == quick else pytest.mark.nightly) for name in VARIANTS
+    ]
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", nightly_but("trainer"))
 def test_a_run_resumes_from_its_last_row(
     name: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_run_resumes_from_its_last_row(
     assert not checkpoint_folder(path).exists()
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", nightly_but("plain, every 3, accumulated"))
 def test_a_fork_starts_from_any_row(
     name: str, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,18 @@ def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Da
 
 
 @pytest.mark.parametrize(
-    "scheduler", [None, "threads", "processes", pytest.param("cluster", marks=pytest.mark.nightly)]
+    "scheduler",
+    [
+        None,
+        "threads",
+        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("processes", "cluster")),
+    ],
 )
 def test_plain_xarray_computes_the_rows(
     written: Path, history: xr.Dataset, scheduler: str | None
 ) -> None:
-    ds = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
+    opened = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
+    ds = pickle.loads(pickle.dumps(opened))  # as it travels to another process
     if scheduler == "cluster":
         distributed = pytest.importorskip("distributed")
         with (
