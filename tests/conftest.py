@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,16 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+def small_run(
+    tmp_path: Path, _small_run: tuple[Path, dict[str, np.ndarray]]
+) -> tuple[Path, dict[str, np.ndarray]]:
     """A run of 11 rows in blocks of 4, every third token dead, and its bits."""
+    path, values = _small_run
+    return Path(shutil.copytree(path, tmp_path / path.name)), values
+
+
+@pytest.fixture(scope="session")
+def _small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     rows = 11
     values = {
         "W": random_bits((rows, 10, 6), 1),
@@ -71,7 +80,7 @@ def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
         "logits": random_bits((rows, 10), 3),
         "loss": random_bits((rows,), 4, 32),
     }
-    path = tmp_path / "small.zarr"
+    path = tmp_path_factory.mktemp("small") / "small.zarr"
     with RunWriter.create(
         path,
         token=np.arange(10) * 7,
