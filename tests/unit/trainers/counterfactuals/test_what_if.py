@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
@@ -42,14 +43,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def nightly_but(*quick: str) -> list[Any]:
-    """Optimizers of which only some are in a quick run."""
-    return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.nightly)
-        for name in OPTIMIZERS
-    ]
-
-
 def same(first: xr.Dataset, second: xr.Dataset) -> None:
     """Insist that two runs agree in every variable, and every bit."""
     assert set(first.data_vars) == set(second.data_vars)
@@ -77,7 +70,7 @@ def applied(ds: xr.Dataset, make: Callable[[Any], Any], *, rates: Any = None) ->
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("name", nightly_but("adamw", "rounded", "sgd-momentum"))
+@pytest.mark.parametrize("name", nightly_but(OPTIMIZERS, "adamw", "rounded", "sgd-momentum"))
 @DTYPES
 def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path) -> None:
     record_all = (
@@ -91,7 +84,7 @@ def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path)
     assert replay(found.path).replayed == 20
 
 
-@pytest.mark.parametrize("name", nightly_but("adamw"))
+@pytest.mark.parametrize("name", nightly_but(OPTIMIZERS, "adamw"))
 def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=torch.bfloat16)
     found = what_if(run, tmp_path / "same.zarr", from_step=7)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
 from altered_runs import rewrite  # noqa: E402
@@ -61,13 +61,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
     return run
 
 
-def nightly_but(quick: str) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name == quick else pytest.mark.nightly) for name in VARIANTS
-    ]
-
-
-@pytest.mark.parametrize("name", nightly_but("trainer"))
+@pytest.mark.parametrize("name", nightly_but(VARIANTS, "trainer"))
 def test_a_run_resumes_from_its_last_row(
     name: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +76,7 @@ def test_a_run_resumes_from_its_last_row(
     assert not checkpoint_folder(path).exists()
 
 
-@pytest.mark.parametrize("name", nightly_but("plain, every 3, accumulated"))
+@pytest.mark.parametrize("name", nightly_but(VARIANTS, "plain, every 3, accumulated"))
 def test_a_fork_starts_from_any_row(
     name: str, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:

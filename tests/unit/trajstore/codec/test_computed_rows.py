@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 from zarr.storage import MemoryStore
 
 from trajstore import RunWriter, open_run, repair, sample_run, verify
@@ -81,12 +82,7 @@ def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Da
 
 
 @pytest.mark.parametrize(
-    "scheduler",
-    [
-        None,
-        "threads",
-        *(pytest.param(s, marks=pytest.mark.nightly) for s in ("processes", "cluster")),
-    ],
+    "scheduler", nightly_but([None, "threads", "processes", "cluster"], None, "threads")
 )
 def test_plain_xarray_computes_the_rows(
     written: Path, history: xr.Dataset, scheduler: str | None
