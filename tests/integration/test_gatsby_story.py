@@ -21,7 +21,7 @@ from trajstore.cli.main import main
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-STEPS = 30
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
     assert dead.sum() == 51
     assert (ds.token_count.values[dead] == 0).all()
     assert float(ds.loss[1]) == pytest.approx(math.log(128), abs=0.001)
-    assert float(ds.loss[-1]) < 4
+    assert float(ds.loss[-1]) < 4.4
     logits = ds.logits[1].values
     assert logits.max() == logits.min()
     norms = np.linalg.norm(ds.grad[1].values, axis=-1)
@@ -129,7 +129,7 @@ def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -
     assert facts["optimizer"]["hyperparameters"]["weight_decay"] == 0.01
     assert facts["provenance"]["corpus"]["bytes"] == 265_905
     text = trajstore_cli("info", gatsby).stdout
-    assert "complete, 31 rows, steps 0 to 30" in text
+    assert f"complete, {STEPS + 1} rows, steps 0 to {STEPS}" in text
     text = trajstore_cli("summary", gatsby).stdout
     assert "Loss: 4.8520 at step 1" in text
     assert "NON-ZERO" in text
