@@ -211,17 +211,18 @@ class Plots:
         self._ds = ds
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        from trajstore.analysis.figures import FIGURES
+        from trajstore.analysis.figures import figures_of
 
-        figure = FIGURES.get(name.replace("_", "-"))
+        known = figures_of(self._ds)
+        figure = known.get(name.replace("_", "-")) or known.get(name)
         if figure is None:
             raise AttributeError(f"ds.traj.plot has no {name!r}; it has {', '.join(dir(self))}")
         return _method(_described(figure), functools.partial(figure, self._ds))
 
     def __dir__(self) -> list[str]:
-        from trajstore.analysis.figures import FIGURES
+        from trajstore.analysis.figures import figures_of
 
-        return [name.replace("-", "_") for name in FIGURES]
+        return [name.replace("-", "_") for name in figures_of(self._ds)]
 
 
 def _method(described: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
     "ENCODINGS",
+    "EVALUATION",
     "EVERYTHING",
     "FORMAT",
     "IMPORTED",
@@ -47,6 +48,9 @@ FORMAT = 2
 
 EXPORTED = "written_by_trajstore"
 """Attribute of the root of an ordinary Zarr store that an export wrote. No run has it."""
+
+EVALUATION = "trajstore_evaluation"
+"""Attribute of the root of the results of an evaluation: the run and the function."""
 
 OF_RUN = "of_run"
 """Attribute of a Dataset of several runs: the attributes of each run."""

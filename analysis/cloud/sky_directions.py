@@ -65,10 +65,11 @@ def sky(
     Returns
     -------
     Dataset, float64
-        In degrees, (step, token): ``latitude``, 90 minus the angle between the vector
-        and the axis; ``longitude``, the angle in the plane of the two directions of largest
-        variance of W across the axis, over the population and all rows, 0 along the first. NaN for
-        a vector of length zero. ``sky_axes`` (component, hidden), the axis and both directions.
+        ``latitude`` (step, token), degrees: 90 minus the angle between the vector and the axis.
+        ``longitude`` (step, token), degrees, in the plane of two directions, 0 along the first:
+        those of the largest variance of W orthogonal to the axis, over the population and all
+        rows. Both are NaN for a vector of length zero. ``sky_axes`` (component, hidden): the axis
+        and both directions.
 
     Raises
     ------

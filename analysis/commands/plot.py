@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.text import Text
@@ -22,6 +23,12 @@ from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
+from trajstore.errors import FormatError
+from trajstore.schema import EVALUATION
+from trajstore.store.metadata.object_keys import DOCUMENT
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 __all__ = ["plot"]
 
@@ -38,6 +45,33 @@ class _Size(click.ParamType[tuple[float, float]]):
         if not 1 <= min(width, height) <= max(width, height) <= 100:
             self.fail(f"got {value!r}, expected WxH of 1 to 100 inches each, such as 8x5")
         return width, height
+
+
+def _opened(paths: Sequence[str], others: Sequence[str], common_steps: bool) -> list[xr.Dataset]:
+    """Open runs, or the stores of evaluations."""
+    from trajstore.analysis.several.many_runs import each_run
+    from trajstore.store.reading.open_run import open_run
+
+    if _is_evaluation(paths[0]):
+        return [_evaluation(path) for path in (*paths, *others)]
+    ds = opened(paths, common_steps=common_steps)
+    return [*(each_run(ds) if len(paths) > 1 else [ds]), *map(open_run, others)]
+
+
+def _is_evaluation(path: str) -> bool:
+    document = Path(path, DOCUMENT)
+    return document.is_file() and f'"{EVALUATION}"'.encode() in document.read_bytes()
+
+
+def _evaluation(path: str) -> xr.Dataset:
+    import xarray as xr
+
+    if not _is_evaluation(path):
+        raise FormatError(f"{path} is not the store of an evaluation; plot runs separately")
+    try:
+        return xr.open_zarr(path)
+    except Exception as error:  # zarr and xarray raise many types for a damaged store
+        raise FormatError(f"{path} cannot be read: {error}; evaluate again") from error
 
 
 def _american(word: str) -> str:
@@ -139,7 +173,7 @@ def plot(
     hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
     autocorrelation, moments, moment-sizes, moment-tracks, sky, clusters, logits, parameters,
     discontinuities;
-    for several runs also divergence.
+    for several runs also divergence. For the results of `evaluate`: the names of the results.
 
     \b
     Example:
@@ -150,16 +184,15 @@ def plot(
       trajstore plot gatsby.zarr autocorrelation --vectors hidden_mean -o mean.png
       trajstore plot whole.zarr heatmap --parameter transformer.wpe.weight -o positions.png
       trajstore plot runs/*.zarr gradients --population dead -o dead.png
+      trajstore plot loss.zarr text_loss
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib
-    from trajstore.analysis.figures.registry import FIGURES, figures_named
+    from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
     from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
     from trajstore.analysis.motion.vectors import vectors_named
-    from trajstore.analysis.several.many_runs import each_run
     from trajstore.exchange.selection import select_part
     from trajstore.populations.files import populations_from
     from trajstore.populations.named import with_populations
-    from trajstore.store.reading.open_run import open_run
     from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.storage.remote_path import local_path
 
@@ -167,9 +200,9 @@ def plot(
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
     paths = run_paths(paths)
     others = [] if other is None else run_paths([other])
-    figures = figures_named(kinds, len(paths) + len(others))
-    several = len(paths) > 1
-    stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
+    runs = _opened(paths, others, common_steps)
+    figures = figures_named(kinds, len(runs), figures_of(runs[0]))
+    stem = "runs" if len(paths) > 1 else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
     target = local_path(
         output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
     )
@@ -188,12 +221,7 @@ def plot(
     if "all" not in kinds:
         for figure in figures:
             figure.check(options, log=log)
-    ds = opened(paths, common_steps=common_steps)
-    runs = each_run(ds) if several else [ds]
-    runs = [
-        with_populations(of_parameter(run, parameter), named)
-        for run in [*runs, *map(open_run, others)]
-    ]
+    runs = [with_populations(of_parameter(run, parameter), named) for run in runs]
     runs = [vectors_named(select_part(run, tokens=tokens), vectors) for run in runs]
     with AnalysisProgress() as progress:
         found = collect(

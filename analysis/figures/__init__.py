@@ -5,19 +5,20 @@ all that it draws. ``figure`` separates lazy data from drawing. ``across_runs`` 
 ``registry`` holds all figures by name. ``sheet`` draws several figures in one pass. ``style`` holds
 the colors, ``titles`` the names, and ``axes_marks`` the parts that figures share.
 
-The figures are in ``training`` (loss, logits, moments, parameters), ``motion`` (gradients,
-displacement, speed, bulk-thermal, autocorrelation, discontinuities), ``densities`` (hops,
-speed-density), ``freezing`` (freeze, last-motion, lifecycle, heatmap), ``regimes`` (regimes,
-causes), ``cloud`` (centroid, spectrum, clusters), ``trajectory`` and ``divergence``. A new figure
-goes into one of these modules, and into the registry.
+The figures are in ``training`` (logits, moments), ``variables`` (loss, parameters, and results of
+evaluations), ``motion`` (gradients, displacement, speed, bulk-thermal, autocorrelation,
+discontinuities), ``densities`` (hops, speed-density), ``freezing`` (freeze, last-motion, lifecycle,
+heatmap), ``regimes`` (regimes, causes), ``cloud`` (centroid, spectrum, clusters), ``trajectory``
+and ``divergence``. A new figure goes into one of these modules, and into the registry.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()
 'L2 norm of the gradient / nat per unit of W'
 """
 
+from trajstore.accessor_registration import register_accessors
 from trajstore.analysis.figures.figure import Figure, Options
-from trajstore.analysis.figures.registry import FIGURES, figures_named
+from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
 from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
 from trajstore.analysis.figures.style import STYLES, Look
 
@@ -31,5 +32,8 @@ __all__ = [
     "collect",
     "draw_sheet",
     "figures_named",
+    "figures_of",
     "save",
 ]
+
+register_accessors()

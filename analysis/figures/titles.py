@@ -7,6 +7,8 @@ from pathlib import Path
 
 import xarray as xr
 
+from trajstore.schema import EVALUATION
+
 __all__ = ["run_name", "run_system", "titled_runs", "token_names"]
 
 
@@ -28,6 +30,8 @@ def run_system(*runs: xr.Dataset) -> str:
 
 
 def _facts(ds: xr.Dataset) -> list[str]:
+    if EVALUATION in ds.attrs:
+        return [ds.attrs[EVALUATION]["function"], "", "", ds.attrs[EVALUATION]["run"]]
     config = ds.attrs.get("config") or {}
     sizes = " × ".join(f"{ds.sizes[dim]:,}" for dim in ("token", "hidden") if dim in ds.sizes)
     optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The loss, the logits, Adam's moments, and the lost updates of parameters."""
+"""The logits and Adam's moments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Lo
 from trajstore.analysis.model import logit_statistics
 from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.optimizer import moment_sizes as optimizer_sizes
-from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -30,34 +29,7 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["logits", "loss", "moment_sizes", "moments", "parameters"]
-
-
-def _loss(scan: Scan, options: Options) -> xr.Dataset:
-    input_checks.variables(scan.ds, "loss")
-    return scan.in_window(scan.ds[["loss"]])
-
-
-@figure(_loss, rows=1, overlays=True, averages=True, of_populations=False)
-def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Training loss."""
-    steps, values = data["step"].values, data["loss"].values
-    color = look.style.ink if look.alone else look.run_color
-    if look.band is not None:
-        low, high = (edge["loss"].values for edge in look.band)
-        ax.fill_between(steps, low, high, color=color, alpha=look.style.band, lw=0)
-        spread_note(ax, look)
-    ax.plot(steps, values, color=color, lw=0.9, label=look.label("loss"))
-    along_steps(ax, "training loss", data["loss"].attrs.get("units"))
-    last = np.flatnonzero(np.isfinite(values))
-    if not look.run and last.size:
-        note(
-            ax,
-            f"{values[last[0]]:.3f} at step {steps[last[0]]}, "
-            f"{values[last[-1]]:.3f} at step {steps[last[-1]]}",
-        )
-    if look.run:
-        with_legend(ax)
+__all__ = ["logits", "moment_sizes", "moments"]
 
 
 def _logits(scan: Scan, options: Options) -> xr.Dataset:
@@ -196,43 +168,3 @@ def _show_central(ax: Axes, edges: Any, counts: Any, line: Any) -> int:
     roots = (edges[:-1] >= left) & (edges[1:] <= right)
     sizes = (edges[1:] > bottom / 1.5) & (edges[:-1] < top * 1.5)
     return int(counts.sum() - counts[np.ix_(sizes, roots)].sum())
-
-
-_CELLS = 1 << 21
-_NAMES = 40
-
-
-def _parameters(scan: Scan, options: Options) -> xr.Dataset:
-    input_checks.variables(scan.ds, "param_update_lost")
-    lost = after_first_row(scan.in_window(scan.ds[["param_update_lost"]]), scan)[
-        "param_update_lost"
-    ]
-    every = -(-lost.size // _CELLS)
-    thinned = lost.isel(step=slice(None, None, max(every, 1)))
-    return xr.Dataset({"lost": thinned}, attrs={"every": every})
-
-
-@figure(_parameters, scales=False, of_populations=False)
-def parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Fraction of each parameter's elements that a step left unchanged."""
-    lost = data["lost"].transpose("parameter", "step")
-    steps, places = data["step"].values, np.arange(lost.sizes["parameter"])
-    mesh = ax.pcolormesh(
-        steps,
-        places,
-        np.ma.masked_invalid(lost.values),
-        vmin=0,
-        vmax=1,
-        cmap=look.style.density,
-        shading="nearest",
-        rasterized=True,
-    )
-    bar = ax.figure.colorbar(mesh, ax=ax)
-    bar.set_label("fraction of unchanged elements (lost updates)")
-    ax.invert_yaxis()
-    if places.size <= _NAMES:
-        ax.set_yticks(places, [str(name) for name in data["parameter"].values], fontsize="xx-small")
-    ax.set_xlabel("optimizer step")
-    ax.set_ylabel("parameter")
-    if data.attrs["every"] > 1:
-        note(ax, f"1 of every {data.attrs['every']} steps")

@@ -53,6 +53,7 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
     """Logits of the mean hidden state h̄ for each token, and the tokens with the largest ones.
 
     This is the logit lens of h̄: the prediction at a position whose hidden state is the mean.
+    Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
 
     Parameters
     ----------

@@ -370,8 +370,8 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     Returns
     -------
     Dataset, int64 (step, token), one row fewer than `ds`
-        ``exponent_up`` and ``exponent_down``, elements whose exponent is larger or smaller than in
-        the previous row. Infinities and NaN are not counted.
+        ``exponent_up`` and ``exponent_down``: the number of elements with a larger or smaller
+        exponent than in the previous row. Infinities and NaN are not counted.
 
     Raises
     ------

@@ -46,11 +46,10 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
     ds : Dataset
         A run.
     of : str
-        A vector of each token: ``grad``, ``exp_avg``, ``exp_avg_sq``, or ``delta``, the change
-        since the row before, recorded or computed. One vector per
-        step: ``hidden_mean``, the recorded h̄. One vector of each population and step:
-        ``centroid``, the mean of W; ``largest_cluster``, the vector that most tokens share bit for
-        bit (of several, that of the first token; NaN where all tokens differ).
+        Per token: ``grad``, ``exp_avg``, ``exp_avg_sq``, or ``delta``, the change since the row
+        before, recorded or computed. Per step: ``hidden_mean``, the recorded h̄. Per population:
+        ``centroid``, the mean of W, or ``largest_cluster``, the vector that most tokens share bit
+        for bit (of several, that of the first token; NaN where all tokens differ).
     population : str, optional
         Population of the centroid or the largest cluster. Default: dead and live tokens, each with
         a vector; all tokens if dead tokens are not labeled.

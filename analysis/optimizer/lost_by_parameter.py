@@ -30,9 +30,9 @@ def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
     Returns
     -------
     DataArray, float64 (row, parameter)
-        As ``param_update_lost``: NaN without a gradient, for a gradient of zeros or with NaN, a
-        learning rate of 0, a skipped step, and a row whose step does not follow that of the row
-        before.
+        As ``param_update_lost``, from 0 to 1. NaN if the parameter has no gradient, or a gradient
+        of zeros or with NaN. Also NaN if no step was taken, the learning rate is 0, or the row
+        before is not the step before.
     """
     names = [entry["name"] for entry in ds.attrs["parameters"]]
     small = [name for name in ("params_lr", "params_count", "lr", "skipped") if name in ds]

@@ -48,7 +48,8 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     """Sizes of Adam's moments of each token, with bias correction, and their ratio.
 
     m̂ = m/(1 − β₁ᵗ) and v̂ = v/(1 − β₂ᵗ), t the number of steps that the optimizer has taken.
-    Without ε, Adam changes an element by lr·m̂/√v̂.
+    Without ε, Adam changes an element by lr·m̂/√v̂. Source: Kingma and Ba, arXiv:1412.6980,
+    algorithm 1.
 
     Parameters
     ----------
@@ -60,9 +61,9 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     Returns
     -------
     Dataset, float64 (step, token)
-        Means over hidden: ``first_moment_size`` of ``|m̂|``, ``second_moment_root`` of √v̂,
-        ``moment_ratio`` of ``|m̂|``/√v̂, without elements whose moments are both 0. NaN at step 0,
-        and the ratio also if no element is left.
+        Means over hidden: ``first_moment_size`` of ``|m̂|`` and ``second_moment_root`` of √v̂, nat
+        per unit of W; ``moment_ratio`` of ``|m̂|``/√v̂, without elements whose moments are both 0.
+        NaN at step 0. The ratio is also NaN if no element is left.
 
     Raises
     ------

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xarray as xr
 from example_run import write_example_run
+
+from trajstore.schema import EVALUATION
 
 pytest.importorskip("matplotlib")
 
@@ -74,3 +78,24 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
     assert file.read_text() == "mine"
     trajstore_cli("plot", run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_results_of_an_evaluation(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    results = tmp_path / "results.zarr"
+    xr.Dataset(
+        {"text_loss": ("step", [3.0, 2.0]), "text": ("step", np.array(["a", "b"], object))},
+        {"step": [0, 1]},
+        {EVALUATION: {"run": "letters.zarr", "function": "probe"}},
+    ).to_zarr(results, zarr_format=3)
+    file = tmp_path / "results.svg"
+    out = trajstore_cli("plot", results, "all", "-o", file).stdout
+    assert "results.svg: text_loss." in out
+    assert "text is left out: text has texts" in out
+    assert "results.zarr · probe, letters.zarr" in file.read_text()
+    error = trajstore_cli("plot", results, "freeze", rc=2).stderr
+    assert "got 'freeze', expected one or more of all, text, text_loss" in error
+    error = trajstore_cli("plot", results, run, "text_loss", rc=1).stderr
+    assert "letters.zarr is not the store of an evaluation" in " ".join(error.split())

@@ -328,7 +328,7 @@ def known_names(command: str) -> dict[str, set[str]]:
     presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)
     named = {name.replace("_", "-") for name in presets}
     return {
-        "plot": {"words": {*FIGURES, "all"}},
+        "plot": {"words": {*FIGURES, "all", "text_loss", "attention_entropy"}},
         "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS}},
         "record": {"preset_name": named},
         "plan": {"preset_name": named},

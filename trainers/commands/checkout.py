@@ -29,9 +29,9 @@ def checkout(
 ) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
-    The run has to be recorded with --record everything. The weights have the recorded bits.
-    AutoModelForCausalLM.from_pretrained reads the folder, and AutoTokenizer the tokenizer if the
-    run has one.
+    The run must be recorded with --record everything. The weights have the recorded bits.
+    AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
+    tokenizer, if the run has one.
 
     \b
     Example:

@@ -38,7 +38,7 @@ _OPTIONS = {
     "--every",
     type=click.IntRange(1),
     default=1,
-    help="Evaluate every K-th step; default: 1.",
+    help="Evaluate the steps that are multiples of K; default: 1.",
     metavar="K",
 )
 @click.option("--steps", metavar="A:B:K", help="Evaluate only these steps, such as 0:500.")
@@ -51,7 +51,7 @@ _OPTIONS = {
     "--length",
     type=click.IntRange(1),
     metavar="N",
-    help="Read only N tokens of --text, or generate N tokens; default: all, or 40.",
+    help="Tokens to read of --text (default: all) or to generate (default: 40).",
 )
 @TOKENIZER
 @click.option(
@@ -80,8 +80,8 @@ def evaluate(
     (--text), attention, logit-lens and generation (--prompt). A function is called with the model
     and the step, and returns a dict of numbers, arrays and texts.
 
-    The run has to be recorded with --record everything. The same command continues after a kill or
-    an error; evaluated steps stay. The results have the steps of the run: xr.merge joins both.
+    The run must be recorded with --record everything. After a kill or an error, the same command
+    evaluates the missing steps only. The results have the steps of the run: xr.merge joins both.
 
     \b
     Example:
@@ -117,7 +117,13 @@ def evaluate(
 
 
 def check_options(function: str, options: dict[str, Any]) -> None:
-    """Check that the options belong to the function, before torch is imported."""
+    """Check that the options belong to the function, before torch is imported.
+
+    Raises
+    ------
+    InvalidArgument
+        If the function is unknown, an option does not belong to it, or a required one is missing.
+    """
     if ":" not in function and function not in _OPTIONS:
         raise InvalidArgument(
             f"got {function!r}{did_you_mean(function, _OPTIONS)}, expected FILE.py:FUNCTION or one "

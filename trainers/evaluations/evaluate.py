@@ -67,9 +67,9 @@ def evaluate(
 ) -> Evaluated:
     """Call a function with the model of each step, and append its results to a Zarr store.
 
-    The store has the dimension ``step`` of the run, so ``xr.merge`` joins both. If it exists, only
-    the missing steps are evaluated: the same call continues after a kill or an error. Results are
-    stored in the order of the steps, at the latest after five seconds.
+    The store has the dimension ``step`` of the run, so ``xr.merge`` joins both. If the store
+    exists, `evaluate` evaluates the missing steps only, as after a kill or an error. It stores
+    results in the order of the steps, at the latest after five seconds.
 
     Parameters
     ----------
@@ -106,7 +106,8 @@ def evaluate(
     RunExists
         If `output` exists and is not the store of an evaluation.
     InvalidArgument
-        If the function raises an error or returns something else, or the store has other results.
+        If the function raises an error or returns other types, the store has other results, or no
+        selected step is a multiple of `every`.
 
     Examples
     --------
@@ -185,7 +186,7 @@ class Evaluator:
         self._model = StepModel(self._stored, build)
 
     def __call__(self, steps: Sequence[int]) -> Iterator[xr.Dataset]:
-        """Yield the results of steps, which have to increase.
+        """Yield the results of steps, in increasing order.
 
         Raises
         ------

@@ -30,9 +30,6 @@ def attention(
 ) -> Attention:
     """Return an evaluation of the attention patterns of a prompt.
 
-    Its results: ``attention`` (layer, head, query, key), the weights; and ``attention_entropy``
-    (layer, head), the mean over the queries of their entropy, in nats.
-
     Parameters
     ----------
     run : path-like or str
@@ -40,6 +37,12 @@ def attention(
     prompt : str
     tokenizer : path-like or str, optional
         Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
+
+    Returns
+    -------
+    Attention
+        Its results, float32: ``attention`` (layer, head, query, key), the weights; and
+        ``attention_entropy`` (layer, head), the mean over the queries of their entropy, in nats.
 
     Raises
     ------
@@ -61,14 +64,17 @@ def logit_lens(
     The hidden states after the embedding (depth 0) and after each block are normalized and
     unembedded like the last one. Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
 
-    Its results, of dims (depth, position): ``lens_text``, the most probable token;
-    ``lens_probability``, its probability; and ``lens_loss``, the loss of the target in nats, NaN if
-    the prompt ends before the target.
-
     Parameters
     ----------
     run, prompt, tokenizer
         As for `attention`.
+
+    Returns
+    -------
+    LogitLens
+        Its results (depth, position): ``lens_text``, the most probable token;
+        ``lens_probability``, its probability; and ``lens_loss``, the loss of the target in nats,
+        NaN if the prompt ends before the target.
 
     Raises
     ------
@@ -98,8 +104,6 @@ def generation(
     Each token is the most probable one (greedy). A preset predicts the token after next, so it
     generates from the hidden state one position earlier.
 
-    Its result: ``generation``, the generated text without the prompt.
-
     Parameters
     ----------
     run, prompt, tokenizer
@@ -107,10 +111,16 @@ def generation(
     length : int, optional
         Number of generated tokens; default: 40.
 
+    Returns
+    -------
+    Generation
+        Its result: ``generation``, the generated text without the prompt.
+
     Raises
     ------
     InvalidArgument, CorpusError
-        As `attention`.
+        As `attention`. Also if `length` is below 1, or the prompt has fewer tokens than a
+        prediction needs.
     """
     if length is not None and length < 1:
         raise InvalidArgument(f"length: got {length}, expected at least 1")
@@ -170,7 +180,7 @@ class Attention:
         entropy = torch.special.entr(weights).sum(-1).mean(-1)
         return {
             "attention": (("layer", "head", "query", "key"), weights.cpu().numpy()),
-            "attention_entropy": (("layer", "head"), entropy.cpu().numpy()),
+            "attention_entropy": (("layer", "head"), entropy.cpu().numpy(), {"units": "nat"}),
         }
 
 
@@ -223,7 +233,7 @@ class LogitLens:
         return {
             "lens_text": (dims, self.texts[token.cpu().numpy()]),
             "lens_probability": (dims, top.exp().cpu().numpy()),
-            "lens_loss": (dims, lost.cpu().numpy()),
+            "lens_loss": (dims, lost.cpu().numpy(), {"units": "nat"}),
         }
 
 

@@ -54,8 +54,6 @@ def loss(
     over all targets within their windows, in nats, without autocast. A target is the next token;
     for the presets the token after next, as in their training.
 
-    Its results: ``text_loss`` in nats, and ``perplexity``, the exponential of it.
-
     Parameters
     ----------
     run : path-like or str
@@ -65,7 +63,12 @@ def loss(
     tokenizer : path-like or str, optional
         Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
     length : int, optional
-        Read only so many tokens of the text.
+        Number of tokens to read of the text; default: all.
+
+    Returns
+    -------
+    TextLoss
+        Its results: ``text_loss``, in nats, and ``perplexity``, the exponential of it.
 
     Raises
     ------
@@ -92,12 +95,16 @@ def hidden_cosine(
 
     The hidden states are those that the output embeddings multiply, over all windows of the text.
 
-    Its results: ``hidden_mean_cosine`` (token), and ``hidden_mean_norm``, the length of the mean.
-
     Parameters
     ----------
     run, text, tokenizer, length
         As for `loss`.
+
+    Returns
+    -------
+    HiddenCosine
+        Its results: ``hidden_mean_cosine`` (token), float32, and ``hidden_mean_norm``, the L2 norm
+        of the mean.
 
     Raises
     ------
@@ -157,7 +164,10 @@ class TextLoss:
             total += float(losses.double().sum())
             count += losses.numel()
         mean = total / count
-        return {"text_loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+        return {
+            "text_loss": xr.DataArray(mean, attrs={"units": "nat"}),
+            "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,16 +18,13 @@ import xarray as xr
 import zarr
 
 from trajstore.errors import InvalidArgument, RunExists
-from trajstore.schema import STEP
+from trajstore.schema import EVALUATION, STEP
 from trajstore.store.storage.atomic import make_folder
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import local_path
 from trajstore.trainers.evaluations.result import check_like
 
-__all__ = ["EVALUATION", "ResultStore"]
-
-EVALUATION = "trajstore_evaluation"
-"""Attribute of the root: the run and the function."""
+__all__ = ["ResultStore"]
 
 _ROWS = "complete_rows"
 """Attribute of the root: rows that were appended completely. A kill may leave more."""

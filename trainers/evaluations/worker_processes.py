@@ -6,10 +6,15 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from typing import Any
 
 import torch
 import xarray as xr
@@ -23,10 +28,10 @@ Worker = Callable[..., Callable[[Sequence[int]], Iterable[xr.Dataset]]]
 """Returns a function that yields the results of some steps; called once in each process."""
 
 _LONGEST = 16
-"""Steps that a process evaluates between two requests for more."""
+"""Most steps of a request."""
 
 _PATIENCE = 2.0
-"""Seconds until a process that does not end by itself is ended."""
+"""Seconds after which a process returns the results of a request that it has not completed."""
 
 _AHEAD = 4
 """Requests of each process whose results may wait for those of earlier steps."""
@@ -36,8 +41,6 @@ def in_processes(
     worker: Worker, arguments: tuple[Any, ...], steps: Sequence[int], jobs: int
 ) -> Iterator[xr.Dataset]:
     """Call ``worker(*arguments)`` in several processes, and the result with some of the steps.
-
-    A process ends when this one ends, for whatever reason: it reads from a pipe that then closes.
 
     Yields
     ------
@@ -53,104 +56,73 @@ def in_processes(
         it.
     """
     try:
-        pickle.dumps((worker, arguments))
+        made = pickle.dumps((worker, arguments))
     except Exception as error:  # pickle raises many types
         raise InvalidArgument(
             f"the function cannot be passed to other processes ({error}); define it in a module, "
             "or give FILE.py:function"
         ) from error
     length = max(1, min(_LONGEST, len(steps) // (_AHEAD * jobs)))
-    pieces = [steps[start : start + length] for start in range(0, len(steps), length)]
+    pieces = deque(steps[start : start + length] for start in range(0, len(steps), length))
     threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, default_threads() // jobs)
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes = []
+    others = {*multiprocessing.active_children()}
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(jobs, len(pieces)), spawn, _start, (threads,))
+    waiting: deque[Any] = deque()
     try:
-        for _ in range(min(jobs, len(pieces))):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_run, args=(theirs, worker, arguments, threads), daemon=True
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        yield from _in_order(pipes, pieces)
+        while waiting or pieces:
+            while pieces and len(waiting) < _AHEAD * jobs:
+                piece = pieces.popleft()
+                waiting.append((piece, pool.submit(_evaluated, made, piece)))
+            piece, future = waiting[0]
+            found, error = future.result()
+            waiting.popleft()
+            yield from found
+            if error is not None:
+                raise error
+            if left := piece[len(found) :]:
+                waiting.appendleft((left, pool.submit(_evaluated, made, left)))
+    except BrokenProcessPool as error:
+        raise TrajstoreError(
+            f"a process that evaluated step {piece[0]} or a later one was killed, perhaps because "
+            "the memory was full; give fewer --jobs"
+        ) from error
     finally:
-        for pipe in pipes:
-            pipe.close()  # each process ends when it reads or writes the next time
-        for process in processes:
-            process.join(_PATIENCE)
-            process.terminate()
-            process.join()
+        if waiting:  # the pool would wait for the requests that run
+            for process in {*multiprocessing.active_children()} - others:
+                process.terminate()
+        pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pipes: Sequence[Connection], pieces: Sequence[Sequence[int]]) -> Iterator[xr.Dataset]:
-    """Distribute the steps, and yield the results in order."""
-    results: list[list[Any]] = [[] for _ in pieces]
-    idle = list(pipes)
-    piece_of: dict[Connection, int] = {}
-    given = 0
-    for current, steps in enumerate(pieces):
-        for place in range(len(steps)):
-            while len(results[current]) <= place:
-                # At most a few pieces wait in memory for an earlier one.
-                while idle and given < min(len(pieces), current + _AHEAD * len(pipes)):
-                    pipe = idle.pop()
-                    _send(pipe, pieces[given])
-                    piece_of[pipe] = given
-                    given += 1
-                for ready in wait(list(piece_of)):
-                    pipe = cast(Connection, ready)
-                    piece = piece_of[pipe]
-                    results[piece].append(_received(pipe, pieces[piece]))
-                    if isinstance(results[piece][-1], Exception):
-                        del piece_of[pipe]  # its process has ended
-                    elif len(results[piece]) == len(pieces[piece]):
-                        del piece_of[pipe]
-                        idle.append(pipe)
-            result = results[current][place]
-            if isinstance(result, Exception):
-                raise result
-            yield result
-        results[current].clear()
-
-
-def _send(pipe: Connection, steps: Sequence[int]) -> None:
-    try:
-        pipe.send(list(steps))
-    except OSError as error:
-        raise _killed(steps) from error
-
-
-def _received(pipe: Connection, steps: Sequence[int]) -> Any:
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        return _killed(steps)
-
-
-def _killed(steps: Sequence[int]) -> TrajstoreError:
-    return TrajstoreError(
-        f"a process that evaluated steps {steps[0]} to {steps[-1]} was killed, perhaps because the "
-        "memory was full; give fewer --jobs"
-    )
-
-
-def _run(pipe: Connection, worker: Worker, arguments: tuple[Any, ...], threads: int) -> None:
-    """Evaluate steps until the pipe closes."""
+def _start(threads: int) -> None:
+    """Prepare a process. It ends when the first one ends, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    first: Any = multiprocessing.parent_process()
+    first.join()
+    os._exit(1)
+
+
+@cache
+def _evaluator(made: bytes) -> Callable[[Sequence[int]], Iterable[xr.Dataset]]:
+    worker, arguments = pickle.loads(made)
+    return worker(*arguments)  # type: ignore[no-any-return]
+
+
+def _evaluated(made: bytes, steps: Sequence[int]) -> tuple[list[xr.Dataset], TrajstoreError | None]:
+    """Return the results of the first steps, and the error of the next one."""
+    found: list[xr.Dataset] = []
+    began = time.monotonic()
     try:
-        steps = pipe.recv()
-        try:
-            evaluator = worker(*arguments)
-            while True:
-                for result in evaluator(steps):
-                    pipe.send(result)
-                steps = pipe.recv()
-        except TrajstoreError as error:
-            error.add_note(traceback.format_exc())
-            pipe.send(error)
-    except (EOFError, OSError):  # the first process has ended
-        return
+        for result in _evaluator(made)(steps):
+            found.append(result)
+            if time.monotonic() - began > _PATIENCE:
+                break
+    except TrajstoreError as error:
+        error.add_note(traceback.format_exc())
+        return found, error
+    return found, None

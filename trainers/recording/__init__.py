@@ -8,7 +8,8 @@ The path of the tensors of one step:
    step.
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
-   ``model_state`` takes all parameters with their gradients and moments.
+   ``model_state`` takes all parameters with their gradients and moments, ``model_buffers`` the
+   buffers that change.
 3. ``device_to_host`` copies the tensor into the writer's block: at once on the CPU, asynchronously
    from CUDA. At the end of the step the writer receives the complete row.
 4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.
@@ -16,7 +17,8 @@ The path of the tensors of one step:
 Before the first step ``capture`` sets this up; ``hf_callback`` calls it for a `Trainer`.
 ``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
 the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
-``data_set_tokens`` counts the tokens of a Trainer's data set. ``numeric_advice`` reports types in
+``data_set_tokens`` counts the tokens of a Trainer's data set; ``trainer_facts`` describes the
+Trainer, so that its steps can be repeated. ``numeric_advice`` reports types in
 which the optimizer has no effect. ``torch_threads`` sets the number of threads, on which the bits
 depend. ``compared_run`` compares the rows of a repeated training. ``sharding`` computes the tokens
 that each process records of a sharded parameter. ``torch_internals`` holds torch's private names,

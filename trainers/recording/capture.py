@@ -89,8 +89,9 @@ def attach(
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.variables):
                     whole = ModelParameters(model, real, device, of_model)
-                if of_state := set(EVERYTHING).intersection(options.variables):
-                    _check_one_matrix(len(parameters), min(of_state))
+                of_state = [name for name in EVERYTHING if name in options.variables]
+                if of_state:
+                    _check_one_matrix(len(parameters), of_state[0])
                     state = ModelState(model, real, parameters[0], options.variables)
                 planned = plan_runs(
                     path,

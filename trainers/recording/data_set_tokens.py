@@ -18,12 +18,22 @@ from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 from trajstore.trainers.texts.tokenizer import token_texts
 
-__all__ = ["COUNTING_SECONDS", "TokenFacts", "facts_of_trainer"]
+__all__ = [
+    "COUNTING_SECONDS",
+    "TOKENS",
+    "NotCounted",
+    "TokenFacts",
+    "facts_of_trainer",
+    "note_failures",
+    "require_stateless",
+]
 
 COUNTING_SECONDS = 5.0
 """Approximate time limit for counting a data set; a slower count is discarded."""
 
-_TOKENS = ("input_ids", "attention_mask", "labels")
+TOKENS = ("input_ids", "attention_mask", "labels")
+"""Columns of an example that are read."""
+
 _BATCH = 1000  # examples that are read from a table at once
 
 
@@ -46,12 +56,12 @@ class TokenFacts:
 
     def added_to(self, options: RecordingOptions) -> RecordingOptions:
         """Return options in which missing values are filled in."""
-        if not self.options:
+        if not (self.options or self.origin):
             return options
         return replace(options, **self.options, origin={**(options.origin or {}), **self.origin})
 
 
-class _NotCounted(Exception):
+class NotCounted(Exception):
     """Reason why the tokens of a data set are not counted."""
 
 
@@ -90,13 +100,13 @@ def facts_of_trainer(
         return facts  # a resumed run keeps its coordinates
     if options.is_dead is None and options.token_count is None:
         remedy = "give is_dead= or token_count=, or label them later with: trajstore annotate"
-        with _note_failures(facts, "which tokens are dead", remedy):
+        with note_failures(facts, "which tokens are dead", remedy):
             rows = _vocabulary(model, parameters)
             if rows is not None:
                 data_set = getattr(data_loader, "dataset", None)
                 _add_counts(facts, *_counted(data_set, rows, processes))
     if options.token_text is None:
-        with _note_failures(facts, "the texts of its tokens", "give token_text="):
+        with note_failures(facts, "the texts of its tokens", "give token_text="):
             rows = _vocabulary(model, parameters)
             backend = getattr(tokenizer, "backend_tokenizer", None)
             if rows is not None and backend is not None:
@@ -109,11 +119,11 @@ def _needs_dead(options: RecordingOptions) -> bool:
 
 
 @contextlib.contextmanager
-def _note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
+def note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
     """Turn an error into a note, because no failure here may end a training run."""
     try:
         yield
-    except _NotCounted as error:
+    except NotCounted as error:
         reason = str(error)
     except Exception as error:
         reason = f"of an error: {error!r}"
@@ -160,48 +170,48 @@ def _weight(model: torch.nn.Module, method: str) -> Any:
 def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.int64], int]:
     """Return the occurrences of each token, and the number of examples."""
     if processes > 1:
-        raise _NotCounted("several processes train, and each would have to count")
-    _require_stateless(data_set)
+        raise NotCounted("several processes train, and each would have to count")
+    require_stateless(data_set)
     counts = {name: np.zeros(rows, np.int64) for name in ("input_ids", "labels")}
     end = monotonic() + COUNTING_SECONDS
     for part in _parts(data_set):
         for name, ids in part.items():
             if ids.size and not 0 <= ids.min() <= ids.max() < rows:
-                raise _NotCounted(f"its {name} exceed the {rows} tokens of the model")
+                raise NotCounted(f"its {name} exceed the {rows} tokens of the model")
             counts[name] += np.bincount(ids, minlength=rows)
         if monotonic() > end:
-            raise _NotCounted(
+            raise NotCounted(
                 f"counting the {len(data_set)} examples of its data set takes more than about "
                 f"{COUNTING_SECONDS:g} s"
             )
     return np.maximum(counts["input_ids"], counts["labels"]), len(data_set)
 
 
-def _require_stateless(data_set: Any) -> None:
+def require_stateless(data_set: Any) -> None:
     """Raise an error for a data set that reading may change, and with it the training.
 
     Types are compared exactly, because a subclass may read its examples differently.
     """
     kind = type(data_set)
     if data_set is None:
-        raise _NotCounted("the Trainer has no data set")
+        raise NotCounted("the Trainer has no data set")
     if isinstance(data_set, IterableDataset) or not hasattr(kind, "__len__"):
-        raise _NotCounted("the Trainer's data set is streamed")
+        raise NotCounted("the Trainer's data set is streamed")
     if kind is ConcatDataset:
         for part in data_set.datasets:
-            _require_stateless(part)
+            require_stateless(part)
     elif kind is Subset:
         _require_kind(data_set.indices, list, tuple, range, np.ndarray, torch.Tensor)
-        _require_stateless(data_set.dataset)
+        require_stateless(data_set.dataset)
     elif not _is_table(data_set):
         _require_kind(data_set, list, tuple)
     elif data_set.format["type"] == "custom":
-        raise _NotCounted("its data set has a transform, which may change at each call")
+        raise NotCounted("its data set has a transform, which may change at each call")
 
 
 def _require_kind(value: Any, *kinds: type) -> None:
     if type(value) not in kinds:
-        raise _NotCounted(
+        raise NotCounted(
             f"its data set has the class {type(value).__name__}, and reading it could change the "
             "training"
         )
@@ -231,9 +241,9 @@ def _parts(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
 def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
     form = data_set.format
     shown = data_set.column_names if form["output_all_columns"] else form["columns"]
-    columns = [name for name in _TOKENS if name in shown]
+    columns = [name for name in TOKENS if name in shown]
     if "input_ids" not in columns:
-        raise _NotCounted("the examples of its data set have no input_ids")
+        raise NotCounted("the examples of its data set have no input_ids")
     table = data_set.with_format("arrow", columns=columns)
     for some in table.iter(batch_size=_BATCH):
         arrays = {name: some[name].combine_chunks() for name in columns}
@@ -251,15 +261,15 @@ def _of_lists(name: str, array: Any) -> npt.NDArray[Any]:
         array = array.flatten()
         nulls += array.null_count
     if nulls:
-        raise _NotCounted(f"{name} of its data set have nulls")
+        raise NotCounted(f"{name} of its data set have nulls")
     return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
 def _of_example(example: Any) -> dict[str, npt.NDArray[np.int64]]:
     if type(example) not in (dict, BatchEncoding):
-        raise _NotCounted(f"examples of its data set are {type(example).__name__}, not dicts")
+        raise NotCounted(f"examples of its data set are {type(example).__name__}, not dicts")
     flat = {}
-    for name in _TOKENS:
+    for name in TOKENS:
         if name in example and example[name] is not None:
             values = torch.as_tensor(example[name], device="cpu").detach()
             if values.ndim:  # labels may be a single class
@@ -272,10 +282,10 @@ def _of_example(example: Any) -> dict[str, npt.NDArray[np.int64]]:
 def _selected(flat: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:
     """Return inputs with attention, and labels with a target."""
     if "input_ids" not in flat:
-        raise _NotCounted("the examples of its data set have no input_ids")
+        raise NotCounted("the examples of its data set have no input_ids")
     ids, mask = flat["input_ids"], flat.get("attention_mask")
     if ids.size and ids.dtype.kind not in "iu":
-        raise _NotCounted("input_ids of its data set are not integers")
+        raise NotCounted("input_ids of its data set are not integers")
     if mask is not None and mask.shape == ids.shape:
         ids = ids[mask != 0]
     labels = flat.get("labels", np.empty(0, np.int64))

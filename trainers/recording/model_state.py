@@ -2,14 +2,16 @@
 
 All parameters except the recorded matrix form one vector, in the order of `named_parameters`. Their
 gradients and moments form vectors of the same order. Each tensor is copied once, to its place in
-the row.
+the row. If the tensors of a vector have several types, it has the smallest type that holds all
+values of each. The conversion is exact; NaN keeps the part of its payload that a cast keeps.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,26 +21,26 @@ from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 from trajstore.trainers.recording.torch_internals import (
     copy_each,
     name_outside_compile,
     outside_compile,
-    version,
 )
+from trajstore.values.native_types import NATIVE_TYPES, native_type
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["OPTIMIZER_STATE", "STATE", "ModelState", "same_bits"]
 
 _MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
+_TYPE_KEYS = {name: f"{kind}_dtype" for kind, name in VECTORS.items() if kind != "W"}
 
 OPTIMIZER_STATE = (*_MOMENTS, "params_count")
 """Variables that an optimizer has after its first step."""
 
 STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
 """Variables that determine the next step, except W."""
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of torch's normalizations. They may begin to change at any step."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -77,7 +79,8 @@ class ModelState:
     Raises
     ------
     RecordingError
-        If the other parameters have several types or devices, or one that is not recorded.
+        If the other parameters have several devices, or a type that is not recorded; or if the
+        optimizer has a parameter that the model lacks.
     """
 
     def __init__(
@@ -98,15 +101,21 @@ class ModelState:
         self._matrix = recorded.tensor
         others = {name: tensor for name, tensor in named.items() if tensor is not self._matrix}
         _check_kinds(others)
+        _check_whole(self._model, optimizer)
         self._others = list(others.values())
+        self._other_names = tuple(others)
+        self._types: dict[str, list[torch.dtype]] = {}  # of the parts of each vector
+        self._state_types: dict[int, torch.dtype] = {
+            id(tensor): getattr(torch, group["state_dtype"])
+            for group in optimizer.param_groups
+            if group.get("state_dtype") in NATIVE_TYPES
+            for tensor in group["params"]
+        }
         self._length = sum(tensor.numel() for tensor in self._others)
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
         self._draws = False
-        buffers = dict(_buffers(self._model)) if "buffers" in variables else {}
-        self._first_buffers = {name: tensor.detach().clone() for name, tensor in buffers.items()}
-        self._marks = {name: (id(tensor), version(tensor)) for name, tensor in buffers.items()}
-        self._changing: tuple[str, ...] = ()  # names of the recorded buffers
+        self._buffers = ModelBuffers(self._model) if "buffers" in variables else None
         self._initial: dict[str, torch.Tensor] = {}
         self._take_initial()
 
@@ -115,8 +124,8 @@ class ModelState:
     def attributes(self) -> dict[str, Any]:
         """Return the root attributes that describe the vectors and the model."""
         found: dict[str, Any] = {"parameters": self._parameter_table()}
-        if self._changing:
-            found["buffers"] = self._buffer_table()
+        if self._buffers is not None and self._buffers.names:
+            found["buffers"] = self._buffers.table()
         config = getattr(self._model, "config", None)
         if isinstance(config, transformers.PretrainedConfig):
             found["model_config"] = {
@@ -124,8 +133,8 @@ class ModelState:
                 "transformers": transformers.__version__,
                 "config": json.loads(config.to_json_string(use_diff=False)),
                 "buffer_types": {
-                    name: _type_name(tensor)
-                    for name, tensor in _buffers(self._model)
+                    name: _type_name(tensor.dtype)
+                    for name, tensor in named_buffers(self._model)
                     if tensor.is_floating_point()
                 },
             }
@@ -135,43 +144,49 @@ class ModelState:
         aliases: dict[int, list[str]] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
-        groups = {
-            id(tensor): number
-            for number, group in enumerate(self._optimizer.param_groups)
-            for tensor in group["params"]
+        places = _places_in(self._optimizer)
+        mixed = {
+            _TYPE_KEYS[name]: iter(types)
+            for name, types in self._types.items()
+            if name in _TYPE_KEYS and len(set(types)) > 1
         }
         table, offset = [], 0
         for name, tensor in zip(self.names, self._tensors, strict=True):
+            group, position = places.get(id(tensor), (None, None))
             entry: dict[str, Any] = {
                 "name": name,
                 "shape": list(tensor.shape),
-                "dtype": _type_name(tensor),
+                "dtype": _type_name(tensor.dtype),
                 "variable": "W" if tensor is self._matrix else "params",
-                "group": groups.get(id(tensor)),
+                "group": group,
                 "requires_grad": tensor.requires_grad,
             }
+            if position is not None:
+                entry["position"] = position
             if tensor is not self._matrix:
                 entry["offset"] = offset
                 offset += tensor.numel()
+                entry |= {key: _type_name(next(types)) for key, types in mixed.items()}
             if tied := aliases[id(tensor)][1:]:
                 entry["tied"] = tied
             table.append(entry)
         return table
 
-    def _buffer_table(self) -> list[dict[str, Any]]:
-        table, offset = [], 0
-        for name in self._changing:
-            tensor = self._first_buffers[name]
-            table.append(
-                {
-                    "name": name,
-                    "shape": list(tensor.shape),
-                    "dtype": _type_name(tensor),
-                    "offset": offset,
-                }
-            )
-            offset += tensor.numel()
-        return table
+    @property
+    def notes(self) -> list[str]:
+        """A note about parameters that another optimizer may train."""
+        places = _places_in(self._optimizer)
+        others = [
+            name
+            for name, tensor in zip(self.names, self._tensors, strict=True)
+            if tensor.requires_grad and id(tensor) not in places
+        ]
+        if not others:
+            return []
+        return [
+            f"the optimizer lacks {len(others)} parameters with requires_grad=True ({others[0]}); "
+            "if another optimizer trains them, call its step before that of this one"
+        ]
 
     # Row 0 ---------------------------------------------------------------------------------------
 
@@ -179,18 +194,13 @@ class ModelState:
     def _take_initial(self) -> None:
         """Copy the state before the first step."""
         if self._others and "params" in self._variables:
-            first = torch.empty(self._length, dtype=self._others[0].dtype)
-            _join(first, self._others, self._others)
-            self._initial["params"] = first
+            self._initial["params"] = self._joined("params", self._others)
         if not self._optimizer.state:
             return
         for name in _MOMENTS:
             moments = self._moments(name)
-            kinds = [moment.dtype for moment in moments if moment is not None]
-            if name in self._variables and kinds:
-                first = torch.empty(self._length, dtype=kinds[0])
-                _join(first, self._others, moments, missing=0.0)
-                self._initial[name] = first
+            if name in self._variables and any(moment is not None for moment in moments):
+                self._initial[name] = self._joined(name, moments)
         counts = self._counts()
         if counts is not None and "params_count" in self._variables:
             self._initial["params_count"] = counts.cpu()
@@ -198,8 +208,8 @@ class ModelState:
     def initial(self) -> dict[str, torch.Tensor]:
         """Return the state before the first step by variable, once: it is not kept."""
         initial, self._initial = self._initial, {}
-        if self._changing:
-            initial["buffers"] = self._joined_buffers(self._first_buffers).cpu()
+        if self._buffers is not None and self._buffers.names:
+            initial["buffers"] = self._buffers.initial()
         return initial
 
     def resume(self, attributes: Mapping[str, Any], held: Collection[str]) -> None:
@@ -221,7 +231,12 @@ class ModelState:
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
                     "with the model of the run"
                 )
-        self._changing = tuple(entry["name"] for entry in attributes.get("buffers", []))
+        for name, key in _TYPE_KEYS.items():
+            types = [entry[key] for entry in attributes["parameters"] if key in entry]
+            if types:
+                self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
+        if self._buffers is not None:
+            self._buffers.names = tuple(entry["name"] for entry in attributes.get("buffers", []))
         self._draws = "random_state" in held
 
     def differing(self, row: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -279,10 +294,12 @@ class ModelState:
         """Take the gradients before clipping; `unscale` multiplies them."""
         if not self._others or "params_grad" not in rows.variables:
             return
-        place = rows.place("params_grad", self._length, self._others[0].dtype)
         gradients = [tensor.grad for tensor in self._others]
-        _join(place, self._others, gradients, missing=float("nan"))
-        if unscale != 1.0:
+        mixed = len({grad.dtype for grad in gradients if grad is not None}) > 1
+        if mixed and unscale != 1.0:  # rounded to the type of each, not to that of the vector
+            gradients = [None if grad is None else grad * unscale for grad in gradients]
+        place = self._set_vector(rows, "params_grad", gradients, missing=float("nan"))
+        if not mixed and unscale != 1.0:
             place.mul_(unscale)
 
     def before_step(self, rows: Rows) -> None:
@@ -306,8 +323,7 @@ class ModelState:
             If the run lacks something that the step has changed.
         """
         if self._others and "params" in rows.variables:
-            place = rows.place("params", self._length, self._others[0].dtype)
-            _join(place, self._others, self._others)
+            self._set_vector(rows, "params", self._others)
         for name in _MOMENTS:
             if name in rows.variables:
                 self._set_moments(rows, name)
@@ -318,28 +334,64 @@ class ModelState:
             if counts is not None:
                 rows.set("params_count", counts)
         self._set_random_state(rows)
-        self._set_buffers(rows)
+        if self._buffers is not None:
+            values = self._buffers.after_step(first=rows.writer is None)
+            if values is not None:
+                rows.set("buffers", values)
 
     def _set_moments(self, rows: Rows, name: str) -> None:
         """Set the moments; those of a parameter without a step are 0."""
         if not self._others:
             return
         moments = self._moments(name)
-        kinds = {moment.dtype for moment in moments if moment is not None}
-        if len(kinds) > 1:
-            raise RecordingError(
-                f"{name}: the moments have several types, {', '.join(sorted(map(str, kinds)))}; "
-                "record all, or give all parameters one type"
-            )
-        if not kinds and rows.writer is None:
-            return  # an optimizer without moments, or every step so far was skipped
-        if kinds:
-            (dtype,) = kinds
-        else:
-            assert rows.writer is not None
+        if any(moment is not None for moment in moments):
+            self._set_vector(rows, name, moments)
+        elif rows.writer is not None:  # else it has no moments, or every step so far was skipped
             dtype = getattr(torch, rows.writer.layout.arrays[name].native.name)
-        place = rows.place(name, self._length, dtype)
-        _join(place, self._others, moments, missing=0.0)
+            rows.place(name, self._length, dtype).zero_()
+
+    def _set_vector(
+        self,
+        rows: Rows,
+        name: str,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        missing: float = 0.0,
+    ) -> torch.Tensor:
+        """Set a vector of the current step, and return its memory.
+
+        Raises
+        ------
+        RecordingError
+            If a tensor has another type than in the first row.
+        """
+        types = self._part_types(name, tensors)
+        before = self._types.setdefault(name, types)
+        for part, now, was in zip(self._other_names, types, before, strict=True):
+            if now != was:
+                raise RecordingError(
+                    f"{name}: {part} is now {_type_name(now)}, but was {_type_name(was)} in the "
+                    "first row; record a new run for the new type"
+                )
+        place = rows.place(name, self._length, _joint(types))
+        _join(place, self._others, tensors, missing=missing)
+        return place
+
+    def _joined(self, name: str, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return a vector on the CPU, with 0 for None."""
+        vector = torch.empty(self._length, dtype=_joint(self._part_types(name, tensors)))
+        _join(vector, self._others, tensors)
+        return vector
+
+    def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
+        """Return the type of each; for None, the one that it will probably have."""
+        pairs = list(zip(self._others, tensors, strict=True))
+        chosen = self._state_types if name in _MOMENTS else {}
+        seen = {own.dtype: tensor.dtype for own, tensor in pairs if tensor is not None}
+        return [
+            chosen.get(id(own), seen.get(own.dtype, own.dtype)) if tensor is None else tensor.dtype
+            for own, tensor in pairs
+        ]
 
     def _moments(self, name: str) -> list[torch.Tensor | None]:
         key, state = name.removeprefix("params_"), self._optimizer.state
@@ -369,50 +421,29 @@ class ModelState:
             )
         rows.set("random_state", random.to(torch.bfloat16))  # it holds 0 to 256 exactly
 
-    def _set_buffers(self, rows: Rows) -> None:
-        if "buffers" not in self._variables:
-            return
-        now = dict(_buffers(self._model))
-        if rows.writer is None:
-            self._marks.clear()  # compare all values
-        if changed := [name for name in now if self._is_changed(name, now[name])]:
-            if rows.writer is not None:
-                raise RecordingError(
-                    f"the buffer {changed[0]} changes in this step, but did not in the first one, "
-                    "so the run does not have it; record all, or run the model once before the "
-                    "recording starts"
-                )
-            changing = {*self._changing, *changed}
-            self._changing = tuple(name for name in self._first_buffers if name in changing)
-        if self._changing:
-            rows.set("buffers", self._joined_buffers(now))
 
-    def _is_changed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return True if a buffer that is not recorded has other values than at the start."""
-        if name in self._changing or self._marks.get(name) == (id(tensor), version(tensor)):
-            return False
-        first = self._first_buffers.get(name)
-        if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
-            raise RecordingError(
-                f"the buffer {name} has another shape or type than before the first step; record "
-                "all, or run the model once before the recording starts"
-            )
-        self._marks[name] = (id(tensor), version(tensor))
-        return name.rpartition(".")[2] in _STATISTICS or not torch.equal(first, tensor)
-
-    def _joined_buffers(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the recorded buffers as one vector; float64 if their types differ."""
-        chosen = [tensors[name].detach().flatten() for name in self._changing]
-        kinds = {tensor.dtype for tensor in chosen}
-        wide = kinds.pop() if len(kinds) == 1 else torch.float64
-        if wide not in _FLOATS:
-            wide = torch.float64
-        return torch.cat([tensor.to(wide) for tensor in chosen])
+def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
+    """Return group and position of each parameter of an optimizer, by its `id`."""
+    return {
+        id(tensor): (number, position)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, tensor in enumerate(group["params"])
+    }
 
 
-def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in model.named_buffers():
-        yield name_outside_compile(name), tensor
+def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raise an error if the optimizer has parameters that are not in the model."""
+    missing = _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}
+    if missing:
+        raise RecordingError(
+            f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
+            "a model that contains them, or record all instead of everything"
+        )
+
+
+def _joint(types: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the smallest type that holds all values of each."""
+    return functools.reduce(torch.promote_types, types)
 
 
 def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -421,7 +452,7 @@ def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises
     ------
     RecordingError
-        If their types or devices differ, or a type is not one of floating-point numbers.
+        If their devices differ, or a type is not one of floating-point numbers.
     """
     first: tuple[str, torch.Tensor] | None = None
     for name, tensor in tensors.items():
@@ -431,11 +462,10 @@ def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{', '.join(map(str, _FLOATS))}; record all instead of everything"
             )
         first = first or (name, tensor)
-        if (tensor.dtype, tensor.device) != (first[1].dtype, first[1].device):
+        if tensor.device != first[1].device:
             raise RecordingError(
-                f"{first[0]} is {first[1].dtype} on {first[1].device}, but {name} is "
-                f"{tensor.dtype} on {tensor.device}; give all parameters except the recorded "
-                "matrix one type and device, or record all instead of everything"
+                f"{first[0]} is on {first[1].device}, but {name} is on {tensor.device}; move all "
+                "parameters to one device, or record all instead of everything"
             )
 
 
@@ -473,5 +503,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _type_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -84,11 +84,14 @@ class PlannedRun:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the run: populations without a token."""
+        """Notes about the run: populations without a token, parameters without the optimizer."""
         return [
-            f"the population {name.removeprefix(POPULATION)} has no token"
-            for name, mask in self.populations.items()
-            if not mask.any()
+            *(self.state.notes if self.state is not None else []),
+            *(
+                f"the population {name.removeprefix(POPULATION)} has no token"
+                for name, mask in self.populations.items()
+                if not mask.any()
+            ),
         ]
 
     @property

@@ -105,7 +105,9 @@ def group_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     kind = type(optimizer)
-    hyperparameters = {key: _plain(value) for key, value in group.items() if key != "params"}
+    hyperparameters = {
+        key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
+    }
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "hyperparameters": hyperparameters,
@@ -115,7 +117,7 @@ def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.ndim == 0 else value.tolist()
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, bool | int | float | str) or value is None:
         return value

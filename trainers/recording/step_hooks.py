@@ -169,7 +169,7 @@ class Recorder:
         self._max_grad_norm = loop.max_grad_norm
         self._on_step = on_step
         inner = unwrap(model)
-        self._trained = [p for p in inner.parameters() if p.requires_grad]
+        self._all = list(inner.parameters())
         self._backward_end_is_queued = False
         self._total_norm: torch.Tensor | None = None
         self._raw_gradients: list[_RawGradient] = []
@@ -302,7 +302,7 @@ class Recorder:
         reached = [parameter.tensor for parameter in recorded]
         if self._state is not None:  # a backward pass may reach some parameters only
             self._handles += self._state.watch(model)
-            reached = self._trained
+            reached = [p for p in self._all if p.requires_grad]
         self._handles += [
             parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in reached
         ]
@@ -341,6 +341,11 @@ class Recorder:
         self._backward_end_is_queued = False
         if not GradientState().sync_gradients:
             return  # accelerate or the Trainer has more micro-batches for this step
+        gradients = [p.grad for p in self._all if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise RecordingError(
+                "got a sparse gradient, expected dense ones; build the embedding with sparse=False"
+            )
         unscale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
         self._raw_gradients.clear()
         for rows in self._parameters:
@@ -362,7 +367,6 @@ class Recorder:
             rows.set_gradient_norms(raw)
         if self._whole is not None:
             self._whole.after_backward(unscale)
-        gradients = [p.grad for p in self._trained if p.grad is not None]
         self._total_norm = total_norm(gradients) * unscale
 
     # The optimizer's step ----------------------------------------------------------------------

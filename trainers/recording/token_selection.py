@@ -27,11 +27,11 @@ def check_all_tokens(variables: Iterable[str], tokens: Tokens) -> None:
     InvalidArgument
         If some tokens only are to be recorded.
     """
-    held = set(EVERYTHING).intersection(variables)
+    held = [name for name in EVERYTHING if name in set(variables)]
     if held and not (isinstance(tokens, str) and tokens == "all"):
         shown = tokens if isinstance(tokens, str) else "a list of ids"
         raise InvalidArgument(
-            f"tokens: got {shown}, but {min(held)} is recorded with all tokens of the matrix; "
+            f"tokens: got {shown}, but {held[0]} is recorded with all tokens of the matrix; "
             "leave out tokens, or select tokens after recording"
         )
 

@@ -6,7 +6,7 @@ If its state has a separate type, it is a class of `rounded_optimizer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from trajstore.trainers.rounded_optimizer import (
     RoundedSGD,
 )
 
-__all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
+__all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "optimizer_of_groups", "recorded_optimizer"]
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
@@ -148,6 +148,33 @@ def recorded_optimizer(
     )
 
 
+def optimizer_of_groups(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[torch.nn.Parameter]]
+) -> Optimizer:
+    """Return an optimizer without a state, with recorded parameter groups.
+
+    Parameters
+    ----------
+    groups : sequence of mapping
+        Class and hyperparameters of each group, from the attribute ``optimizer`` of a run.
+    members : sequence of sequence of Parameter
+        Parameters of each group.
+
+    Raises
+    ------
+    CannotReplay
+        If the class is not in `REPLAYABLE`.
+    """
+    optimizer_class = _optimizer_class(str(groups[0]["class"]))
+    return optimizer_class(
+        [
+            {"params": list(parameters), **_taken(optimizer_class, group["hyperparameters"])}
+            for group, parameters in zip(groups, members, strict=True)
+        ],
+        **_taken(optimizer_class, groups[0]["hyperparameters"]),
+    )
+
+
 def _optimizer_class(path: str) -> type[Optimizer]:
     classes: list[type[Optimizer]] = [getattr(torch.optim, name) for name in REPLAYABLE]
     for known in (*classes, *_ROUNDED):
@@ -175,10 +202,16 @@ def _build(
     hyperparameters: Mapping[str, Any],
 ) -> tuple[torch.nn.Parameter, Optimizer]:
     parameter = torch.nn.Parameter(weights.detach().clone(), requires_grad=False)
+    return parameter, optimizer_class([parameter], **_taken(optimizer_class, hyperparameters))
+
+
+def _taken(
+    optimizer_class: Callable[..., Optimizer], hyperparameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the hyperparameters that a class takes as arguments."""
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in hyperparameters.items()}
     accepted = inspect.signature(optimizer_class).parameters
-    taken = {name: value for name, value in values.items() if name in accepted}
-    return parameter, optimizer_class([parameter], **taken)
+    return {name: value for name, value in values.items() if name in accepted}
 
 
 def _state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> State:

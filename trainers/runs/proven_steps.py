@@ -1,7 +1,8 @@
 """Proof of recorded steps from the data to the weights.
 
 A step is trained again from the recorded row before it: batch, forward and backward pass, clipping
-and the optimizer. Every variable of its row is compared, bit for bit.
+and the optimizer. Every variable of its row is compared, bit for bit. The run holds the place of
+its text; the data set of a Trainer is given again.
 """
 
 from __future__ import annotations
@@ -29,19 +30,24 @@ from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.metadata.repairs import filled_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
-from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.compared_run import RowDifference
 from trajstore.trainers.replay.findings import UnreplayedSteps, ulp_distance
 from trajstore.trainers.replay.replay_device import replay_device
 from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
+from trajstore.trainers.runs.repeated_trainer import GIVEN, RepeatedTrainer
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
-from trajstore.trainers.runs.retraining import train_again
+from trajstore.trainers.runs.retraining import Retrained, train_again
 from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
-from trajstore.trainers.texts.corpus import Corpus, load_corpus
+from trajstore.trainers.step_models.step_model import Constructor
+from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.values.native_types import native_type
 
 __all__ = ["Difference", "Proof", "prove_steps"]
+
+Train = Callable[[int, int], Retrained]
+"""Trains from the row of a step up to another step, or the first different row."""
 
 _STRETCH = 256
 """Maximum number of rows that are trained without a new start from a recorded row."""
@@ -126,21 +132,32 @@ def prove_steps(
     steps: Steps = None,
     corpus: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    dataset: Any = None,
+    collator: Any = None,
+    constructor: Constructor | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Proof:
     """Train recorded steps again, each from the row before it, and compare all variables.
 
-    The batch follows from the configuration. Loss, logits, all gradients, the weights and the
-    moments have to agree bit for bit. After a different row the training starts from that row.
+    The batch follows from the configuration, or from the arguments of a Trainer. Loss, logits, all
+    gradients, the weights and the moments have to agree bit for bit. After a different row the
+    training starts from that row.
 
     Parameters
     ----------
     path : path-like or str
-        A run of `trainers.record` with ``record="everything"``.
+        A run of `trainers.record` or of a Trainer, with ``record="everything"``.
     steps : str, int, slice or iterable of int, optional
         Steps to prove, such as ``"0:1000:10"``; default: all.
     corpus, tokenizer : path-like, optional
         As for `trainers.record`; default: the paths that the run was recorded with.
+    dataset : path-like or sequence, optional
+        The training data set of a Trainer: the object, a folder of ``Dataset.save_to_disk``, or a
+        file with ``input_ids`` (example, position) and, if they differ, ``labels``.
+    collator : callable, optional
+        The ``data_collator`` of the Trainer, if it had one. It must not draw random numbers.
+    constructor : callable, optional
+        As for `model_at`, for a model that is not one of transformers.
     on_progress : callable, optional
         Called with the number of finished steps and the number of all selected steps.
 
@@ -153,11 +170,12 @@ def prove_steps(
     RunNotFound, FormatError
         If there is no run, or a chunk is damaged.
     InvalidArgument
-        If the run has no configuration: it was recorded by another program, or imported.
+        If the training cannot be repeated: it was an own loop or is imported, the data set is
+        missing, or its Trainer had its own loss or several processes.
     VariableNotRecorded
         If its rows do not hold the whole state.
     CorpusError
-        If the text differs from that of the run.
+        If the text or the data set differs from that of the run.
 
     Examples
     --------
@@ -172,15 +190,27 @@ def prove_steps(
     run = location(path)
     group: Any = open_group(run)
     attributes: dict[str, Any] = group.attrs.asdict()
-    _check_provable(path, attributes)
+    facts = attribute(attributes, "provenance", "trainer")
+    of_preset = {"corpus": corpus, "tokenizer": tokenizer}
+    of_trainer = {"dataset": dataset, "collator": collator, "constructor": constructor}
+    _check_provable(path, attributes, facts, of_preset if facts else of_trainer)
+    if facts and dataset is None:
+        raise InvalidArgument(
+            f"{path} does not hold the data set of its Trainer; give it with --dataset PATH, or "
+            "dataset= in Python"
+        )
     recorded = np.asarray(group[STEP.name][...])
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
-    sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
-    text = load_corpus(recorded_config(run), **sources)
-    check_text(run, text)
     device = replay_device(attributes)
-    proofs = _Proofs(run, attributes, recorded.tolist(), text, sources)
+    notes, given = device.notes, GIVEN if facts else ()
+    train: Train
+    if facts:
+        trainer = RepeatedTrainer(run, facts, device, dataset, collator, constructor)
+        train, notes = trainer.train, (*notes, *trainer.notes)
+    else:
+        train = _repeated_preset(run, attributes, corpus=corpus, tokenizer=tokenizer)
+    proofs = _Proofs(run, attributes, recorded.tolist(), train, from_next_row=bool(facts))
     for number in proofs.prove(rows):
         if on_progress is not None:
             on_progress(number, len(rows))
@@ -192,29 +222,52 @@ def prove_steps(
         repeated_on=device.replayed_on,
         steps=len(rows),
         proven=proofs.proven,
-        variables=tuple(name for name in group.array_keys() if name in VARIABLES),
+        variables=tuple(
+            name for name in group.array_keys() if name in VARIABLES and name not in given
+        ),
         differences=tuple(found[:LISTED]),
         total=len(found),
         differing=len({one.step for one in found}),
         unproven=proofs.unproven.all(),
-        notes=device.notes,
+        notes=notes,
     )
 
 
-def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
-    """Check that the training of a run can be repeated from its rows."""
+def _check_provable(
+    path: RunPath, attributes: Mapping[str, Any], facts: Any, needless: Mapping[str, Any]
+) -> None:
+    """Check that the training of a run can be repeated from its rows, with the given options."""
     computed = attribute(attributes, "provenance", "what_if")
-    if not attributes.get("config") or attributes.get("imported") or computed:
+    for name, value in needless.items():
+        if value is not None:
+            kind = "a" if facts else "no"
+            raise InvalidArgument(f"{path} records {kind} Trainer, got {name}; leave it out")
+    if not (attributes.get("config") or facts) or attributes.get("imported") or computed:
         raise InvalidArgument(
-            f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
-            "--gradients takes runs of presets and configurations"
+            f"{path} was not recorded by `trajstore record` or by the callback of a Trainer with "
+            "everything, so its training cannot be repeated"
         )
     run = location(path)
-    if not holds_state(run, recorded_config(run)):
+    if not facts and not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
-            f"the rows of {path} do not hold the whole state of the training; --gradients takes "
-            "runs with --record everything, without float16 autocast or momentum of SGD"
+            f"the rows of {path} do not hold the whole state of the training; --gradients needs "
+            "--record everything, without float16 autocast or momentum of SGD"
         )
+
+
+def _repeated_preset(
+    run: Location, attributes: Mapping[str, Any], **given: str | os.PathLike[str] | None
+) -> Train:
+    """Return the repetition of the training of a configuration."""
+    sources = text_sources(None, attributes, **given)
+    text = load_corpus(recorded_config(run), **sources)
+    check_text(run, text)
+
+    def train(before: int, last: int) -> Retrained:
+        taken = row_checkpoint(run, before, text, sources=sources)
+        return train_again(run, text, taken, last, sources=sources, with_rates=False)
+
+    return train
 
 
 class _Proofs:
@@ -222,21 +275,21 @@ class _Proofs:
 
     def __init__(
         self,
-        run: Any,
+        run: Location,
         attributes: Mapping[str, Any],
         steps: list[int],
-        text: Corpus,
-        sources: dict[str, str],
+        train: Train,
+        *,
+        from_next_row: bool,
     ) -> None:
         self.proven = 0
         self.differences: list[Difference] = []
         self.unproven = UnreplayedSteps()
-        self._run = run
         self._group: Any = open_group(run)
         self._attributes = attributes
         self._steps = steps
-        self._text = text
-        self._sources = sources
+        self._train = train
+        self._from_next_row = from_next_row
         self._filled = filled_rows(attributes, len(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
@@ -263,10 +316,7 @@ class _Proofs:
         rows = list(itertools.takewhile(self._is_checkable, rows))
         before, last = self._steps[first - 1], self._steps[rows[-1]]
         try:
-            taken = row_checkpoint(self._run, before, self._text, sources=self._sources)
-            reached = train_again(
-                self._run, self._text, taken, last, sources=self._sources, with_rates=False
-            )
+            reached = self._train(before, last)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(str(error)) from error
         self.proven += reached.agreed
@@ -291,6 +341,8 @@ class _Proofs:
     def _check(self, row: int) -> None:
         if not self._filled.isdisjoint((row - 1, row)):
             raise CannotReplay("a repair filled damaged values with NaN")
+        if self._from_next_row and self._steps[row] != self._steps[row - 1] + 1:
+            raise CannotReplay("the run does not hold the step before")
         if self._steps[row] <= self._other_optimizer_until:
             raise CannotReplay(
                 "another optimizer or type trained it, before the run was forked; prove the source "

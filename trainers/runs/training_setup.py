@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,18 @@ from trajstore.trainers.runs.model import build_model, initialize
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = ["ExampleDataset", "Training", "build_training", "find_device"]
+__all__ = ["QUIET", "ExampleDataset", "Training", "build_training", "find_device", "train_after"]
+
+QUIET: dict[str, Any] = {
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "log_level": "error",
+}
+"""Arguments of a Trainer that only trains."""
 
 
 class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
@@ -131,20 +143,7 @@ class Training:
                 optimizers=(self.optimizer, self.schedule),
                 callbacks=list(callbacks),
             )
-            trainer.remove_callback(PrinterCallback)
-            if not first_step:
-                trainer.train()
-                return
-            # The Trainer needs a checkpoint: the step, which gives the position in the data, and
-            # weights.
-            taken = Path(scratch) / f"checkpoint-{first_step}"
-            taken.mkdir()
-            save_model(self.model, str(taken / SAFE_WEIGHTS_NAME))
-            state = TrainerState(
-                global_step=first_step, train_batch_size=self.config.training.batch_size
-            )
-            state.save_to_json(str(taken / TRAINER_STATE_NAME))
-            trainer.train(resume_from_checkpoint=str(taken))
+            train_after(trainer, first_step, scratch)
 
     def _run_plain(
         self, batches: Batches, first_step: int, on_step_end: Callable[[], bool]
@@ -255,6 +254,31 @@ def find_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def train_after(trainer: Trainer, first_step: int, scratch: str) -> None:
+    """Train with a Trainer from a position of its data. Its callbacks restore the state.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    first_step : int
+        Steps taken before.
+    scratch : str
+        Existing folder for temporary files.
+    """
+    trainer.remove_callback(PrinterCallback)
+    if not first_step:
+        trainer.train()
+        return
+    # The Trainer needs a checkpoint: the step, which gives the position in the data, and weights.
+    taken = Path(scratch) / f"checkpoint-{first_step}"
+    taken.mkdir()
+    save_model(trainer.model, str(taken / SAFE_WEIGHTS_NAME))
+    size = trainer.args.per_device_train_batch_size
+    state = TrainerState(global_step=first_step, train_batch_size=size)
+    state.save_to_json(str(taken / TRAINER_STATE_NAME))
+    trainer.train(resume_from_checkpoint=str(taken))
+
+
 def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -> TrainingArguments:
     training = config.training
     return TrainingArguments(
@@ -271,12 +295,6 @@ def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -
         fp16=training.autocast == "float16",
         use_cpu=device.type == "cpu",
         seed=training.seed,
-        dataloader_num_workers=0,
         remove_unused_columns=not config.records_batch,  # the recorder removes the indices
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
+        **QUIET,
     )

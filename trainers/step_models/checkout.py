@@ -37,6 +37,7 @@ class Checkout:
     tokenizer : str or None
         Name of its tokenizer.
     notes : tuple of str
+        Limits of the folder, such as a missing tokenizer.
     """
 
     path: Path
@@ -66,6 +67,7 @@ def checkout(
     output : path-like
         The new folder.
     step : int
+        A recorded step; 0 is the initial state.
     optimizer : bool
         Also write ``optimizer.pt``: the state dict of the optimizer, for `torch.load`.
     tokenizer : path-like or str, optional
@@ -82,7 +84,8 @@ def checkout(
     RunNotFound
         If there is no run.
     VariableNotRecorded
-        If the run does not hold all parameters, or `optimizer` is set and the state is not held.
+        If the run does not hold all parameters, or with `optimizer` the whole state of the
+        optimizer.
     StepNotFound
         If the run does not hold the step.
     InvalidArgument

@@ -12,11 +12,7 @@ from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replay.parameter_placement import tensor_of
-from trajstore.trainers.step_models.recorded_parameters import (
-    RunParameters,
-    StoredParameter,
-    variable_of,
-)
+from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 
 __all__ = ["optimizer_state_at", "state_of"]
 
@@ -36,6 +32,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
         A run that was recorded with ``record="everything"``, with Adam, AdamW, or SGD without
         momentum.
     step : int
+        A recorded step; 0 is the initial state.
 
     Returns
     -------
@@ -62,23 +59,21 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     >>> state["state"][0]["step"].item(), decays
     (3.0, [0.01, 0.0])
     """
-    return state_of(RunParameters(run), step)
-
-
-def state_of(stored: RunParameters, step: int) -> dict[str, Any]:
-    """`optimizer_state_at` of an open run."""
-    stored.number(step)
+    stored = RunParameters(run)
+    states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
-    _check_state(stored, groups)
-    members = [[one for one in stored.parameters if one.group == n] for n in range(len(groups))]
-    order = [one for group in members for one in group]
+    order = sorted(
+        (one for one in stored.parameters if one.group is not None),
+        key=lambda one: (one.group or 0, one.position),
+    )
+    lengths = [sum(one.group == number for one in order) for number in range(len(groups))]
     return {
-        "state": _state(stored, step, order),
-        "param_groups": _groups(stored, step, groups, [len(group) for group in members]),
+        "state": {number: states[one] for number, one in enumerate(order) if one in states},
+        "param_groups": _groups(stored, step, groups, lengths),
     }
 
 
-def _check_state(stored: RunParameters, groups: Any) -> None:
+def _check_state(stored: RunParameters) -> None:
     """Check that the run holds the whole state of its optimizer.
 
     Raises
@@ -86,6 +81,7 @@ def _check_state(stored: RunParameters, groups: Any) -> None:
     VariableNotRecorded
         If it does not.
     """
+    groups = attribute(stored.attributes, "optimizer", "groups")
     kind = str(attribute(stored.attributes, "optimizer", "class"))
     name = kind.rpartition(".")[2].removeprefix("Rounded")
     missing: list[str] = []
@@ -107,23 +103,27 @@ def _check_state(stored: RunParameters, groups: Any) -> None:
         )
 
 
-def _state(
-    stored: RunParameters, step: int, order: list[StoredParameter]
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the state of each parameter that has one, by its number in the optimizer."""
+def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str, torch.Tensor]]:
+    """Return the optimizer's state of each parameter that has one after a step.
+
+    Raises
+    ------
+    VariableNotRecorded, StepNotFound
+        As `optimizer_state_at`.
+    """
+    stored.number(step)
+    _check_state(stored)
     if not all(name in stored for name in stored.variables("exp_avg")):
         return {}
     row = stored.row(step, [name for kind in _MOMENTS for name in stored.variables(kind)])
-    count = dict(zip(stored.parameters, stored.value("params_count", step), strict=True))
-    state = {}
-    for number, one in enumerate(order):
-        if not count[one]:
+    states = {}
+    for one, count in zip(stored.parameters, stored.value("params_count", step), strict=True):
+        if not count:
             continue
-        state[number] = {"step": torch.tensor(float(count[one]), dtype=torch.float32)}
+        states[one] = {"step": torch.tensor(float(count), dtype=torch.float32)}
         for kind in _MOMENTS:
-            native = stored.native(variable_of(one.variable, kind))
-            state[number][kind] = tensor_of(one.bits(row, kind), native)
-    return state
+            states[one][kind] = tensor_of(one.bits(row, kind), one.natives[kind])
+    return states
 
 
 def _groups(

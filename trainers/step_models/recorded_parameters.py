@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
+from trajstore.errors import FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
+from trajstore.store.reading.recorded_parameters import own_type
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
-from trajstore.values.native_types import NativeType, as_bits, native_type
+from trajstore.values.native_types import NativeType, as_bits, narrow, native_type
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["Row", "RunParameters", "StoredParameter", "variable_of"]
@@ -39,23 +40,28 @@ class StoredParameter:
     tied : tuple of str
         Further names.
     shape : tuple of int
-    native : NativeType
+    natives : mapping of str to NativeType
+        Its own type of each recorded quantity: ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq``. A
+        vector of parameters of several types has a wider one.
     variable : str
         Variable with its values: ``W``, or a vector of several parameters.
     offset : int
         First element in that vector.
     group : int or None
         Number of the optimizer's parameter group; None without an optimizer.
+    position : int
+        Place in that group; 0 for all if the run does not record it.
     requires_grad : bool
     """
 
     name: str
     tied: tuple[str, ...]
     shape: tuple[int, ...]
-    native: NativeType
+    natives: Mapping[str, NativeType] = field(hash=False)
     variable: str
     offset: int
     group: int | None
+    position: int
     requires_grad: bool
 
     @property
@@ -63,11 +69,24 @@ class StoredParameter:
         """All names of the parameter in the model."""
         return (self.name, *self.tied)
 
+    @property
+    def native(self) -> NativeType:
+        """Type of its values."""
+        return self.natives["W"]
+
     def bits(self, row: Row, kind: str = "W") -> Array:
-        """Return its bits in a row: ``W``, ``grad``, ``exp_avg`` or ``exp_avg_sq``."""
-        values = row[variable_of(self.variable, kind)]
+        """Return its bits in a row, in its own type: ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq``.
+
+        Raises
+        ------
+        InvalidArgument
+            If its own type, of 16 bits, does not hold a value.
+        """
+        values, own = row[variable_of(self.variable, kind)], self.natives[kind]
         if self.variable != "W":
             values = values[self.offset : self.offset + math.prod(self.shape)]
+        if values.itemsize != own.itemsize:  # a vector that also holds a wider type
+            values = narrow(values.view(f"f{values.itemsize}"), own)
         return values.reshape(self.shape)
 
 
@@ -109,14 +128,14 @@ class RunParameters:
         group: Any = open_group(run)
         self.attributes: dict[str, Any] = group.attrs.asdict()
         table = self.attributes.get("parameters")
-        if not table or "W" not in group:
+        if not table or any(entry["variable"] not in group for entry in table):
             raise VariableNotRecorded(
                 f"{run} does not hold all parameters of its model; record a run with "
                 "--record everything"
             )
-        self.parameters = tuple(_stored(entry, group, run) for entry in table)
-        self.steps: Array = whole(run, group, STEP.name)
         self._arrays: dict[str, Any] = dict(group.arrays())
+        self.parameters = tuple(_stored(entry, self._arrays, run) for entry in table)
+        self.steps: Array = whole(run, group, STEP.name)
         self._stored: dict[str, StoredArray | None] = {}
 
     def __contains__(self, variable: object) -> bool:
@@ -131,9 +150,13 @@ class RunParameters:
 
         Raises
         ------
+        InvalidArgument
+            If it is not a whole number.
         StepNotFound
             If the run does not hold it.
         """
+        if not isinstance(step, int | np.integer):
+            raise InvalidArgument(f"step: got {step!r}, expected a whole number")
         row = int(np.searchsorted(self.steps, step))
         if row < len(self.steps) and self.steps[row] == step:
             return row
@@ -213,19 +236,31 @@ def _block_rows(array: Any) -> int:
     return int((array.shards or array.chunks)[0])
 
 
-def _stored(entry: Mapping[str, Any], group: Any, run: RunPath) -> StoredParameter:
+def _stored(entry: Mapping[str, Any], arrays: Mapping[str, Any], run: RunPath) -> StoredParameter:
     """Return an entry of the attribute ``parameters``, whose form was checked on opening."""
+    natives: dict[str, NativeType] = {}
+    for kind in VECTORS:
+        name = variable_of(entry["variable"], kind)
+        if name in arrays:
+            joint = native_type(arrays[name].attrs["native_dtype"])
+            natives[kind] = own = native_type(own_type(entry, kind, joint.name))
+            if own != joint and own.itemsize >= joint.itemsize:
+                raise FormatError(
+                    f"{run}: {entry['name']} is {own.name}, but {name} is {joint.name}; the run is "
+                    "damaged"
+                )
     one = StoredParameter(
         name=entry["name"],
         tied=tuple(entry.get("tied", ())),
         shape=tuple(entry["shape"]),
-        native=native_type(entry["dtype"]),
+        natives=natives,
         variable=entry["variable"],
         offset=entry.get("offset", 0),
         group=entry["group"],
+        position=entry.get("position", 0),
         requires_grad=entry["requires_grad"],
     )
-    stored = math.prod(group[one.variable].shape[1:]) if one.variable in group else 0
+    stored = math.prod(arrays[one.variable].shape[1:]) if one.variable in arrays else 0
     if one.offset + math.prod(one.shape) > stored:
         raise FormatError(
             f"{run}: {one.name} ends at element {one.offset + math.prod(one.shape)} of "

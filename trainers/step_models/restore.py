@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.step_models.optimizer_state import state_of
-from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "restore_from"]
+__all__ = ["restore", "restore_from", "set_generator"]
 
 
 def restore(
@@ -31,9 +33,9 @@ def restore(
     run : path-like or str
         A run that was recorded with ``record="everything"``.
     model : Module
-        As in the recording, not wrapped.
+        The model of the recording, not wrapped.
     optimizer : Optimizer
-        Of the class and with the parameter groups of the recording.
+        Its class and parameter groups are those of the recording, with the same parameters.
     step : int, optional
         Default: the last step; if the run has ``random_state``, the one before. The random state
         after the last step is not recorded, so that step has to be repeated.
@@ -52,8 +54,8 @@ def restore(
     StepNotFound
         If the run does not hold the step.
     InvalidArgument
-        If the model has other parameters than the run, or the random state after the step is not
-        recorded.
+        If model or optimizer have other parameters than the run, or the random state after the step
+        is not recorded.
 
     Examples
     --------
@@ -80,26 +82,60 @@ def restore(
 def restore_from(
     stored: RunParameters, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
 ) -> int:
-    """`restore` from an open run."""
+    """`restore` from an open run.
+
+    Raises
+    ------
+    VariableNotRecorded, StepNotFound, InvalidArgument
+        As `restore`.
+    """
     draws = "random_state" in stored
     if step is None:
-        step = int(stored.steps[max(len(stored.steps) - 1 - draws, 0)])
-    number = stored.number(step)
-    following = stored.steps[number + 1 : number + 2].tolist()
-    if draws and following != [step + 1]:
+        step = _last_step(stored, draws=draws)
+    elif draws and stored.number(step) not in _followed(stored):
         raise InvalidArgument(
             f"{stored.run} does not hold step {step + 1}, whose row has the random state after "
-            f"step {step}; restore an earlier step"
+            f"step {step}; restore step {_last_step(stored, draws=True)}, or one before it"
         )
-    state = state_of(stored, step)["state"]
+    states = state_of(stored, step)
     _check_types(stored, model)
     tensors = StepModel(stored, lambda: model)
+    numbers = _numbers(tensors, optimizer)
+    for one in states.keys() - numbers.keys():
+        raise InvalidArgument(
+            f"{one.name} is not in the optimizer, but that of {stored.run} trained it; build the "
+            "optimizer with the recorded parameters"
+        )
     tensors.copy(stored.row(step, tensors.variables))
     groups = optimizer.state_dict()["param_groups"]
+    state = {numbers[one]: values for one, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     if draws:
-        _set_generator(model, stored.value("random_state", step + 1))
+        set_generator(model, stored.value("random_state", step + 1))
     return step
+
+
+def _followed(stored: RunParameters) -> npt.NDArray[Any]:
+    """Return the rows whose next row is that of the next step."""
+    return np.flatnonzero(np.diff(stored.steps) == 1)
+
+
+def _last_step(stored: RunParameters, *, draws: bool) -> int:
+    """Return the last step that can be restored."""
+    rows = _followed(stored) if draws else np.arange(len(stored.steps))
+    if not len(rows):
+        raise InvalidArgument(
+            f"{stored.run} has no step that can be restored, because the random state after a step "
+            "is in the row of the next one; record every step"
+        )
+    return int(stored.steps[rows[-1]])
+
+
+def _numbers(tensors: StepModel, optimizer: Optimizer) -> dict[StoredParameter, int]:
+    """Return the number in the optimizer of each parameter that it has."""
+    order = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    numbers = {id(tensor): number for number, tensor in enumerate(order)}
+    return {one: numbers[id(p)] for one, p in tensors.parameters if id(p) in numbers}
 
 
 def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
@@ -114,7 +150,8 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def _set_generator(model: torch.nn.Module, values: Any) -> None:
+def set_generator(model: torch.nn.Module, values: Any) -> None:
+    """Set the random generator of a model's device to a row of ``random_state``."""
     state = torch.from_numpy(values).to(torch.uint8)
     device = next(model.parameters()).device
     if device.type == "cuda":

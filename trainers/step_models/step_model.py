@@ -33,8 +33,8 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     step : int
         0 is the initial state.
     constructor : callable, optional
-        Returns a model of the same architecture. Needed if the run does not record the
-        configuration of a model of transformers.
+        Returns a model of the same architecture, with the same values in buffers that do not
+        change. Needed if the run does not record the configuration of a model of transformers.
 
     Returns
     -------
@@ -62,10 +62,9 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     (True, torch.bfloat16)
     """
     stored = RunParameters(run)
-    number = stored.number(step)  # before the model is built
+    stored.number(step)  # before the model is built
     model = StepModel(stored, constructor)
-    for _, row in stored.rows([int(stored.steps[number])], model.variables):
-        model.set(row)
+    model.set(stored.row(step, model.variables))
     return model.module
 
 
@@ -74,13 +73,14 @@ def models(
 ) -> Iterator[tuple[int, torch.nn.Module]]:
     """Iterate over the models of many steps. One model is updated in place.
 
-    Each block of rows is read once. So all steps of a run cost little more than one per block.
+    Each block of rows is read once, so all its steps cost little more than one of them.
 
     Parameters
     ----------
     run : path-like or str
+        A run that was recorded with ``record="everything"``.
     steps : iterable of int, optional
-        In any order; the models come in increasing order. Default: all recorded steps.
+        Recorded steps; the models have increasing steps. Default: all recorded steps.
     constructor : callable, optional
         As for `model_at`.
 
@@ -107,7 +107,7 @@ def models(
     [0, 1, 2, 3]
     """
     stored = RunParameters(run)
-    wanted = stored.steps.tolist() if steps is None else sorted({int(step) for step in steps})
+    wanted = stored.steps.tolist() if steps is None else sorted(set(steps))
     for step in wanted:
         stored.number(step)
     model = StepModel(stored, constructor)
@@ -128,6 +128,8 @@ class StepModel:
     ----------
     module : Module
         In evaluation mode.
+    parameters : list of (StoredParameter, Parameter)
+        Each stored parameter with that of the model.
     variables : tuple of str
         Variables that `set` needs.
     """
@@ -135,25 +137,38 @@ class StepModel:
     def __init__(self, stored: RunParameters, constructor: Constructor | None = None) -> None:
         with torch.random.fork_rng(devices=[]):  # building draws weights, which are replaced
             self.module = _built(stored, constructor)
-        self._parameters = _matched(stored, self.module)
+        self.parameters = _matched(stored, self.module)
         self._buffers = _buffers(stored, self.module)
+        self._built = dict(self.module.named_buffers())
         self.variables = (*stored.variables(), *(["buffers"] if self._buffers else []))
-        for one, tensor in self._parameters:
-            tensor.data = tensor.data.to(getattr(torch, one.native.name))
+        self._set_types()
+        for one, tensor in self.parameters:
             tensor.requires_grad_(one.requires_grad)
 
     def set(self, row: Row) -> None:
-        """Set all parameters to those of a row, and remove what the last user left."""
+        """Set all parameters to those of a row, remove gradients, and set evaluation mode."""
+        self._set_types()
         self.copy(row)
         self.module.eval()
+
+    def _set_types(self) -> None:
+        """Set the recorded types, also after a user has converted the model."""
+        for one, tensor in self.parameters:
+            tensor.data = tensor.data.to(getattr(torch, one.native.name))
+        for name, built in self._built.items():
+            now = self.module.get_buffer(name)
+            if now.dtype != built.dtype:
+                owner, _, last = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), last, built.to(now.device))
 
     @torch.no_grad()
     def copy(self, row: Row) -> None:
         """Set all parameters and recorded buffers to those of a row, without gradients."""
-        for one, tensor in self._parameters:
+        for one, tensor in self.parameters:
             tensor.copy_(tensor_of(one.bits(row), one.native))
             tensor.grad = None
-        for first, native, buffer in self._buffers:
+        for first, native, name in self._buffers:
+            buffer = self.module.get_buffer(name)
             values = row["buffers"][first : first + buffer.numel()]
             buffer.copy_(tensor_of(values, native).view(buffer.shape))
 
@@ -240,15 +255,13 @@ def _matched(
     return found
 
 
-def _buffers(
-    stored: RunParameters, model: torch.nn.Module
-) -> list[tuple[int, NativeType, torch.Tensor]]:
-    """Pair the first element and the type of each recorded buffer with that of the model.
+def _buffers(stored: RunParameters, model: torch.nn.Module) -> list[tuple[int, NativeType, str]]:
+    """Return the first element, the type and the name of each recorded buffer.
 
     Raises
     ------
     InvalidArgument
-        If the model lacks it, or it has another shape.
+        If the model lacks one, or it has another shape.
     """
     by_name = dict(model.named_buffers())
     found = []
@@ -259,7 +272,7 @@ def _buffers(
                 f"{type(model).__name__} has no buffer {entry['name']} of shape "
                 f"{tuple(entry['shape'])}, which {stored.run} holds; {_remedy(stored)}"
             )
-        found.append((entry["offset"], stored.native("buffers"), buffer))
+        found.append((entry["offset"], stored.native("buffers"), entry["name"]))
     return found
 
 

@@ -33,15 +33,15 @@ _MEMORY = partial(
 @click.option(
     "--format",
     "format_name",
-    help="safetensors, hdf5, zarr (for any reader of Zarr v3) or run; default: from the layout, "
-    "from the extension of the output, or safetensors.",
+    help="safetensors, hdf5, zarr (for any reader of Zarr v3) or run. Default: that of the layout "
+    "or of the extension of the output, otherwise safetensors.",
 )
 @click.option(
     "--layout",
     default="native",
     show_default=True,
-    help="native, or the notebook whose scripts will read the file: 14.1a, 15.1a, 1.12a, 1.12f, "
-    "thimble-6, thimble-7, …; `trajstore import` lists all. Or a TOML file of a layout.",
+    help="native, a notebook whose scripts read the file (14.1a, 15.1a, thimble-7, …), or a TOML "
+    "file of a layout. `trajstore import` lists all names.",
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
 @click.option("--steps", metavar="STEPS", help="Steps, such as 0:200:10 (without 200) or 5,10,20:.")
@@ -58,10 +58,10 @@ _MEMORY = partial(
 def export(
     runs: tuple[str, ...], format_name: str | None, output: str, as_json: bool, **options: Any
 ) -> None:
-    """Write a run, or part of it, for other programs, in constant memory.
+    """Export a run, or a part of it, for other programs. Memory does not grow with the run.
 
-    Several runs go into one file of layout flannel-3 or flannel-5; both matrices of an untied
-    model, E first, into flannel-2.
+    The layouts flannel-3 and flannel-5 hold several runs in one file. The layout flannel-2 holds
+    both matrices of an untied model: give the run of E, then that of W.
 
     \b
     Example:

@@ -231,5 +231,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for key, item in value.items():
         name = f"{prefix}{key}"
-        rows += _flat(item, f"{name}.") if isinstance(item, dict) else [(name, item)]
+        listed = isinstance(item, list) and item and all(isinstance(one, dict) for one in item)
+        parts = {str(number): one for number, one in enumerate(item)} if listed else item
+        rows += _flat(parts, f"{name}.") if isinstance(parts, dict) else [(name, item)]
     return rows

@@ -125,10 +125,10 @@ class Chain:
         ):
             raise ValueError(f"got {dict(facts)!r}, expected the settings of a chain")
         if rule and rule.get("version") != RULE_VERSION:
+            writer = "of the version that wrote it" if "version" in rule else "0.2.0"
             raise ValueError(
                 f"got computed rows of version {rule.get('version')}, expected {RULE_VERSION}; "
-                "export the run with --encoding delta in the version of trajstore that wrote it "
-                "(0.2.0 if there is no version)"
+                f"export the run with --encoding delta in trajstore {writer}"
             )
         return cls(native=native, rule=canonical(rule) if rule else "", **options)
 

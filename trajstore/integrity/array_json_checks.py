@@ -64,10 +64,10 @@ def with_rows(name: str, document: Document, rows: int) -> Document:
 def faults(name: str, document: Any) -> list[str]:
     """Faults of an array's document alone."""
     if not isinstance(document, dict):
-        return ["its document is no JSON object"]
+        return ["its document is not a JSON object"]
     entry = entry_of(name)
     if entry is None:
-        return ["it is no variable or coordinate that this version knows"]
+        return ["this version has no variable or coordinate of this name"]
     missing = ARRAY_MEMBERS - document.keys() - {"storage_transformers"}
     wrong = [f"its document has no {key}" for key in sorted(missing)]
     unknown = document.keys() - ARRAY_MEMBERS

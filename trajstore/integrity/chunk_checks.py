@@ -244,7 +244,7 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         return chunks
     shard.label = found.labels[shard.place] = tail.label
     if tail.label.block == ANYWHERE:
-        fault = "its label has no place; another program wrote it"
+        fault = "its label has no block; another program wrote it"
         problems.append(shard.problem(fault, end, size, "none"))
     needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
     if tail.label.rows < needed:
@@ -254,8 +254,8 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     written_by_us = tail.label.block != ANYWHERE
     if tail.label.rows > needed and shard.finished and written_by_us:
         longer = (
-            f"it has {tail.label.rows} rows of the block, {needed} are committed, in a complete "
-            "run: documents of an older state were restored"
+            f"it has {tail.label.rows} rows of the block, but {needed} are committed in this "
+            "complete run; older documents were restored"
         )
         problems.append(shard.problem(longer, end, size, "none"))
     index = tail.index

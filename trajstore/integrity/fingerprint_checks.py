@@ -44,9 +44,8 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
         return [
             _problem(
                 metadata,
-                "the content digest differs from the committed one, although each part is whole; a "
-                "block of an older state was restored, or metadata or coordinates were changed in "
-                "all places",
+                "the content digest differs from the committed one, but no part is damaged; an "
+                "older block was restored, or metadata or coordinates were changed in all copies",
             )
         ]
     if attributes[FINGERPRINT] != metadata.attributes[FINGERPRINT]:
@@ -54,7 +53,7 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
             _problem(
                 metadata,
                 "the fingerprint differs from the committed one: attributes of the root were "
-                "changed in both places",
+                "changed in both copies",
             )
         ]
     return []

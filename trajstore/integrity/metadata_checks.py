@@ -156,7 +156,7 @@ def _named_arrays(place: RemotePath) -> list[str]:
     block = root.get("consolidated_metadata")
     entries = block.get("metadata") if isinstance(block, dict) else None
     if not isinstance(entries, dict):
-        raise FormatError(f"{place} is not a run: its root announces no arrays")
+        raise FormatError(f"{place} is not a run: its root lists no arrays")
     return sorted(name for name in entries if name and "/" not in name)
 
 
@@ -195,7 +195,7 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
         value = parse(data.decode())
         if isinstance(value, dict):
             return value
-        message = "it is no JSON object"
+        message = "it is not a JSON object"
     except FileNotFoundError:
         message = "it is missing"
     except ObjectStoreError:
@@ -205,11 +205,11 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
         message = f"{DOCUMENT} cannot be read: {error.strerror or error}"
         return Problem(array=array, path=path, message=message, remedy="none")
     except UnicodeDecodeError as error:
-        first, message = error.start, f"it is no JSON: {error.reason} at byte {error.start}"
+        first, message = error.start, f"it is not JSON: {error.reason} at byte {error.start}"
     except json.JSONDecodeError as error:
-        first, message = error.pos, f"it is no JSON: {error}"
+        first, message = error.pos, f"it is not JSON: {error}"
     except ValueError as error:
-        message = f"it is no JSON document of a run: {error}"
+        message = f"it is not the JSON document of a run: {error}"
     return Problem(
         array=array,
         path=path,
@@ -280,8 +280,8 @@ def _check_age(found: CheckedMetadata) -> None:
     if found.attributes.get("status") == "complete" and len(own) == 1 and min(own) > found.rows:
         found.report(
             None,
-            f"the root says that the run is complete with {found.rows} rows, the documents of all "
-            f"arrays that it has {own.pop()}; an older root was restored",
+            f"the root records a complete run of {found.rows} rows, but the documents of all "
+            f"arrays {own.pop()} rows; an older root was restored",
         )
 
 

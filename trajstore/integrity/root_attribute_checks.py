@@ -51,7 +51,7 @@ def check_attributes(found: CheckedMetadata) -> None:
     if step is not None:
         found.copy = parsed_copy(step["attributes"].get(COPY))
         if found.copy is None:
-            found.report(STEP.name, f"its attribute {COPY} is missing, or is no JSON object")
+            found.report(STEP.name, f"its attribute {COPY} is missing, or is not a JSON object")
     if found.root is None:
         return
     attributes = found.attributes
@@ -101,7 +101,7 @@ def fixed_attributes(attributes: Document) -> Document:
 
 
 def parsed_copy(text: Any) -> Document | None:
-    """The fixed attributes from their copy in `step`; None if it is no JSON object."""
+    """The fixed attributes from their copy in `step`; None if it is not a JSON object."""
     try:
         value = parse(text)
     except (TypeError, ValueError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import xarray as xr
 
+from trajstore.errors import InvalidArgument
+
 __all__ = ["row_vectors"]
 
 
@@ -20,9 +22,17 @@ def row_vectors(ds: xr.Dataset) -> xr.Dataset:
     Dataset
         Of dims (step, token, hidden). ``token`` is the number of the row. The attribute
         ``parameter`` is the name of the parameter.
+
+    Raises
+    ------
+    InvalidArgument
+        If the parameter has no elements.
     """
     if not {"row", "column"} <= set(ds.dims) or {"token", "hidden"} & set(ds.dims):
         return ds
+    name = ds.attrs.get("recording", {}).get("parameter", "W")
+    if not ds.sizes["row"] * ds.sizes["column"]:
+        raise InvalidArgument(f"the parameter {name} has no elements; choose another one")
     found = ds.rename(row="token", column="hidden")
     found.encoding = dict(ds.encoding)
-    return found.assign_attrs(parameter=ds.attrs.get("recording", {}).get("parameter", "W"))
+    return found.assign_attrs(parameter=name)

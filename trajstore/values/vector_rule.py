@@ -59,7 +59,8 @@ class VectorRule:
         Raises
         ------
         InvalidArgument
-            If they are missing, or a group has no rule or one without moments.
+            If they are missing, the parameters have several types, or a group has no rule or
+            one without moments.
         """
         table = attributes.get("parameters")
         described = (attributes.get("optimizer") or {}).get("groups")
@@ -71,6 +72,13 @@ class VectorRule:
                 raise InvalidArgument(f"{group['class']!r} does not count steps by parameter")
             if group["hyperparameters"].get("rounding", "nearest") != "nearest":
                 raise InvalidArgument(f"the optimizer {group['class']!r} rounds at random")
+        joined = [entry for entry in table if entry["variable"] == "params"]
+        for key in ("dtype", *(f"{kind}_dtype" for kind in VECTORS)):
+            types = sorted({str(entry[key]) for entry in joined if key in entry})
+            if len(types) > 1:
+                raise InvalidArgument(
+                    f"the parameters or their moments have several types: {', '.join(types)}"
+                )
         stretches = tuple(
             # A parameter without a group takes no step, so any group will do.
             (int(entry["offset"]), int(entry["group"] or 0), number)

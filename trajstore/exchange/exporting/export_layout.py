@@ -174,8 +174,8 @@ def _of(population: str, layout: Layout, run: TiledRun, selection: Selection) ->
     """The selected tokens of a population."""
     if "is_dead" not in run.coordinates:
         raise VariableNotRecorded(
-            f"layout {layout.name} has rows of {population} tokens, but the run does not record "
-            "which tokens are dead; use another layout, or label them with trajstore annotate"
+            f"layout {layout.name} has rows of {population} tokens, but the run has no is_dead; "
+            "use another layout, or label the tokens with trajstore annotate"
         )
     members = run.coordinates["is_dead"].astype(bool) == (population == "dead")
     places = np.arange(len(members)) if selection.tokens is None else selection.tokens

@@ -26,6 +26,7 @@ from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPR
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.strict_json import Document
+from trajstore.values.vector_rule import VECTORS
 
 __all__ = [
     "ARRAY_MEMBERS",
@@ -132,9 +133,11 @@ def _is_parameter(entry: Any) -> bool:
         entry.get("variable") in ("W", "params")
         and ("offset" in entry) == (entry["variable"] == "params")
         and (group is None or is_length(group))
+        and is_length(entry.get("position", 0))
         and type(entry.get("requires_grad")) is bool
         and isinstance(tied, list)
         and all(isinstance(name, str) for name in tied)
+        and all(isinstance(entry.get(f"{kind}_dtype", ""), str) for kind in VECTORS)
     )
 
 

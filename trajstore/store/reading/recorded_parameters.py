@@ -11,9 +11,10 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
+from trajstore.values.native_types import native_type
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["holds_all_parameters", "parameter_dataset", "parameter_entry"]
+__all__ = ["holds_all_parameters", "own_type", "parameter_dataset", "parameter_entry"]
 
 
 def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -64,11 +65,12 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     -------
     Dataset
         ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` of dims (step, row, column), as far as they
-        are recorded, in dask arrays. A vector has one column; dimensions
-        after the first are one column axis. ``row`` is the row number. Further: the variables along
-        ``step`` only, with the ``lr`` of the parameter's group; ``skipped`` is 1 also in steps in
-        which the optimizer did not count the parameter, such as those without a gradient. The
-        attributes ``recording`` and ``optimizer`` are those of the parameter.
+        are recorded, in dask arrays. Their attribute ``native_dtype`` is the type of the parameter.
+        A vector has one column; dimensions after the first are one column axis. ``row`` is the row
+        number. Further: the variables along ``step`` only, with the ``lr`` of the parameter's
+        group; ``skipped`` is 1 also in steps in which the optimizer did not count the parameter,
+        such as those without a gradient. The attributes ``recording`` and ``optimizer`` are those
+        of the parameter.
 
     Raises
     ------
@@ -85,7 +87,7 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     for short, vector in VECTORS.items():
         stored = short if entry["variable"] == "W" else vector
         if stored in ds:
-            found[short] = _matrix(ds, stored, entry)
+            found[short] = _matrix(ds, stored, entry, short)
     if "params_lr" in ds and entry["group"] is not None:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
     if "params_count" in ds:
@@ -105,6 +107,24 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     return result
 
 
+def own_type(entry: Mapping[str, Any], kind: str, joint: str) -> str:
+    """Native type of a quantity of one parameter.
+
+    A vector has another type than its parts if they have several.
+
+    Parameters
+    ----------
+    entry : mapping
+        Entry of the root attribute ``parameters``.
+    kind : {'W', 'grad', 'exp_avg', 'exp_avg_sq'}
+    joint : str
+        Native type of the variable that holds it.
+    """
+    if entry["variable"] == "W":
+        return joint
+    return str(entry["dtype"] if kind == "W" else entry.get(f"{kind}_dtype", joint))
+
+
 def holds_all_parameters(ds: xr.Dataset) -> bool:
     """True if a Dataset holds all parameters of the model with their gradients, whole."""
     table = ds.attrs.get("parameters")
@@ -122,7 +142,7 @@ def _length(attributes: Mapping[str, Any]) -> int:
     return sum(math.prod(each["shape"]) for each in table if each["variable"] == "params")
 
 
-def _matrix(ds: xr.Dataset, stored: str, entry: Mapping[str, Any]) -> xr.Variable:
+def _matrix(ds: xr.Dataset, stored: str, entry: Mapping[str, Any], kind: str) -> xr.Variable:
     """A variable of one parameter, of dims (step, row, column)."""
     da = ds[stored]
     if entry["variable"] == "W":
@@ -136,7 +156,9 @@ def _matrix(ds: xr.Dataset, stored: str, entry: Mapping[str, Any]) -> xr.Variabl
     part = da.transpose("step", "element").isel(element=slice(start, start + size))
     part = _in_dask(part).chunk({"element": -1})
     values = part.variable.data.reshape(part.sizes["step"], rows, math.prod(rest))
-    return xr.Variable(("step", "row", "column"), values, da.attrs)
+    own = own_type(entry, kind, da.attrs.get("native_dtype", da.dtype.name))
+    values = values.astype(native_type(own).stored)  # from float64 if others are float64
+    return xr.Variable(("step", "row", "column"), values, {**da.attrs, "native_dtype": own})
 
 
 def _in_dask(da: xr.DataArray) -> xr.DataArray:

@@ -15,13 +15,6 @@ def drawn(name, ds, **options):
     return FIGURES[name](ds, Canvas().subplots(), **options)
 
 
-def test_loss(run):
-    ax = drawn("loss", run)
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), run.loss)
-    assert "3.000 at step 1, 2.000 at step 22" not in ax.texts[0].get_text()  # row 0 is NaN
-    assert "2.955 at step 1, 2.000 at step 22" in ax.texts[0].get_text()
-
-
 def test_logits(run):
     expected = analysis.logit_stats(run).isel(step=slice(1, None))
     ax = drawn("logits", run)
@@ -57,16 +50,3 @@ def test_moments(run):
 
 def notes(ax):
     return ax.texts[0].get_text().replace("\n", " ")
-
-
-def test_every_parameter_at_every_step(run, monkeypatch):
-    ax = FIGURES["parameters"](run, Canvas().subplots())
-    (mesh,) = ax.collections
-    shown = mesh.get_array().reshape(3, -1)
-    np.testing.assert_array_equal(shown, run.param_update_lost.values[1:].T)
-    assert [label.get_text() for label in ax.get_yticklabels()] == run.parameter.values.tolist()
-    monkeypatch.setattr("trajstore.analysis.figures.training._CELLS", 10)
-    ax = FIGURES["parameters"](run, Canvas().subplots())
-    thinned = ax.collections[0].get_array().reshape(3, -1)
-    np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
-    assert "1 of every 7 steps" in ax.texts[0].get_text()

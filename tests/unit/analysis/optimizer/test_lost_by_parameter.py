@@ -17,7 +17,8 @@ def run() -> xr.Dataset:
     rng = np.random.default_rng(2)
     table, offset = [], 0
     for name, shape in SHAPES.items():
-        entry = {"name": name, "shape": shape, "variable": "params", "offset": offset, "group": 0}
+        entry = {"name": name, "shape": shape, "variable": "params", "offset": offset, "group": 0,
+                 "dtype": "float32"}  # fmt: skip
         if name == "W":
             entry["variable"] = "W"
         else:

@@ -32,7 +32,7 @@ def test_the_loss_is_that_of_transformers_over_all_windows() -> None:
     found = TextLoss(ids=IDS, offset=1)(model(), 0)
     losses = [model()(ids, labels=ids).loss.item() for ids in windows()]
     expected = np.average(losses, weights=[7, 7, 3])
-    assert found["text_loss"] == pytest.approx(expected, rel=1e-6)
+    assert float(found["text_loss"]) == pytest.approx(expected, rel=1e-6)
     assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-6)
 
 
@@ -40,7 +40,7 @@ def test_a_preset_predicts_the_token_after_next() -> None:
     found = TextLoss(ids=IDS[:8], offset=2)(model(), 0)
     chances = model()(windows()[0]).logits[0].log_softmax(-1).detach()
     expected = -np.mean([float(chances[at, IDS[at + 2]]) for at in range(6)])
-    assert found["text_loss"] == pytest.approx(expected, rel=1e-6)
+    assert float(found["text_loss"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_cosines_to_the_mean_of_the_hidden_states() -> None:

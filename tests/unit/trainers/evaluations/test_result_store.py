@@ -9,6 +9,7 @@ import pytest
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, RunExists, RunLocked
+from trajstore.schema import EVALUATION
 
 pytest.importorskip("torch")
 
@@ -41,7 +42,7 @@ def test_appended_results_are_those_of_one_write(tmp_path: Path) -> None:
         assert ds[name].values.tolist() == expected[name].values.tolist()
         assert ds[name].dims == expected[name].dims
     assert ds["m"].dtype == np.float32
-    assert ds.attrs == {result_store.EVALUATION: ABOUT, "complete_rows": 40}
+    assert ds.attrs == {EVALUATION: ABOUT, "complete_rows": 40}
 
 
 def test_results_are_written_while_others_are_computed(

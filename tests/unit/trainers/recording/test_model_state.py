@@ -68,6 +68,18 @@ class Model(TinyModel):
         return {"loss": loss, "logits": logits.view(*input_ids.shape, -1)}
 
 
+class SparseModel(TinyModel):
+    """With another table, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(1, 1, sparse=True)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        found = super().forward(input_ids, labels)
+        return found | {"loss": found["loss"] * self.table(torch.tensor(0)).sum()}
+
+
 def adamw(model: Any) -> Any:
     """Two groups, with their own rates and decay; `fixed` is in none."""
     matrices = [model.embedding.weight, model.mix.weight]
@@ -176,7 +188,7 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
     assert "offset" not in table["embedding.weight"]
     assert table["unused"] == {
         "name": "unused", "shape": [2, 2, 2], "dtype": "float32", "variable": "params",
-        "group": 1, "requires_grad": True, "offset": 3,
+        "group": 1, "position": 3, "requires_grad": True, "offset": 3,
     }  # fmt: skip
     assert table["fixed"]["group"] is None
     assert not table["fixed"]["requires_grad"]
@@ -296,29 +308,60 @@ def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
 
 def test_recording_that_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    mixed = TinyModel()
-    mixed.more = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(RecordingError, match=r"more is torch.bfloat16 .* mix.weight is"):
-        small_run(path, mixed, torch.optim.SGD(mixed.parameters(), lr=0.1))
+    for kind, device, message in (
+        (torch.complex64, "cpu", "more has the type torch.complex64, expected one of"),
+        (torch.bfloat16, "meta", "more is on meta, but mix.weight is on cpu; move all"),
+    ):
+        model = TinyModel()
+        model.more = torch.nn.Parameter(torch.zeros(2, dtype=kind, device=device))
+        with pytest.raises(RecordingError, match=message):
+            small_run(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(InvalidArgument, match=r"got a list of ids, .* leave out tokens"):
         small_run(path, Model(), tokens=[1, 2])
     with pytest.raises(RecordingError, match="recorded with one matrix, got 2"):
         small_run(path, Model(), parameter=["embedding.weight", "mix.weight"])
+    model = Model()
+    alone = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(RecordingError, match="has 1 parameters that Model lacks"):
+        small_run(path, model, torch.optim.SGD([*model.parameters(), alone], lr=0.1))
+    for first in (torch.tensor([1j]), torch.tensor([2**53 + 1])):
+        model.register_buffer("running_mean", first)
+        with pytest.raises(RecordingError, match=r"running_mean has values of .* does not have"):
+            small_run(path, model, adamw(model))
+    with pytest.raises(RecordingError, match="got a sparse gradient"):
+        small_run(path, sparse := SparseModel(), torch.optim.SGD(sparse.parameters(), lr=0.1))
     assert not path.exists()
 
 
-@pytest.mark.parametrize("late", ["dropout", "buffer"])
-def test_state_that_begins_to_change_later(late: str, tmp_path: Path) -> None:
+def test_parameters_of_another_optimizer_are_noted(tmp_path: Path) -> None:
+    model, notes = Model(), []
+    small_run(
+        tmp_path / "run.zarr", model, torch.optim.SGD(model.mix.parameters()), on_note=notes.append,
+        parameter="mix.weight",
+    )  # fmt: skip
+    assert any("lacks 5 parameters with requires_grad=True (unused)" in one for one in notes)
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ("dropout", "draws random numbers"),
+        ("buffer", "the buffer table changes"),
+        ("type", "params_grad: fixed is now float64, but was float32 in the first row"),
+    ],
+)
+def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Path) -> None:
     model = Model(dropout=0.0)
     model.register_buffer("table", torch.zeros(2))
     optimizer = adamw(model)
-    message = "draws random numbers" if late == "dropout" else "the buffer table changes"
 
     def run() -> None:
         with capture(model, optimizer, tmp_path / "run.zarr", record="everything"):
             for _ in train(model, optimizer):
                 if late == "dropout":
                     model.drop.p = 0.1
+                elif late == "type":
+                    model.fixed.data = model.fixed.data.double()
                 else:
                     model.table += 1
 

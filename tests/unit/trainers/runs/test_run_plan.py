@@ -122,6 +122,15 @@ def test_both_encodings_are_planned() -> None:
     assert sparse.bytes_by_encoding["replay"]["W"] == sparse.bytes_by_encoding["delta"]["W"]
 
 
+def test_the_sizes_of_a_small_model_are_near_the_measured_ones() -> None:
+    for steps, measured in (
+        (60, {"delta": 718_678, "replay": 223_860}),
+        (300, {"delta": 3_443_797, "replay": 1_191_657}),
+    ):
+        config = preset("gatsby").with_values([f"training.steps={steps}"])
+        assert plan(config).totals()["bytes_by_encoding"] == pytest.approx(measured, rel=0.3)
+
+
 def test_too_little_memory_is_said_before_the_run() -> None:
     with pytest.raises(InvalidArgument, match="memory"):
         plan(preset("wordybird-1").with_values(["recording.memory=1MiB"]))

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from trajstore.errors import VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 torch = pytest.importorskip("torch")
 from recorded_models import STEPS, OwnModel, same  # noqa: E402
 
-from trajstore.trainers import capture, model_at, optimizer_state_at  # noqa: E402
+from trajstore.trainers import capture, model_at, optimizer_state_at, restore  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -40,6 +40,25 @@ def test_parameters_count_their_own_steps(own: Any) -> None:
     assert same(found, own.optimizers[5])
     assert {float(values["step"]) for values in found["state"].values()} == {3.0, 5.0}
     assert len(found["state"]) == len([p for p in OwnModel().parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_order_of_the_optimizer_is_not_that_of_the_model(
+    tmp_path: Path, tiny: Any, named: bool
+) -> None:
+    given = list(tiny.named_parameters())[::-1]
+    optimizer = torch.optim.AdamW(given if named else [p for _, p in given], lr=0.01)
+    with capture(tiny, optimizer, tmp_path / "run.zarr", record="everything"):
+        tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
+        optimizer.step()
+    found, kept = optimizer_state_at(tmp_path / "run.zarr", 1), optimizer.state_dict()
+    kept["param_groups"][0].pop("param_names", None)
+    assert same(found, kept)
+    plain = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    restore(tmp_path / "run.zarr", tiny, plain)
+    assert all(same(plain.state[p], optimizer.state[p]) for p in tiny.parameters())
+    with pytest.raises(InvalidArgument, match="weight is not in the optimizer"):
+        restore(tmp_path / "run.zarr", tiny, torch.optim.AdamW([given[0][1]]))
 
 
 @pytest.mark.parametrize(

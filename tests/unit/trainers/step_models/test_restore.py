@@ -45,11 +45,13 @@ def built() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
 
 
-def train(path: Path, model: Any, optimizer: Any, *, first: int = 0, last: int = STEPS) -> None:
+def train(
+    path: Path, model: Any, optimizer: Any, *, first: int = 0, last: int = STEPS, every: int = 1
+) -> None:
     """Train with two micro-batches and clipping; the examples of a step follow from its number."""
     with capture(
         model, optimizer, path, record="everything", parameter="embedding.weight",
-        resume=first > 0, first_step=first, max_grad_norm=0.05,
+        resume=first > 0, first_step=first, max_grad_norm=0.05, every=every,
     ) as recorder:  # fmt: skip
         for step in range(first, last):
             optimizer.param_groups[1]["lr"] = 0.1 / (step + 1)
@@ -89,6 +91,16 @@ def test_a_loop_continues_from_a_recorded_step(run: Path, step: int | None, tmp_
 def test_the_last_step_of_a_model_with_dropout_is_repeated(run: Path) -> None:
     with pytest.raises(InvalidArgument, match=f"does not hold step {STEPS + 1}"):
         restore(run, *built(), step=STEPS)
+
+
+def test_rows_with_a_next_step_can_be_restored(tmp_path: Path) -> None:
+    train(tmp_path / "run.zarr", *built(), every=3)
+    assert restore(tmp_path / "run.zarr", *built()) == 6
+    with pytest.raises(InvalidArgument, match=r"does not hold step 4, .* restore step 6"):
+        restore(tmp_path / "run.zarr", *built(), step=3)
+    train(tmp_path / "none.zarr", *built(), every=3, last=3)
+    with pytest.raises(InvalidArgument, match="no step that can be restored"):
+        restore(tmp_path / "none.zarr", *built())
 
 
 def test_types_are_never_changed(run: Path) -> None:

@@ -9,7 +9,7 @@ from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
-from recorded_models import STEPS, OwnModel, gpt2, same  # noqa: E402
+from recorded_models import STEPS, OwnModel, gpt2, record_gpt2, same  # noqa: E402
 
 from trajstore.trainers import capture, model_at, models  # noqa: E402
 
@@ -34,6 +34,7 @@ def test_models_of_all_steps_are_one_that_changes_in_place(recorded: Any) -> Non
         assert same(dict(model.state_dict()), dict(recorded.models[step])), step
         model.train()  # undone at the next step, like the gradient
         model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+        model.half()
     assert [step for step, _ in models(recorded.path, [5, 1])] == [1, 5]
     assert step == STEPS
 
@@ -44,6 +45,7 @@ def test_buffers_and_flags_of_an_own_model(own: Any) -> None:
         assert model.normalization.num_batches_tracked == step
         assert model.normalization.weight.grad is None
         assert [p.requires_grad for p in model.fixed.parameters()] == [False, False]
+        model.half()  # replaces the buffers
 
 
 def test_buffers_that_do_not_change_have_the_type_of_the_training(tmp_path: Any) -> None:
@@ -104,6 +106,11 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
         model_at(recorded.path, 9)
     with pytest.raises(StepNotFound, match=r"no row of step -1; the nearest: 0"):
         next(models(recorded.path, [2, -1]))
+    with pytest.raises(InvalidArgument, match="step: got '1', expected a whole number"):
+        model_at(recorded.path, "1")
     run = sample_run(tmp_path / "run.zarr")
     with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*--record everything"):
         model_at(run, 1)
+    part = record_gpt2(tmp_path, record=("W", "params_grad")).path
+    with pytest.raises(VariableNotRecorded, match="not hold all parameters"):
+        model_at(part, 1)

@@ -306,7 +306,7 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     found = repair(run, yes=True)
     assert found.rows == 8
     assert (
-        found.unrepaired == ("mask: it is no variable or coordinate that this version knows",) * 2
+        found.unrepaired == ("mask: this version has no variable or coordinate of this name",) * 2
     )
     assert [problem.array for problem in verify(run).problems] == ["mask", "mask"]
     assert open_run(run).sizes["step"] == 8

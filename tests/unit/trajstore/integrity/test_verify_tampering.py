@@ -125,7 +125,7 @@ def test_documents_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_goes_on
     world = whole.world
     path = run(world)
     all_documents(path, world.shorter)
-    assert any("an older state" in str(item) for item in trajstore.verify(path).problems)
+    assert any("older documents" in str(item) for item in trajstore.verify(path).problems)
     with trajstore.RunWriter.resume(path, rows=9) as writer:
         assert trajstore.verify(path).clean
         writer.close("interrupted")

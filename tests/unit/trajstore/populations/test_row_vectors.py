@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import xarray as xr
 
 from trajstore import analysis
-from trajstore.errors import VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.row_vectors import row_vectors
 
 
@@ -49,3 +50,10 @@ def test_selected_rows_keep_their_numbers_and_the_name():
     assert found.attrs["parameter"] == "a.b"
     ds = history("token", "hidden")
     assert row_vectors(ds) is ds
+
+
+def test_a_parameter_without_elements_has_no_quantities():
+    with pytest.raises(InvalidArgument, match=r"a\.b has no elements"):
+        row_vectors(
+            history("row", "column").isel(column=[]).assign_attrs(recording={"parameter": "a.b"})
+        )

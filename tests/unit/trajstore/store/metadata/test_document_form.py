@@ -118,6 +118,7 @@ MATRIX = {key: value for key, value in PARAMETER.items() if key != "offset"} | {
         ("parameters", [PARAMETER | {"group": True}]),
         ("parameters", [PARAMETER | {"requires_grad": 1}]),
         ("parameters", [PARAMETER | {"tied": "head.weight"}]),
+        ("parameters", [PARAMETER | {"exp_avg_dtype": 1}]),
         ("buffers", [{"name": "mean", "shape": [], "dtype": "int64"}]),
         ("model_config", {"class": "GPT2LMHeadModel", "config": {}}),
     ],

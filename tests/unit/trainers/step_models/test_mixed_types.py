@@ -1,0 +1,129 @@
+"""A model whose parameters, and their moments, have several types: each keeps its own."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from recorded_models import Recorded, same  # noqa: E402
+from small_trainings import same_values  # noqa: E402
+
+from trajstore import open_run, verify  # noqa: E402
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.store.writing.replay_encoding import vector_rule  # noqa: E402
+from trajstore.trainers import capture, model_at, optimizer_state_at, restore  # noqa: E402
+from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 5
+TYPES = {
+    "embedding.weight": ("bfloat16", "float32"),
+    "norm.weight": ("float32", "bfloat16"),
+    "norm.bias": ("float32", "bfloat16"),
+    "late.weight": ("bfloat16", "float32"),
+    "late.bias": ("bfloat16", "float32"),
+    "fixed": ("float16", "float16"),
+}
+"""Types of each parameter and of its moments."""
+
+
+class Model(torch.nn.Module):
+    """bfloat16 weights, float32 normalization, a layer without gradient in even steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 4, dtype=torch.bfloat16)
+        self.norm = torch.nn.LayerNorm(4)
+        self.late = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.fixed = torch.nn.Parameter(torch.rand(3).half(), requires_grad=False)
+
+    def forward(self, ids: Any, *, whole: bool) -> Any:
+        hidden = self.norm(self.embedding(ids))
+        return (self.late(hidden) if whole else hidden) @ self.embedding.weight.T
+
+
+def built() -> tuple[Any, Any]:
+    model = Model()
+    matrices = [model.embedding.weight, *model.late.parameters()]
+    norms = {"params": list(model.norm.parameters()), "state_dtype": "bfloat16"}
+    return model, RoundedAdamW([{"params": matrices}, norms], lr=0.05, state_dtype="float32")
+
+
+def train(recorded: Recorded, first: int = 0) -> list[dict[str, Any]]:
+    """Train with a gradient scaler; return the unscaled gradients of each step."""
+    model, optimizer = recorded.model, recorded.optimizer
+    gradients = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    with capture(
+        model, optimizer, recorded.path, record="everything", encoding="replay", scaler=scaler,
+        parameter="embedding.weight", resume=first > 0, first_step=first,
+    ) as recorder:  # fmt: skip
+        recorded.keep()
+        for step in range(first, STEPS):
+            ids = (torch.arange(10).reshape(2, 5) * (step + 1)) % 11
+            logits = model(ids, whole=step % 2 == 1).float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+            scaler.scale(loss).backward()
+            recorder.observe(loss=loss)
+            scaler.unscale_(optimizer)
+            gradients.append({n: copy.deepcopy(p.grad) for n, p in model.named_parameters()})
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            recorded.keep()
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, list[dict[str, Any]]]:
+    torch.manual_seed(2)
+    model, optimizer = built()
+    path = tmp_path_factory.mktemp("mixed") / "run.zarr"
+    recorded = Recorded(path=path, model=model, optimizer=optimizer)
+    return recorded, train(recorded)
+
+
+def test_every_tensor_of_a_step_has_its_own_type(run: Any) -> None:
+    recorded, gradients = run
+    ds = open_run(recorded.path)
+    vectors = ("params", "params_grad", "params_exp_avg", "params_exp_avg_sq")
+    assert {ds[name].attrs["native_dtype"] for name in vectors} == {"float32"}
+    assert not verify(recorded.path).problems
+    for step in range(STEPS + 1):
+        model = model_at(recorded.path, step, constructor=Model)
+        assert same(dict(model.state_dict()), dict(recorded.models[step]))
+        state = optimizer_state_at(recorded.path, step)["state"]
+        assert same(state, recorded.optimizers[step]["state"])
+    for name, (weights, moments) in TYPES.items():
+        one = ds.traj.parameter(name)
+        held = [one[key].attrs["native_dtype"] for key in ("W", "grad", "exp_avg", "exp_avg_sq")]
+        assert held == [weights, weights, moments, moments], name
+        for step, found in enumerate(gradients, 1):
+            grad = np.nan if found[name] is None else found[name].float().numpy().ravel()
+            np.testing.assert_array_equal(one.grad[step].values.ravel(), grad, name)
+
+
+def test_the_encoding_replay_computes_no_vectors_of_several_types(run: Any) -> None:
+    recorded, _ = run
+    facts, notes = information(recorded.path), []
+    kinds = {name: array["kind"] for name, array in facts["arrays"].items()}
+    assert (kinds["W"], kinds["params"]) == ("computed", "delta")
+    types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
+    assert vector_rule(facts, types, notes.append) is None
+    assert "have several types: bfloat16, float16, float32" in notes[0]
+
+
+def test_a_loop_continues_with_the_types_of_the_run(run: Any, tmp_path: Path) -> None:
+    recorded, _ = run
+    path = Path(shutil.copytree(recorded.path, tmp_path / "run.zarr"))
+    model, optimizer = built()
+    assert restore(path, model, optimizer, step=3) == 3
+    train(Recorded(path=path, model=model, optimizer=optimizer), first=3)
+    same_values(recorded.path, path)
