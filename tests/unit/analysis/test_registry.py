@@ -78,7 +78,7 @@ def in_blocks_of_their_own(ds: xr.Dataset) -> xr.Dataset:
 def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
     expected = {key: array.compute() for key, array in function_result(name, run).items()}
     for chunked, scheduler in (
-        (in_blocks(run, 6, 3, 3), "threads"),
+        (in_blocks(run, 8, 6, 3), "threads"),
         (in_blocks_of_their_own(run), "sync"),
     ):
         with dask.config.set(scheduler=scheduler):
@@ -89,7 +89,7 @@ def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
 
 
 @pytest.mark.parametrize(
-    "chunks", [{"step": 5, "token": 4}, pytest.param({"step": 1}, marks=pytest.mark.nightly)]
+    "chunks", [{"step": 8, "token": 6}, pytest.param({"step": 1}, marks=pytest.mark.nightly)]
 )
 def test_together_they_are_what_they_are_alone(run, chunks):
     together = analysis.compute(run.chunk(chunks), list(QUANTITIES)).compute()
@@ -256,7 +256,7 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
 def test_a_window_shows_what_the_whole_run_gives(name, steps, run):
     (expected,) = dask.compute(function_result(name, run))
     shown = select_part(run, steps=steps)["step"]
-    got = analysis.compute(run.chunk(step=5), [name], steps=steps).compute()
+    got = analysis.compute(run.chunk(step=8), [name], steps=steps).compute()
     assert list(got) == list(expected)
     for key, array in expected.items():
         wanted = array.sel(step=shown) if "step" in array.dims else array

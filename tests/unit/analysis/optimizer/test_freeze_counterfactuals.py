@@ -253,7 +253,10 @@ def held_at_most(quantity: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int
     return largest
 
 
-@pytest.mark.parametrize("quantity", [analysis.freeze_attribution, analysis.moment_error])
+@pytest.mark.parametrize(
+    "quantity",
+    [analysis.freeze_attribution, pytest.param(analysis.moment_error, marks=pytest.mark.nightly)],
+)
 def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
     # Two tokens per task, so that a block has several tasks.
     monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * 2 * 2 * 16)

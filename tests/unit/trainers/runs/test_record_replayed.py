@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
 
 STEPS, REPLAY = 10, "recording.encoding=replay"
 ASCII = ("data.tokenizer=ascii", "model.vocab_size=128")
-QUICK = ("trainer", "adam, decay, dead tokens", "float32, sgd", "skipped steps")
+QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
 VARIANTS = {
     "trainer": (["gatsby"], RULE_ARRAYS),
     "adam, decay, dead tokens": (

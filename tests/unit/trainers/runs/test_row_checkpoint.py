@@ -67,7 +67,7 @@ def test_a_run_resumes_from_its_last_row(
 ) -> None:
     path = tmp_path / "run.zarr"
     record(config_of(name), path, corpus=corpus_of(name, text), stop=stop_after(4))
-    for rows in (2, 4, 5):  # as after a kill, with the rows that were committed
+    for rows in (2, 5):  # as after a kill, with the rows that were committed
         kept = min(rows, xr.open_zarr(path).sizes["step"])
         RunWriter.resume(path, rows=kept).close("interrupted")
         record(recorded_config(path), path, resume=True, stop=stop_after(EPOCH))
