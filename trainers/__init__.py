@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
 
         raise MissingExtra(
             f"trajstore.trainers.{name} needs {error.name}, which is not installed; "
-            "run: pip install 'trajstore[train]'"
+            "install trajstore[train]"
         ) from error
     return getattr(module, name)
 

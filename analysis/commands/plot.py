@@ -20,7 +20,7 @@ from trajstore.analysis.commands.step_options import (
 )
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
+from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, file_stem, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 from trajstore.errors import FormatError
@@ -69,9 +69,10 @@ def _evaluation(path: str) -> xr.Dataset:
     if not _is_evaluation(path):
         raise FormatError(f"{path} is not the store of an evaluation; plot runs separately")
     try:
-        return xr.open_zarr(path)
+        ds: xr.Dataset = xr.open_zarr(path)
     except Exception as error:  # zarr and xarray raise many types for a damaged store
         raise FormatError(f"{path} cannot be read: {error}; evaluate again") from error
+    return ds
 
 
 def _american(word: str) -> str:
@@ -198,11 +199,11 @@ def plot(
 
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
-    paths = run_paths(paths)
+    given, paths = paths, run_paths(paths)
     others = [] if other is None else run_paths([other])
     runs = _opened(paths, others, common_steps)
     figures = figures_named(kinds, len(runs), figures_of(runs[0]))
-    stem = "runs" if len(paths) > 1 else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
+    stem = file_stem(given, paths)
     target = local_path(
         output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
     )

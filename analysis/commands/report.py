@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ from rich.text import Text
 from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import RUNS
+from trajstore.cli.options import RUNS, file_stem
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
@@ -59,8 +58,7 @@ def report(
 
     paths = run_paths(runs)
     one = len(paths) == 1
-    stem = Path(paths[0].rstrip("/")).name.removesuffix(".zarr") if one else "runs"
-    target = output or f"{stem}.html"
+    target = output or f"{file_stem(runs, paths)}.html"
     with AnalysisProgress() as progress:
         how: Any = {
             "steps": steps,

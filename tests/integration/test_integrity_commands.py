@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import Cli
@@ -33,6 +34,25 @@ def test_a_sound_run(trajstore_cli: Cli, run: Path) -> None:
     done = trajstore_cli("repair", run, "--yes")
     assert done.stdout == "run.zarr is sound; nothing to repair.\n"
     assert contents(run) == before
+
+
+def test_the_common_name_of_two_matrices(trajstore_cli: Cli, tmp_path: Path) -> None:
+    paths = [tmp_path / f"pair.{name}.zarr" for name in ("E", "W")]
+    for path in paths:
+        attributes = {"recording": {"parameter": path.suffixes[0][1:]}}
+        with RunWriter.create(
+            path, token=range(3), hidden=2, variables={"W": "float32"}, attributes=attributes
+        ) as writer:
+            writer.append(0, W=np.zeros((3, 2), np.float32))
+    pair = tmp_path / "pair.zarr"
+    done = trajstore_cli("verify", pair)
+    assert [line.split(": ")[0] for line in done.stdout.splitlines()] == [p.name for p in paths]
+    facts = json.loads(trajstore_cli("verify", pair, "--json").stdout)
+    assert {name: one["clean"] for name, one in facts.items()} == {str(p): True for p in paths}
+    (paths[0] / "W" / "zarr.json").unlink()
+    assert "pair.E.zarr: 1 problem" in trajstore_cli("verify", pair, rc=1).stdout
+    (paths[0] / "zarr.json").unlink()
+    assert f"similar names: {paths[0]}, {paths[1]}" in trajstore_cli("verify", pair, rc=2).stderr
 
 
 def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:

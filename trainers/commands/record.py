@@ -242,7 +242,7 @@ def print_recorded(
     next_commands = {
         f"trajstore summary {name}": "gradients, displacement, loss",
         f"trajstore analyze {run} freeze": "the step at which each token stopped moving",
-        f"trajstore verify {run}": "every byte against its checksum",
+        f"trajstore verify {run if '://' in name else name}": "every byte against its checksum",
     }
     if len(recorded) > 1:
         next_commands[f"trajstore compare {name}"] = "the two matrices of this training"

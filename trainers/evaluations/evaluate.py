@@ -154,8 +154,8 @@ def evaluate(
         except TrajstoreError as error:
             if len(store.steps):
                 error.args = (
-                    f"{error}. {output} keeps the results of {len(store.steps)} steps; the same "
-                    "call continues",
+                    f"{error}. {output} keeps the results up to step {store.steps[-1]}; the "
+                    "same call continues",
                 )
             raise
     return Evaluated(

@@ -75,11 +75,11 @@ def in_processes(
                 piece = pieces.popleft()
                 waiting.append((piece, pool.submit(_evaluated, made, piece)))
             piece, future = waiting[0]
-            found, error = future.result()
+            found, failure = future.result()
             waiting.popleft()
             yield from found
-            if error is not None:
-                raise error
+            if failure is not None:
+                raise failure
             if left := piece[len(found) :]:
                 waiting.appendleft((left, pool.submit(_evaluated, made, left)))
     except BrokenProcessPool as error:

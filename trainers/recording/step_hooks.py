@@ -22,6 +22,7 @@ tensor is copied once, directly to its place in the writer's block (see `device_
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -170,6 +171,8 @@ class Recorder:
         self._on_step = on_step
         inner = unwrap(model)
         self._all = list(inner.parameters())
+        types = {p.dtype for p in self._all if p.requires_grad and p.is_floating_point()}
+        self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
         self._backward_end_is_queued = False
         self._total_norm: torch.Tensor | None = None
         self._raw_gradients: list[_RawGradient] = []
@@ -379,7 +382,7 @@ class Recorder:
             self._whole.before_step()
         # There are no raw gradients if no backward pass has reached a recorded parameter.
         for rows, raw in zip(self._parameters, self._raw_gradients, strict=False):
-            rows.set("clip_coef", self._observed_clip_coefficient(rows, raw))
+            rows.set("clip_coef", self._as_norm(self._observed_clip_coefficient(rows, raw)))
 
     def _set_learning_rates(self) -> None:
         for rows in self._parameters:
@@ -415,6 +418,13 @@ class Recorder:
             factor = torch.where(agreed(same, parameter), candidate, factor)
         return factor
 
+    def _as_norm(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a norm, or a factor of it, in the type of a norm of all gradients.
+
+        A step may have gradients of some types only.
+        """
+        return value.to(torch.promote_types(value.dtype, self._norm_type))
+
     def _scale(self) -> torch.Tensor | None:
         """Return the factor by which the scaler multiplied the loss of the step."""
         if self._scaler is None or self._state is None:
@@ -429,7 +439,8 @@ class Recorder:
         self._set_learning_rates()
         if self._total_norm is not None:
             for rows in self._parameters:
-                rows.set("clip_coef", torch.full_like(self._total_norm, float("nan")))
+                unknown = torch.full_like(self._total_norm, float("nan"))
+                rows.set("clip_coef", self._as_norm(unknown))
         self._end_step(skipped=True)
 
     @torch.no_grad()
@@ -438,7 +449,7 @@ class Recorder:
         scalars = {
             **self._forward.values(),
             **self._examples.values(),
-            "grad_norm": self._total_norm,
+            "grad_norm": None if self._total_norm is None else self._as_norm(self._total_norm),
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
             "scale": self._scale(),
         }

@@ -130,8 +130,8 @@ class RunParameters:
         table = self.attributes.get("parameters")
         if not table or any(entry["variable"] not in group for entry in table):
             raise VariableNotRecorded(
-                f"{run} does not hold all parameters of its model; record a run with "
-                "--record everything"
+                f"{run} does not hold all parameters of its model; record it with the "
+                "tier everything"
             )
         self._arrays: dict[str, Any] = dict(group.arrays())
         self.parameters = tuple(_stored(entry, self._arrays, run) for entry in table)

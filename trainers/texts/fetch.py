@@ -280,7 +280,7 @@ def _hub(module: str) -> Any:
         return __import__(module)
     except ModuleNotFoundError as error:
         raise MissingExtra(
-            f"fetching needs {module}, which is not installed; run: pip install 'trajstore[hub]'"
+            f"fetching needs {module}, which is not installed; install trajstore[hub]"
         ) from error
 
 

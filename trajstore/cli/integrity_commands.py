@@ -50,8 +50,8 @@ __all__ = ["repair", "verify"]
 @click.option(
     "--tokenizer",
     type=click.Path(),
-    metavar="FILE",
-    help="With --gradients: tokenizer of the run. Default: as recorded.",
+    metavar="PATH",
+    help="With --gradients: folder of the run's tokenizer. Default: as recorded.",
 )
 @click.option(
     "--dataset",
@@ -74,7 +74,8 @@ def verify(
 ) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
 
-    Exits with 1 if it finds a problem.
+    RUN may be the common name of the two runs of untied weights. Exits with 1 if it finds a
+    problem.
 
     \b
     Example:
@@ -90,27 +91,35 @@ def verify(
         if value is not None and not gradients:
             raise InvalidArgument(f"--{name} needs --gradients; leave it out or give both")
     from trajstore.integrity.verify import verify as check
+    from trajstore.store.reading.run_paths import all_matrix_runs
 
-    with BytesProgress("verifying") as progress:
-        found = check(run, on_progress=progress.show)
-    replayed = proven = None
-    if with_replay and found.clean:
-        replayed = _replayed("optimizer", "replaying", run)
+    reports: dict[str, dict[str, Any]] = {}
+    clean = True
+    for one in all_matrix_runs(run) or [run]:
+        with BytesProgress("verifying") as progress:
+            found = check(one, on_progress=progress.show)
+        parts: dict[str, Any] = {}
+        if with_replay:
+            parts["replay"] = _replayed("optimizer", "replaying", one) if found.clean else None
         if gradients:
-            proven = _replayed("gradients", "training", run, **chosen)
-    if as_json:
-        facts = {"replay": replayed} if with_replay else {}
-        facts |= {"gradients": proven} if gradients else {}
-        print_json(found.facts() | {name: part and part.facts() for name, part in facts.items()})
-    else:
+            parts["gradients"] = (
+                _replayed("gradients", "training", one, **chosen) if found.clean else None
+            )
+        clean = clean and found.clean and all(part.clean for part in parts.values() if part)
+        facts = {name: part and part.facts() for name, part in parts.items()}
+        reports[one] = found.facts() | facts
+        if as_json:
+            continue
         print_verification(found)
-        if replayed is not None:
-            print_replay(replayed.facts())
+        if facts.get("replay"):
+            print_replay(facts["replay"])
         elif with_replay:
             out.print("Replay skipped: the run is damaged; repair it first.")
-        if proven is not None:
-            print_proof(proven.facts())
-    if not found.clean or not all(part.clean for part in (replayed, proven) if part is not None):
+        if facts.get("gradients"):
+            print_proof(facts["gradients"])
+    if as_json:
+        print_json(reports if len(reports) > 1 else reports.popitem()[1])
+    if not clean:
         sys.exit(1)
 
 
@@ -122,8 +131,7 @@ def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
         raise MissingExtra(
-            f"replay needs {error.name or error}, which is not installed; "
-            "run: pip install 'trajstore[train]'"
+            f"replay needs {error.name or error}, which is not installed; install trajstore[train]"
         ) from error
     with StepsProgress(verb) as progress:
         return replay(run, on_progress=progress.show, **options)

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -105,6 +106,24 @@ def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[s
 
 def _is_path(word: str) -> bool:
     return os.path.exists(word) or "/" in word or word.endswith(".zarr") or glob.has_magic(word)
+
+
+def file_stem(given: Sequence[str], runs: Sequence[str]) -> str:
+    """Start of the default name of an output file.
+
+    It is the name of the only run, or the common name of the runs of untied weights. Otherwise it
+    is ``runs``.
+
+    Parameters
+    ----------
+    given : sequence of str
+        Paths and patterns of the command line.
+    runs : sequence of str
+        The runs that these mean.
+    """
+    shares_name = len(given) == 1 and not os.path.exists(given[0]) and not glob.has_magic(given[0])
+    names = given if shares_name else runs
+    return Path(names[0].rstrip("/")).name.removesuffix(".zarr") if len(names) == 1 else "runs"
 
 
 def given_populations(assignments: Sequence[str]) -> dict[str, Any]:

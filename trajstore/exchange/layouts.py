@@ -250,6 +250,8 @@ def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Col
     where = f"{name}: arrays.{key}"
     _check(where, table, _OF_ARRAY)
     variable: Any = table.get("variable")
+    if variable is None:
+        raise InvalidArgument(f'{where}: got no variable, expected a key such as variable = "W"')
     _check_word(where, "variable", variable, _EXPORTABLE)
     dtype = table.get("type", defaults.get("type", "bfloat16"))
     is_16_bits = dtype in ("bfloat16", "float16")
@@ -285,7 +287,7 @@ def _check(where: str, table: Mapping[str, Any], known: Collection[str]) -> None
         if key in _WORDS:
             _check_word(where, key, value, _WORDS[key])
         if key == "steps" and not isinstance(value, str):
-            raise InvalidArgument(f"{where}: got steps = {value!r}, expected the key of the steps")
+            raise InvalidArgument(f"{where}: got steps = {value!r}, expected a name in quotes")
         if key == "chunk_rows" and (type(value) is not int or value < 1):
             raise InvalidArgument(f"{where}: got chunk_rows = {value!r}, expected at least 1")
 
@@ -345,8 +347,16 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout | No
         )
     try:
         table = tomllib.loads(Path(name).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"cannot read the layout {name}: {error}") from error
+    except FileNotFoundError as error:
+        raise InvalidArgument(f"there is no file {name}; give the path of the layout") from error
+    except OSError as error:
+        raise InvalidArgument(f"cannot read the layout {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"{name} is not TOML: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(f"{name} is not valid TOML: {error}; correct this place") from error
     return _layout(name, table)
 
 

@@ -166,7 +166,7 @@ def export(
     if not given or (described is None and len(given) > 1):
         raise InvalidArgument(
             f"got {len(given)} runs, expected one; a layout such as flannel-3 or flannel-5 holds "
-            "several"
+            "several, flannel-2 both matrices of untied weights"
         )
     opened = [open_tiled(each) for each in given]
     runs = [
@@ -270,8 +270,8 @@ def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
     for key, count in rounded.items():
         if count:
             yield (
-                f"{count} values of {key} were rounded: layout {layout} holds a narrower type than "
-                "the run"
+                f"{count:,} values of {key} were rounded: layout {layout} holds a narrower type "
+                "than the run"
             )
 
 

@@ -382,6 +382,10 @@ def _notes(layout: Layout, part: _Part, columns: Collection[str]) -> Iterator[st
     late = [column.key for column in layout.columns if column.first_row and column.key in columns]
     if late and part.steps[0] != 0:
         yield f"{', '.join(late)} begin with the row after step {part.steps[0]}"
+    cells = [column.key for column in layout.columns if column.time == "ulps"]
+    cells = [key for key in cells if key in columns]
+    if cells and (native := part.run.series["W"].native.name) != "bfloat16":
+        yield f"{', '.join(cells)} counts spacings of {native}, the type of W in the run"
     before = [column.key for column in layout.columns if column.time == "before"]
     before = [key for key in before if key in columns]
     if before:

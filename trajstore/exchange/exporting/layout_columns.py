@@ -65,7 +65,7 @@ def columns_of(
             tensors[column.key] = _zeros(column, run, selections[column.tokens])
             zeros.append(column.key)
         else:
-            unrecorded.append(column.key)
+            unrecorded.append(column)
     if columns and not tensors.keys() - set(zeros):
         raise VariableNotRecorded(
             f"layout {layout.name} holds only {', '.join(column.variable for column in columns)}, "
@@ -73,7 +73,9 @@ def columns_of(
         )
     notes = []
     if unrecorded:
-        notes.append(f"{', '.join(unrecorded)} omitted: not recorded")
+        keys = ", ".join(column.key for column in unrecorded)
+        names = ", ".join(dict.fromkeys(column.variable for column in unrecorded))
+        notes.append(f"{keys} omitted: the run does not record {names}")
     if unselected:
         notes.append(f"{', '.join(unselected)} omitted: not selected")
     if zeros:

@@ -7,7 +7,7 @@ no name. Unknown and derived arrays are omitted and listed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ IGNORE = "ignore"
 _BITS = ("uint16", "int16")
 _BATCH = 4 << 20
 _IGNORED = "ignored (--map)"
+_DERIVED = "derived from other arrays"
 _OTHER_PARAMETER = "belongs to another parameter"
 _LISTS = ("dead_mask", "live_mask", "dead_ids", "live_ids")
 
@@ -123,7 +124,11 @@ class DetectedArrays:
 
 
 def detect_arrays(
-    file: ArrayFile, mapped: Mapping[str, str] | None = None, *, ignored: tuple[str, ...] = ()
+    file: ArrayFile,
+    mapped: Mapping[str, str] | None = None,
+    *,
+    ignored: tuple[str, ...] = (),
+    derived: Collection[str] = (),
 ) -> DetectedArrays:
     """Detect the kinds of the arrays of a file.
 
@@ -134,6 +139,8 @@ def detect_arrays(
         Keys and their kinds.
     ignored : tuple of str, optional
         Keys to ignore.
+    derived : collection of str, optional
+        Keys of arrays that follow from others, whatever their names are.
 
     Raises
     ------
@@ -158,6 +165,9 @@ def detect_arrays(
         line = Detection(name=key, dtype=dtype, shape=shape, kind="")
         if key in ignored:
             left.append(replace(line, why=_IGNORED))
+            continue
+        if key in derived and key not in mapped:
+            left.append(replace(line, why=_DERIVED))
             continue
         name = named(key)
         if key not in mapped and shape and key.lower() in AMBIGUOUS:
@@ -199,7 +209,7 @@ def detect_arrays(
         elif len(shape) == 1 and scalar_of(key) is not None:
             vectors[key] = values_of(file, key).tolist()
         elif is_derived(key):
-            left.append(replace(line, why="derived from other arrays"))
+            left.append(replace(line, why=_DERIVED))
         elif (len(shape) == 3 and _is_float(dtype)) or (
             len(shape) == 2 and _is_float(dtype) and "." not in key
         ):

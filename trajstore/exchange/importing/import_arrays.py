@@ -37,12 +37,15 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
     """
     layout = _forced(file, options)
     mapped = dict(options.mapped)
+    derived: list[str] = []
     if layout is not None:
         mapped |= _columns(file, layout)
+        derived = [column.key for column in layout.columns if column.kind is None]
     if options.steps in file.keys:
         mapped[options.steps] = STEP.name
     hidden = tuple(key for key in HDF5_TEXTS.values() if key in file.keys)
-    detected = detect_arrays(file, mapped, ignored=(*options.ignored, *hidden))
+    ignored = (*options.ignored, *hidden)
+    detected = detect_arrays(file, mapped, ignored=ignored, derived=derived)
     own = file.format == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
     _check_anchor(file, detected)
     _check_bits(file, detected, options)

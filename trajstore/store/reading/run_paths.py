@@ -12,7 +12,7 @@ from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 
-__all__ = ["Paths", "matrix_runs", "run_paths"]
+__all__ = ["Paths", "all_matrix_runs", "matrix_runs", "run_paths"]
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -50,8 +50,21 @@ def matrix_runs(path: str | os.PathLike[str]) -> list[str]:
     name = os.fspath(path).removesuffix(".zarr")
     if os.path.exists(path) or "://" in name:
         return []
-    found = sorted(glob.glob(f"{glob.escape(name)}.*.zarr"))
-    return [run for run in found if run == f"{name}.{_parameter(run)}.zarr"]
+    return [run for run in _extended(name) if run == f"{name}.{_parameter(run)}.zarr"]
+
+
+def all_matrix_runs(path: str) -> list[str]:
+    """As `matrix_runs`; none if it is uncertain that these are all.
+
+    A run whose root is broken does not name its parameter. So each folder ``NAME.*.zarr`` has to be
+    the run of a matrix.
+    """
+    found = matrix_runs(path)
+    return found if len(found) == len(_extended(path.removesuffix(".zarr"))) > 1 else []
+
+
+def _extended(name: str) -> list[str]:
+    return sorted(glob.glob(f"{glob.escape(name)}.*.zarr"))
 
 
 def _parameter(run: str) -> str | None:

@@ -130,7 +130,5 @@ def obstore() -> ModuleType:
     try:
         import obstore as package
     except ImportError as error:
-        raise MissingExtra(
-            "addresses need the package obstore; run: pip install 'trajstore[s3]'"
-        ) from error
+        raise MissingExtra("addresses need the package obstore; install trajstore[s3]") from error
     return package

@@ -39,7 +39,7 @@ def test_both_runs_of_untied_weights_are_named(capsys: pytest.CaptureFixture[str
     assert [line.split()[4] for line in printed[:2]] == ["un.E.zarr", "un.W.zarr"]
     commands = [line.split()[1:3] for line in printed[3:]]
     assert commands == [
-        ["summary", "un.zarr"], ["analyze", "un.E.zarr"], ["verify", "un.E.zarr"],
+        ["summary", "un.zarr"], ["analyze", "un.E.zarr"], ["verify", "un.zarr"],
         ["compare", "un.zarr"],
     ]  # fmt: skip
 

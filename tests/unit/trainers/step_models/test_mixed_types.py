@@ -127,3 +127,24 @@ def test_a_loop_continues_with_the_types_of_the_run(run: Any, tmp_path: Path) ->
     assert restore(path, model, optimizer, step=3) == 3
     train(Recorded(path=path, model=model, optimizer=optimizer), first=3)
     same_values(recorded.path, path)
+
+
+def test_a_step_may_have_gradients_of_one_type_only(tmp_path: Path) -> None:
+    model, optimizer = built()
+    norms = []
+    with capture(
+        model, optimizer, tmp_path / "run.zarr", record="everything", parameter="embedding.weight",
+        max_grad_norm=0.05,
+    ) as recorder:  # fmt: skip
+        for both in (False, True, False):
+            loss = model.embedding.weight.float().square().sum()
+            loss = loss + model.norm.weight.sum() if both else loss
+            loss.backward()
+            recorder.observe(loss=loss)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    ds = open_run(tmp_path / "run.zarr")
+    assert ds.grad_norm[1:].values.tolist() == norms
+    assert ds.grad_norm.native_dtype == "float32"
+    assert (ds.clip_coef[1:] < 1).all()

@@ -70,7 +70,7 @@ def test_addresses_that_cannot_be(address: str, told: str) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MissingExtra, match=r"run: pip install 'trajstore\[s3\]'$"):
+    with pytest.raises(MissingExtra, match=r"install trajstore\[s3\]$"):
         open_group("s3://bucket/run.zarr")
 
 
