@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from bits_and_calls import Cli, random_bits
-from forked_processes import run_command
+from click.testing import CliRunner, Result
 from hypothesis import settings
 
 from trajstore import RunWriter, compiled_loop, sample_run
+from trajstore.cli.main import main
 
 # The models of the tests are tiny. Several threads of torch would wait for each other most of the
 # time, above all on a busy machine.
@@ -42,13 +44,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """Run `trajstore` in an empty folder: (arguments, rc) to the finished process."""
+    """Run `trajstore` in this process and an empty folder: (arguments, rc) to its result."""
     folder = tmp_path_factory.mktemp("cwd")
 
-    def run(*arguments: Any, rc: int = 0) -> subprocess.CompletedProcess[str]:
-        done = run_command([*map(str, arguments)], folder)
-        assert done.returncode == rc, f"exit {done.returncode}: {done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
+    def run(*arguments: Any, rc: int = 0) -> Result:
+        with contextlib.chdir(folder):
+            done = CliRunner().invoke(main, [*map(str, arguments)], catch_exceptions=False)
+        assert done.exit_code == rc, done.output
         return done
 
     return run
@@ -61,8 +63,16 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+def small_run(
+    tmp_path: Path, _small_run: tuple[Path, dict[str, np.ndarray]]
+) -> tuple[Path, dict[str, np.ndarray]]:
     """A run of 11 rows in blocks of 4, every third token dead, and its bits."""
+    path, values = _small_run
+    return Path(shutil.copytree(path, tmp_path / path.name)), values
+
+
+@pytest.fixture(scope="session")
+def _small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     rows = 11
     values = {
         "W": random_bits((rows, 10, 6), 1),
@@ -70,7 +80,7 @@ def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
         "logits": random_bits((rows, 10), 3),
         "loss": random_bits((rows,), 4, 32),
     }
-    path = tmp_path / "small.zarr"
+    path = tmp_path_factory.mktemp("small") / "small.zarr"
     with RunWriter.create(
         path,
         token=np.arange(10) * 7,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 from crashing import (
     BLOCK,
     KillAt,
@@ -127,9 +128,7 @@ def test_killed_at_every_move_of_a_commit_by_time(path: Path, after: bool) -> No
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize(
-    "move", [pytest.param(n, marks=() if n == 5 else pytest.mark.nightly) for n in range(1, 10)]
-)
+@pytest.mark.parametrize("move", nightly_but(range(1, 10), 5))
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(path: Path, move: int) -> None:
     assert killed(write_rows, path, ROWS, KillAt(move, after=True))
     assert check_whole(path) == 0

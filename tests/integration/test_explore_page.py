@@ -20,17 +20,14 @@ from watched_runs import HIDDEN, TOKENS, begin, values
 
 from trajstore import RunWriter
 
+if "TRAJSTORE_BROWSER" not in os.environ:
+    pytest.skip("takes half a minute: make browser", allow_module_level=True)
 for needed in ("datashader", "holoviews", "panel"):
     pytest.importorskip(needed, reason="needs the extra `explore`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-pytestmark = [
-    pytest.mark.skipif(
-        "TRAJSTORE_BROWSER" not in os.environ, reason="takes half a minute: make browser"
-    ),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as `chromium`"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as `chromium`")
 COMMAND = Path(sys.executable).with_name("trajstore")
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 

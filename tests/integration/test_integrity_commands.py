@@ -13,6 +13,10 @@ from damage import contents, flip, shard_index, wide_run
 
 from trajstore import RunWriter
 
+RECORD = [
+    "record", "--preset", "gatsby", "--set", "model.context=16", "--set", "training.batch_size=2",
+]  # fmt: skip
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -114,7 +118,7 @@ def test_a_replay_names_one_altered_bit_whose_checksum_fits(
     trajstore_cli: Cli, tmp_path: Path
 ) -> None:
     run = tmp_path / "run.zarr"
-    trajstore_cli("record", "--preset", "gatsby", "--steps", 6, "--record", "all", "-o", run)
+    trajstore_cli(*RECORD, "--steps", 6, "--record", "all", "-o", run)
     done = trajstore_cli("verify", run, "--replay")
     assert "run.zarr: sound" in done.stdout
     assert "Replayed 6 of 6 steps" in done.stdout
@@ -138,7 +142,7 @@ def test_a_replay_names_one_altered_bit_whose_checksum_fits(
 @pytest.mark.torch
 def test_the_checkpoint_of_a_recording_is_checked(trajstore_cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run.zarr"
-    trajstore_cli("record", "--preset", "gatsby", "--steps", 4, "--checkpoint-every", 4, "-o", run)
+    trajstore_cli(*RECORD, "--steps", 4, "--checkpoint-every", 4, "-o", run)
     (checkpoint,) = (tmp_path / "run.ckpt").iterdir()
     trajstore_cli("verify", run)
     flip(checkpoint, 8 * checkpoint.stat().st_size - 1000)

@@ -55,20 +55,13 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
 def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
-        (("los",), 2, "got 'los' (did you mean 'loss'?), expected one or more of all, loss"),
-        (("loss", "-o", tmp_path / "a.gif"), 2, "one of the extensions .png, .svg, .pdf"),
         (("divergence",), 2, "divergence compares runs, got one"),
-        (("loss", "--label", "a", "--label", "b"), 2, "got 2 labels, expected one per run (1)"),
         (("loss", "--size", "8"), 2, "expected WxH of 1 to 100 inches each"),
-        (("all", "--log", "y"), 2, "draw a single figure with log"),
-        (("regimes", "--log", "y"), 2, "leave out log"),
         (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),
-        (("loss", "--within"), 2, "within without steps"),
         (("loss", "--tokens", "999"), 2, "token 999 was not recorded"),
         (("freeze", "--population", "mostly_dead"), 2, "choose from dead, live, all"),
         (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
-        (("loss", "--dpi", "2"), 2, "got 2 dpi"),
     ):
         error = trajstore_cli("plot", run, *arguments, rc=code).stderr
         assert sentence in " ".join(error.split()), arguments

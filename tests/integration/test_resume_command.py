@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ pytest.importorskip("torch")
 from small_trainings import same_values
 
 from trajstore.cli.main import main
+from trajstore.cli.stop_signals import StopRequest
 from trajstore.trainers import preset, record
 
 pytestmark = pytest.mark.torch
@@ -71,38 +74,33 @@ def line_after_notes(stream: IO[str]) -> str:
     ],
 )
 def test_a_signal_interrupts_and_the_command_it_names_goes_on(
-    number: int,
+    number: signal.Signals,
     name: str,
     text: Path,
     tmp_path: Path,
     straight: Callable[[str, int], Path],
     trajstore_cli: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "a run.zarr"
-    command = Path(sys.executable).with_name("trajstore")
-    call = [command, "record", "--preset", name, "--steps", 1_000_000, "--corpus", text]
-    process = subprocess.Popen(
-        [*map(str, call), *SMALL, "-o", str(path), "--checkpoint-every", "40"],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert process.stderr is not None
-    with process:
-        assert process.stderr.readline().startswith("Corpus: the text.txt")
-        assert line_after_notes(process.stderr).startswith("step 1/")
-        process.send_signal(number)
-        said = process.stderr.read()
-    assert process.returncode == 128 + number
+    path, last, steps = tmp_path / "a run.zarr", 12, itertools.count(1)
+
+    def after_step(request: StopRequest) -> bool:
+        if next(steps) == last:
+            signal.raise_signal(number)
+        return request.number is not None
+
+    call = ["record", "--preset", name, "--steps", 1_000_000, "--corpus", text, *SMALL, "-o", path]
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "__call__", after_step)
+        done = trajstore_cli(*call, "--checkpoint-every", 40, rc=128 + number)
+    assert done.stderr.startswith("Corpus: the text.txt")
     ds = xr.open_zarr(path)
-    last = int(ds.step[-1])
     assert ds.attrs["status"] == "interrupted"
     assert ds.step.values.tolist() == list(range(last + 1))
-    assert 0 < last < 1_000_000
-    assert f"Interrupted after step {last}; {last + 1} rows are committed." in said
-    resume = said.partition("Resume with: ")[2].strip()
+    assert f"Interrupted after step {last}; {last + 1} rows are committed." in done.stderr
+    resume = done.stderr.partition("Resume with: ")[2].strip()
     assert resume == f"trajstore record --resume -o '{path}'"
-    trajstore_cli(*resume.replace("'", "").split(" ", 4)[1:4], path, "--steps", last + 9)
+    trajstore_cli(*shlex.split(resume)[1:], "--steps", last + 9)
     same_values(straight(name, last + 9), path)
     assert [file.name for file in (tmp_path / "a run.ckpt").iterdir()] == [
         f"step-{last + 9:08d}.safetensors"

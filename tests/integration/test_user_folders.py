@@ -32,12 +32,24 @@ assert freeze(ds).moves.values.tolist() == [1, 1, 1, 1]
 """
 
 
+COMMANDS = {
+    "script": ["script.py"],
+    "tests": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+}
+
+
 @pytest.mark.parametrize(
-    "packages",
-    [True, pytest.param(False, marks=pytest.mark.nightly)],
-    ids=["packages", "plain folders"],
+    ("command", "packages"),
+    [
+        ("script", True),
+        pytest.param("script", False, marks=pytest.mark.nightly),
+        pytest.param("tests", True, marks=pytest.mark.nightly),
+        pytest.param("tests", False, marks=pytest.mark.nightly),
+    ],
 )
-def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path, packages: bool) -> None:
+def test_folders_of_the_user_and_the_project_are_apart(
+    tmp_path: Path, command: str, packages: bool
+) -> None:
     for name in FOLDERS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text("THEIRS = True\n")
@@ -53,13 +65,12 @@ def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path, packages:
         "    runpy.run_path(script)\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for command in (["script.py"], ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, *COMMANDS[command]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
 
-several = settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "12")), deadline=None)
+several = settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
 
 # Bits near each other make motion and rest; the others make trouble.
 BITS = st.one_of(

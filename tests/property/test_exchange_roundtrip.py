@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 import xarray as xr
 from exchange_runs import assert_same_run, write_run
 from hypothesis import given, settings
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 
 from trajstore import export, import_file, open_run
 
-EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "8"))
 
+FORMS = ("safetensors", "hdf5", "zarr", "run")
 TYPES = st.sampled_from(["bfloat16", "float16", "float32", "float64"])
 
 
@@ -39,11 +39,10 @@ def runs(draw: st.DrawFn) -> dict:
     }
 
 
-@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr", "run"])
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(run=runs(), data=st.data(), lazy=st.booleans())
+@given(run=runs(), form=st.sampled_from(FORMS), data=st.data(), lazy=st.booleans())
 def test_a_selection_comes_back_bit_for_bit(
-    form: str, run: dict, data: st.DataObject, lazy: bool
+    run: dict, form: str, data: st.DataObject, lazy: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, file, back = (Path(folder) / name for name in ("run.zarr", "file", "back.zarr"))

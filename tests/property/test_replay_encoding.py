@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def _bits(values: Any, native: str) -> Any:
     return narrow(values, NATIVE_TYPES[native])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
 @given(histories())
 def test_any_bits_come_back(drawn: dict[str, Any]) -> None:
     bits, natives, rates = history(drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "10")), deadline=None)
 @given(runs())
 def test_what_was_appended_is_what_is_read(run: dict[str, Any]) -> None:
     tokens, hidden, native = int(run["tokens"]), int(run["hidden"]), str(run["native"])

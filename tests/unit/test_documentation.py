@@ -51,6 +51,9 @@ PUBLIC = {
 }
 """Packages whose names scripts import, and their subpackages among these."""
 
+SECONDS = {"docs/howto/plot.md", "docs/howto/token-groups.md", "docs/reference/quantities.md"}
+"""Pages that take seconds; the examples of the functions compute and draw the same."""
+
 LONG = ("long.zarr", "model.zarr", "short.zarr")
 """The runs that the gallery shows. Tests of the figures draw each kind."""
 
@@ -213,7 +216,7 @@ def _marked(pages: list[Path]) -> list[object]:
             continue
         code = "".join(block.code for block in run)
         needs_torch = re.search(r"\btorch\b|\btrainers\b|to_torch|--replay", code) is not None
-        marks = [pytest.mark.torch] if needs_torch else []
+        marks = [pytest.mark.torch] * needs_torch + [pytest.mark.nightly] * (str(page) in SECONDS)
         chosen.append(pytest.param(page, marks=marks, id=str(page)))
     return chosen
 

@@ -7,15 +7,15 @@ from trajstore import analysis
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
-@pytest.fixture(params=[None, (4, 3, -1), (1, 1, 1)], ids=str)
-def run(request, make_run, walk):
+@pytest.fixture
+def run(make_run, walk):
     bits = walk(8, 6, 3)
     bits[:, 4] = 0x8000  # without direction
     bits[3:, 5, 1] = 0x7FC0
     rng = np.random.default_rng(5)
     grad = rng.normal(size=bits.shape).astype(np.float32)
     grad[0] = np.nan
-    ds = make_run(bits, grad=grad, is_dead=np.arange(6) % 2 == 0, chunks=request.param)
+    ds = make_run(bits, grad=grad, is_dead=np.arange(6) % 2 == 0, chunks=(4, 3, -1))
     return ds.assign(hidden_mean=(("step", "hidden"), rng.normal(size=(8, 3)).astype("f4")))
 
 

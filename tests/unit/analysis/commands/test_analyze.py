@@ -121,18 +121,6 @@ def test_analyze_lists_its_quantities() -> None:
     assert any("Options: since." in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [(["frezee"], "freeze"), (["grad-norms", "spede"], "speed"),
-     (["displacement", "--set", "sinse=1"], "since")],
-)  # fmt: skip
-def test_a_mistyped_quantity_or_option_gets_the_nearest_name(
-    tmp_path: Path, arguments: list[str], meant: str
-) -> None:
-    done = call("analyze", recorded(tmp_path / "run.zarr"), *arguments, rc=2)
-    assert f"(did you mean {meant!r}?)" in done.stderr
-
-
 def test_populations_have_a_line_each_and_a_note_if_they_are_empty(tmp_path: Path) -> None:
     masks = {"is_none": np.zeros(TOKENS, bool), "is_first": np.arange(TOKENS) < 1}
     run = recorded(tmp_path / "run.zarr", populations=masks)

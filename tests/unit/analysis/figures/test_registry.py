@@ -23,6 +23,10 @@ NEEDS = {
 }
 
 ALONE = [name for name, figure in FIGURES.items() if not figure.between]
+OF_EACH_KIND = {
+    (FIGURES[name].overlays, FIGURES[name].scales, FIGURES[name].of_populations): name
+    for name in ALONE
+}.values()
 
 
 def axes_of(name):
@@ -81,7 +85,7 @@ def test_no_dead_ones_none_known_and_none_that_move(name, run):
     drawn(name, run.assign(W=run.W.where(False, 1.0)))  # nothing ever moves
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_options_that_it_does_not_have_are_refused(name, run):
     figure = FIGURES[name]
     with pytest.raises(InvalidArgument, match=r"'colour_map'.* options among other, style"):

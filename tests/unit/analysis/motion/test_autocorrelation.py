@@ -7,12 +7,6 @@ import xarray as xr
 from trajstore import analysis
 from trajstore.errors import InvalidArgument
 
-
-@pytest.fixture(params=[None, (4, 3, -1)], ids=str)
-def chunks(request):
-    return request.param
-
-
 LAGS = [1, 3, 20]  # short histories have some of these
 
 

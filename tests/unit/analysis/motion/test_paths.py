@@ -7,11 +7,6 @@ from trajstore import analysis
 from trajstore.errors import InvalidArgument
 
 
-@pytest.fixture(params=[None, (4, 3, -1)], ids=str)
-def chunks(request):
-    return request.param
-
-
 @pytest.fixture
 def run(bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 != 1

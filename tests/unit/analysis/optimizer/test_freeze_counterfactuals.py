@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from adam_runs import attributed_by_hand, trained
+from bits_and_calls import nightly_but
 from dask.callbacks import Callback
 
 from trajstore import analysis, open_run
@@ -32,6 +33,7 @@ CASES = {
     "float32": ("AdamW", {"weight_decay": 0.0}, "float32"),
     "float64": ("AdamW", {"weight_decay": 0.0}, "float64"),
 }
+QUICK = ("AdamW, bfloat16", "Adam, coupled decay", "fused", "float32")
 
 
 def resting(case: str, rows: int = 24) -> xr.Dataset:
@@ -50,7 +52,7 @@ def assert_as_by_hand(ds: xr.Dataset, got: xr.Dataset, window: int) -> None:
         np.testing.assert_array_equal(got[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", nightly_but(CASES, *QUICK))
 def test_it_is_that_by_hand(case):
     ds = resting(case)
     got = analysis.freeze_attribution(ds.chunk(step=5, token=4)).compute()
@@ -251,7 +253,10 @@ def held_at_most(quantity: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int
     return largest
 
 
-@pytest.mark.parametrize("quantity", [analysis.freeze_attribution, analysis.moment_error])
+@pytest.mark.parametrize(
+    "quantity",
+    [analysis.freeze_attribution, pytest.param(analysis.moment_error, marks=pytest.mark.nightly)],
+)
 def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
     # Two tokens per task, so that a block has several tasks.
     monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * 2 * 2 * 16)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from adam_runs import by_hand, trained
+from bits_and_calls import nightly_but
 
 from trajstore import analysis
 from trajstore.errors import InvalidArgument, VariableNotRecorded
@@ -80,13 +81,7 @@ CASES = {
 }
 
 
-OTHERS = {"AdamW, strong decay", "float32", "float64"}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.nightly] * (case in OTHERS)) for case in CASES],
-)
+@pytest.mark.parametrize("case", nightly_but(CASES, "Adam, coupled decay", "float16"))
 def test_shares_are_those_of_counting(case):
     ds = trained(*CASES[case])
     got = analysis.moment_stuck(ds.chunk(step=5, token=4)).compute()

@@ -149,7 +149,10 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["my text.txt", "gatsby stand-in (embedded)"])
-def test_how_a_run_is_made_again(tmp_path: Path, name: str) -> None:
+def test_how_a_run_is_made_again(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "drawn", lambda *arguments: ([], {}))  # takes long
     config = {"data": {"corpus": ODD, "most": None, "size": 1e-05}, "training": {"on": True}}
     text = {"name": name, "bytes": 12345, "sha256": "ab" * 32}
     run = small_run(tmp_path / "run.zarr", config=config, provenance={"corpus": text})

@@ -1,35 +1,34 @@
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
+from forked_processes import processes
 
 from trajstore import open_run
-from trajstore.errors import InvalidArgument, StepNotFound
+from trajstore.errors import InvalidArgument, StepNotFound, TrajstoreError
 
 torch = pytest.importorskip("torch")
 from recorded_models import OwnModel  # noqa: E402
 
 from trajstore.trainers import evaluate  # noqa: E402
+from trajstore.trainers.evaluations import result_store  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 PROBE = """\
-import os, signal, torch
+import os, pathlib, signal, torch
 @torch.no_grad()
 def probe(model, step):
-    if step == int(os.environ.get("FAILS_AT", -1)):
+    if pathlib.Path({folder!r}, f"fails {{step}}").exists():
         model.get_submodule("missing")
-    if step == int(os.environ.get("DIES_AT", -1)):
+    if pathlib.Path({folder!r}, f"dies {{step}}").exists():
         os.kill(os.getpid(), signal.SIGKILL)
-    return {"sum": model.lm_head.weight.float().sum().item(), "name": f"step {step}"}
+    return {{"sum": model.lm_head.weight.float().sum().item(), "name": f"step {{step}}"}}
 """
 
 
@@ -39,21 +38,28 @@ def norm(model: Any, step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def probe(tmp_path: Path) -> str:
-    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "probe.py").write_text(PROBE.format(folder=str(tmp_path)))
     return f"{tmp_path / 'probe.py'}:probe"
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that have imported torch already, in place of new ones."""
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: processes)
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.usefixtures("forked")
 def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
-    recorded: Any, tmp_path: Path, probe: str, monkeypatch: pytest.MonkeyPatch, jobs: int
+    recorded: Any, tmp_path: Path, probe: str, jobs: int
 ) -> None:
     out = tmp_path / "out.zarr"
-    monkeypatch.setenv("FAILS_AT", "4")
-    message = r"step 4: .*probe raised AttributeError: .*missing.* \(probe.py, line 5\).*4 steps"
+    (tmp_path / "fails 4").touch()
+    message = r"step 4: .*probe raised AttributeError.*missing.* \(probe.py, line 5\).*up to step 3"
     with pytest.raises(InvalidArgument, match=message):
         evaluate(recorded.path, probe, out, jobs=jobs)
     assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2, 3]
-    monkeypatch.delenv("FAILS_AT")
+    (tmp_path / "fails 4").unlink()
     progress: list[tuple[int, int]] = []
     found = evaluate(
         recorded.path, probe, out, jobs=jobs, on_progress=lambda *now: progress.append(now)
@@ -66,27 +72,37 @@ def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
     assert ds["sum"].values.tolist() == sums
 
 
+@pytest.mark.nightly
+def test_processes_of_their_own_give_the_same(recorded: Any, tmp_path: Path, probe: str) -> None:
+    one, other = (
+        evaluate(recorded.path, probe, tmp_path / f"{jobs}.zarr", jobs=jobs).path for jobs in (1, 2)
+    )
+    assert xr.open_zarr(one).load().equals(xr.open_zarr(other).load())
+
+
+def write_at_once(run: Path, probe: str, out: Path) -> None:
+    """Evaluate, and write each result before the next step."""
+    result_store._WAITING_SECONDS = 0
+    evaluate(run, probe, out)
+
+
 def test_after_a_kill_the_same_call_continues(recorded: Any, tmp_path: Path, probe: str) -> None:
     out = tmp_path / "out.zarr"
-    code = (
-        "import sys; from trajstore.trainers.evaluations import evaluate, result_store;"
-        "result_store._WAITING_SECONDS = 0; evaluate(*sys.argv[1:])"
-    )
-    words = [sys.executable, "-c", code, str(recorded.path), probe, str(out)]
-    done = subprocess.run(words, env=os.environ | {"DIES_AT": "3"})
-    assert done.returncode == -signal.SIGKILL
+    (tmp_path / "dies 3").touch()
+    process = processes.Process(target=write_at_once, args=(recorded.path, probe, out))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (tmp_path / "dies 3").unlink()
     assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2]
     assert evaluate(recorded.path, probe, out).new == 4
     names = xr.open_zarr(out)["name"].values.tolist()
     assert names == [f"step {step}" for step in range(7)]
 
 
-def test_a_killed_process_is_named(
-    recorded: Any, tmp_path: Path, probe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trajstore.errors import TrajstoreError
-
-    monkeypatch.setenv("DIES_AT", "0")
+@pytest.mark.usefixtures("forked")
+def test_a_killed_process_is_named(recorded: Any, tmp_path: Path, probe: str) -> None:
+    (tmp_path / "dies 0").touch()
     with pytest.raises(TrajstoreError, match=r"step 0 or a later one was killed.*fewer --jobs"):
         evaluate(recorded.path, probe, tmp_path / "out.zarr", jobs=2)
 

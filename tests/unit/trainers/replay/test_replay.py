@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zarr
+from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
 from altered_runs import flip  # noqa: E402
@@ -56,13 +56,6 @@ def attributes(path: Path, change: Any) -> None:
 NIGHTLY_BFLOAT16 = pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str
 )
-
-
-def nightly_but(names: Iterable[str], *quick: str) -> list[Any]:
-    """Parameters of which only some are in a quick run."""
-    return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.nightly) for name in names
-    ]
 
 
 WHOLE = {

@@ -38,7 +38,9 @@ def offsets(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "proven"), [(None, STEPS), ("2:9:3", 3)], ids=["all steps", "some steps"]
+    ("steps", "proven"),
+    [pytest.param(None, STEPS, marks=pytest.mark.nightly), ("2:9:3", 3)],
+    ids=["all steps", "some steps"],
 )
 def test_steps_follow_from_the_data(run: Path, steps: str | None, proven: int) -> None:
     seen: list[tuple[int, int]] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.torch
 
 STEPS, REPLAY = 10, "recording.encoding=replay"
 ASCII = ("data.tokenizer=ascii", "model.vocab_size=128")
-LONG = ("without moments", "wordybird", "duckling")
+QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
 VARIANTS = {
     "trainer": (["gatsby"], RULE_ARRAYS),
     "adam, decay, dead tokens": (
@@ -45,10 +46,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in VARIANTS],
-)
+@pytest.mark.parametrize("name", nightly_but(VARIANTS, *QUICK))
 def test_both_encodings_hold_the_same_bits(name: str, text: Path, tmp_path: Path) -> None:
     variant, computed = VARIANTS[name]
     plain, stopped = tmp_path / "plain.zarr", tmp_path / "replayed.zarr"

@@ -137,12 +137,9 @@ PLACES = {
 }
 QUICK = {
     ("trainer", "at the first step"),
-    ("trainer", "at the end of an epoch"),
-    ("trainer", "at the end of a block"),
-    ("trainer, every 3, accumulated", "within a block and an epoch"),
-    ("trainer, float32 state, rounded at random", "within a block and an epoch"),
-    ("plain", "within a block and an epoch"),
     ("plain", "at the end of an epoch"),
+    ("trainer, every 3, accumulated", "within a block and an epoch"),
+    ("trainer, float32 state, rounded at random", "at the end of a block"),
     ("plain, float16", "before the last step"),
 }
 """Of each loop, of each place and of each kind of state at least one; the others nightly."""

@@ -80,7 +80,7 @@ def test_a_resume_with_the_same_steps_begins_no_stretch(text: Path, tmp_path: Pa
     assert "stretches" not in xr.open_zarr(path).attrs
 
 
-@pytest.mark.parametrize(("at", "steps"), [(3, 5), (7, 8), (8, 12), (10, 12)])
+@pytest.mark.parametrize(("at", "steps"), [(3, 5), (8, 12)])
 def test_a_fork_repeats_every_stretch_until_there(
     at: int, steps: int, extended: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -96,7 +96,8 @@ def test_a_fork_repeats_every_stretch_until_there(
     assert verify(other).clean
 
 
-@pytest.mark.parametrize("name", ["every", pytest.param("plain", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["every", "plain"])
 def test_an_extended_run_that_lost_its_checkpoint_goes_on(
     name: str, text: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_extended_run_that_lost_its_checkpoint_goes_on(
     assert listed(straight) == listed(lost) == [(0, 5), (5, 8), (7, 10)]
 
 
+@pytest.mark.nightly
 def test_a_fork_of_a_fork_of_an_extended_run(extended: Path, text: Path, tmp_path: Path) -> None:
     one = fork(extended, tmp_path / "one.zarr", at=6, settings=["optimizer.lr=3e-3"], corpus=text)
     extend(one, 10)
@@ -146,6 +148,7 @@ def test_an_extension_that_was_not_recorded_is_refused_at_once(text: Path, tmp_p
     assert not (tmp_path / "other.zarr").exists()
 
 
+@pytest.mark.nightly
 def test_a_difference_in_an_early_stretch_is_recorded_from_there_on(
     extended: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bits_and_calls import nightly_but
 
 pytest.importorskip("torch")
 from trajstore import ConfigError, InvalidArgument
@@ -62,7 +63,14 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = (
+    "everything", "moments of float32", "scaled float16", "every third dead token", "replay",
+    "summaries", "what the steps saw", "the state of the model", "cells beside float32 weights",
+    "ids without a tokenizer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", nightly_but(CASES, *QUICK))
 def test_what_is_planned_happens(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

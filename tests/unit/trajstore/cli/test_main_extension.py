@@ -10,6 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
+
+from trajstore.cli.main import main
 
 PAGE = (Path(__file__).parents[4] / "docs" / "howto" / "extend.md").read_text()
 
@@ -38,43 +41,60 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call(*arguments: str) -> Result:
+    """What a process prints that starts now, and so finds the package."""
+    commands = type(main)("trajstore", no_args_is_help=True)
+    return CliRunner().invoke(commands, arguments)
+
+
+def test_another_package_adds_a_command_and_an_accessor(site: Path, example_run: Path) -> None:
+    """In a process of its own: where xarray finds accessors is decided once."""
+    code = (
+        "import sys, xarray\n"
+        "from trajstore.cli.main import main\n"
+        "main(['loudest', sys.argv[1], '--step', '3'], standalone_mode=False)\n"
+        "print(xarray.open_dataset(sys.argv[1]).loud.tokens(3))\n"
+    )
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, *arguments],
+    done = subprocess.run(
+        [sys.executable, "-c", code, example_run],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def trajstore(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(site, "-c", "from trajstore.cli.start import main; main()", *arguments)
-
-
-def test_another_package_adds_a_command_and_an_accessor(site: Path, example_run: Path) -> None:
-    assert re.search(r"^  loudest +Print the tokens", trajstore(site, "--help").stdout, re.M)
-    done = trajstore(site, "loudest", str(example_run), "--step", "3")
     assert done.returncode == 0, done.stderr
-    assert f"$ trajstore loudest gatsby.zarr --step 3\n{done.stdout}" in PAGE
-    code = f"import xarray; print(xarray.open_dataset({str(example_run)!r}).loud.tokens(3))"
-    assert python(site, "-c", code).stdout == done.stdout
+    shown, again = done.stdout.splitlines(keepends=True)
+    assert f"$ trajstore loudest gatsby.zarr --step 3\n{shown}" in PAGE
+    assert again == shown
 
 
-def test_a_command_that_cannot_be_imported_leaves_the_others(site: Path) -> None:
+def test_a_command_is_listed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(site)
+    try:
+        assert re.search(r"^  loudest +Print the tokens", call("--help").stdout, re.M)
+    finally:
+        del sys.modules["loudest"]
+
+
+def test_a_command_that_cannot_be_imported_leaves_the_others(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (site / "loudest.py").open("a") as file:
         file.write("\nimport a_package_that_is_not_there\n")
-    shown = trajstore(site, "--help")
-    assert shown.returncode == 0, shown.stderr
-    assert re.search(r"^  loudest +Cannot be imported from loudest\.$", shown.stdout, re.M)
-    assert re.search(r"^  verify +Read", shown.stdout, re.M)
-    done = trajstore(site, "loudest", "gatsby.zarr", "--step", "3")
-    assert done.returncode == 1
+    monkeypatch.syspath_prepend(site)
+    shown = call("--help").stdout
+    assert re.search(r"^  loudest +Cannot be imported from loudest\.$", shown, re.M)
+    assert re.search(r"^  verify +Read", shown, re.M)
+    done = call("loudest", "gatsby.zarr", "--step", "3")
+    assert done.exit_code == 1
     assert "loudest cannot be imported: No module named 'a_package_that" in done.stderr
 
 
-def test_no_package_replaces_a_command_of_trajstore(site: Path) -> None:
+def test_no_package_replaces_a_command_of_trajstore(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (info,) = site.glob("*.dist-info")
     (info / "entry_points.txt").write_text("[trajstore.commands]\nverify = loudest:loudest\n")
-    assert re.search(r"^  verify +Read", trajstore(site, "--help").stdout, re.M)
+    monkeypatch.syspath_prepend(site)
+    assert re.search(r"^  verify +Read", call("--help").stdout, re.M)

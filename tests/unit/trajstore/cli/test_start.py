@@ -5,11 +5,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from forked_processes import processes
 
 import trajstore
 from trajstore.cli import start, stop_signals
@@ -22,19 +20,15 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def _stopped(end: object) -> None:
-    os.dup2(end.fileno(), 2)  # type: ignore[attr-defined]
+def test_ctrl_c_during_the_imports_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
     signal.signal(signal.SIGINT, stop_signals._stop)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_ctrl_c_during_the_imports_is_a_sentence() -> None:
-    ours, theirs = Pipe()
-    process = processes.Process(target=_stopped, args=(theirs,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 130
-    assert os.read(ours.fileno(), 1000) == b"trajstore: stopped by Ctrl-C\n"
+    signal.raise_signal(signal.SIGINT)
+    assert ended == [130]
+    assert capfd.readouterr().err == "trajstore: stopped by Ctrl-C\n"
 
 
 def test_little_is_imported_before_ctrl_c_is_a_sentence() -> None:

@@ -162,7 +162,7 @@ def outer(length: int) -> st.SearchStrategy[Any]:
 SHAPE = (ROWS, TOKENS, HIDDEN)
 many = settings(
     deadline=None,
-    max_examples=25,
+    max_examples=10,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from bits_and_calls import nightly_but
 from zarr.storage import MemoryStore
 
 from trajstore import RunWriter, open_run, repair, sample_run, verify
@@ -80,12 +82,13 @@ def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Da
 
 
 @pytest.mark.parametrize(
-    "scheduler", [None, "threads", "processes", pytest.param("cluster", marks=pytest.mark.nightly)]
+    "scheduler", nightly_but([None, "threads", "processes", "cluster"], None, "threads")
 )
 def test_plain_xarray_computes_the_rows(
     written: Path, history: xr.Dataset, scheduler: str | None
 ) -> None:
-    ds = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
+    opened = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
+    ds = pickle.loads(pickle.dumps(opened))  # as it travels to another process
     if scheduler == "cluster":
         distributed = pytest.importorskip("distributed")
         with (

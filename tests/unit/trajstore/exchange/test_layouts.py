@@ -37,9 +37,9 @@ ROWS, TOKENS = 11, 7
 DEAD = [0, 3, 6]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    path = tmp_path / "run.zarr"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    path = tmp_path_factory.mktemp("run") / "run.zarr"
     bits = write_run(
         path,
         ALL,

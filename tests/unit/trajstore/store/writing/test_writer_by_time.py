@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import random_bits
+from bits_and_calls import nightly_but, random_bits
 from still_timer import StillTimer, commit_now
 
 from trajstore import InvalidArgument, RunWriter, repair, verify
@@ -273,7 +273,7 @@ class Full:
 OBJECTS = 9  # of a commit: four shards, four documents, the root
 
 
-@pytest.mark.parametrize("left", range(OBJECTS))
+@pytest.mark.parametrize("left", nightly_but(range(OBJECTS), 0, 4, 8))
 def test_a_failure_is_raised_by_the_next_append(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
@@ -327,7 +327,7 @@ def test_what_goes_wrong_in_the_timers_thread_is_raised_too(
     check(run.path, 0)
 
 
-@pytest.mark.parametrize("rows", range(8))
+@pytest.mark.parametrize("rows", nightly_but(range(8), 3, 4))
 def test_a_run_is_cut_within_a_block_and_grows_again(tmp_path: Path, rows: int) -> None:
     path = tmp_path / "run.zarr"
     with create(path, commit_every=None) as run:
