@@ -53,7 +53,7 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     rows, tokens, hidden = bits.shape
     coefficients = scratch.array("terms", (rows, MOST_TERMS, hidden + tokens), native.bits)
     coefficients.fill(0)
-    differences = scratch.array("differences", bits.shape, native.bits)
+    differences = scratch.array("values", bits.shape, native.bits)
     every = max(1, tokens // _SAMPLE)
     # A sampled token stands for `every` tokens, which share the direction.
     price = _BITS[native.itemsize] * (-(-tokens // every) + hidden // every)

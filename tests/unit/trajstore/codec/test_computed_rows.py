@@ -104,6 +104,19 @@ def test_plain_xarray_computes_the_rows(
         assert ds[name].values.tobytes() == history[name].values.tobytes()
 
 
+def test_tokens_read_one_by_one_are_those_of_the_whole(written: Path, history: xr.Dataset) -> None:
+    ds = open_run(written, chunks=None)
+    for steps, tokens in (
+        (slice(3), 5),
+        (slice(None), 5),
+        (slice(20, 30), 9),
+        (slice(None), [9, 2]),
+    ):
+        for name in MATRICES:
+            selected = ds[name][steps, tokens].values
+            np.testing.assert_array_equal(selected, history[name][steps, tokens].values)
+
+
 def test_most_of_a_computed_array_is_its_key_rows(written: Path) -> None:
     size = {name: sum(f.stat().st_size for f in (written / name).glob("c*")) for name in MATRICES}
     assert all(10 * size[name] < size["grad"] for name in ("exp_avg", "exp_avg_sq"))
