@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
@@ -31,10 +32,15 @@ _LONGEST = 16
 """Most steps of a request."""
 
 _PATIENCE = 2.0
-"""Seconds after which a process returns the results of a request that it has not completed."""
+"""Seconds after which a process returns the results of a request that it has not completed. One
+that has to stop is terminated then.
+"""
 
 _AHEAD = 4
 """Requests of each process whose results may wait for those of earlier steps."""
+
+_stop: Event
+"""Set if a process has to stop after its step."""
 
 
 def in_processes(
@@ -67,7 +73,8 @@ def in_processes(
     threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, default_threads() // jobs)
     others = {*multiprocessing.active_children()}
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(pieces)), spawn, _start, (threads,))
+    stop = spawn.Event()
+    pool = ProcessPoolExecutor(min(jobs, len(pieces)), spawn, _start, (threads, stop))
     waiting: deque[Any] = deque()
     try:
         while waiting or pieces:
@@ -88,14 +95,18 @@ def in_processes(
             "the memory was full; give fewer --jobs"
         ) from error
     finally:
-        if waiting:  # the pool would wait for the requests that run
-            for process in {*multiprocessing.active_children()} - others:
-                process.terminate()
-        pool.shutdown(cancel_futures=True)
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in {*multiprocessing.active_children()} - others:
+            process.join(_PATIENCE)
+            process.terminate()
+        pool.shutdown()
 
 
-def _start(threads: int) -> None:
+def _start(threads: int, stop: Event) -> None:
     """Prepare a process. It ends when the first one ends, for whatever reason."""
+    global _stop  # noqa: PLW0603
+    _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -118,9 +129,9 @@ def _evaluated(made: bytes, steps: Sequence[int]) -> tuple[list[xr.Dataset], Tra
     found: list[xr.Dataset] = []
     began = time.monotonic()
     try:
-        for result in _evaluator(made)(steps):
+        for result in _evaluator(made)([] if _stop.is_set() else steps):
             found.append(result)
-            if time.monotonic() - began > _PATIENCE:
+            if _stop.is_set() or time.monotonic() - began > _PATIENCE:
                 break
     except TrajstoreError as error:
         error.add_note(traceback.format_exc())

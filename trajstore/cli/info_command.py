@@ -136,7 +136,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     for section in ("config", "optimizer", "provenance"):
         if isinstance(facts.get(section), dict) and facts[section]:
             out.print(section, style="bold")
-            for name, value in _lines(facts[section]):
+            for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
         if section == "config" and (lines := _stretches(facts)):
             out.print("stretches", style="bold")
@@ -225,19 +225,6 @@ def _shape(sizes: Iterable[int]) -> str:
 def _sizes(facts: dict[str, Any]) -> tuple[str, str, str]:
     ratio = f"{facts['ratio']:.2f}" if facts["ratio"] else ""
     return format_bytes(facts["bytes_native"]), format_bytes(facts["bytes_on_disk"]), ratio
-
-
-def _lines(section: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Settings of a section. Of the optimizer's groups, those that differ from the section's."""
-    common = _flat({name: value for name, value in section.items() if name != "groups"})
-    groups = enumerate(section.get("groups") or ())
-    own = [
-        (f"groups.{number}.{name}", value)
-        for number, group in groups
-        for name, value in _flat(group)
-        if (name, value) not in common
-    ]
-    return common + own
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

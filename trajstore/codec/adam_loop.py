@@ -145,138 +145,119 @@ def adam_rows(
 ) -> None:
     """The loop for numba. `run_adam_loop` prepares its arguments; arrays are 1-D memory.
 
-    It processes a few elements at a time, whose values fit into the L1 cache. Each inner loop does
-    one operation, so that the compiler can vectorize it. Indices are unsigned, as a negative index
-    counts from the end.
+    It processes a few elements at a time, whose values fit into the L1 cache. Few arrays in each
+    inner loop, shifts by constants, and unsigned indices let the compiler vectorize it: numba
+    shifts by variables in 64 bits, and a negative index counts from the end.
     """
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
 
     # Functions within the loop are inlined by numba. A NaN is checked for where values are loaded
     # and stored: the bits of a quiet NaN without payload, of any sign, are not changed by rounding.
-    def raise_to(values: Any, others: Any, size: Any) -> None:
-        for at in range(size):
-            other = others[at]
-            values[at] = other if other > values[at] or other != other else values[at]
+    def checked(word: Any) -> Any:
+        is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        return quiet if is_nan else word
+
+    def rounded(value: Any, odd: Any) -> Any:
+        # To 16 bits if `odd` is 1; unchanged if it is 0.
+        word = np.float32(value).view(np.uint32)
+        half = np.uint32(np.uint32(odd * np.uint32(0x7FFF)) + np.uint32((word >> last) & odd))
+        kept = np.uint32(np.uint32(0xFFFFFFFF) - np.uint32(odd * np.uint32(0xFFFF)))
+        return np.uint32(np.uint32(word + half) & kept).view(np.float32)
 
     def load(memory: Any, base: Any, shift: Any, out: Any, size: Any) -> None:
-        bits = out.view(np.uint32)
         if shift:
             for at in range(size):
-                bits[at] = np.uint32(memory[base + at]) << shift
+                out[at] = np.uint32(np.uint32(memory[base + at]) << last).view(np.float32)
         else:
             for at in range(size):
-                wide = np.uint32(memory[base + at])
-                is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                bits[at] = quiet if is_nan else wide
-
-    def rounded(values: Any, shift: Any, size: Any) -> None:
-        if shift:
-            bits = values.view(np.uint32)
-            for at in range(size):
-                wide = bits[at]
-                half = np.uint32(np.uint32(0x7FFF) + ((wide >> last) & one))
-                bits[at] = np.uint32(wide + half) & np.uint32(0xFFFF0000)
+                out[at] = np.uint32(checked(np.uint32(memory[base + at]))).view(np.float32)
 
     def store(
-        values: Any, shift: Any, given: Any, base: Any, out: Any, place: Any, size: Any
+        values: Any, shift: Any, given: Any, base: Any, held: Any, out: Any, place: Any, size: Any
     ) -> None:
-        bits = values.view(np.uint32)
-        for at in range(size):
-            wide = bits[at]
-            is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            bits[at] = np.uint32((quiet if is_nan else wide) >> shift) ^ given[base + at]
+        if shift:
+            for at in range(size):
+                word = checked(np.float32(rounded(values[at], one)).view(np.uint32))
+                held[at] = held.dtype.type(word >> last) ^ given[base + at]
+        else:
+            for at in range(size):
+                word = checked(np.float32(values[at]).view(np.uint32))
+                held[at] = held.dtype.type(word) ^ given[base + at]
         for at in range(size):  # apart, as `out` may be `given`, and then no loop is vectorized
-            out[place + at] = out.dtype.type(bits[at])
+            out[place + at] = held[at]
 
     of_W, of_first, of_second, of_grad = shifts[0], shifts[1], shifts[2], shifts[3]
-    none, places = np.uint32(0), strides.astype(np.uint64)
+    places = strides.astype(np.uint64)
+    odd_grad = np.uint32(of_grad >> np.uint32(4))
     # If only results are rounded, intermediate values keep all bits.
-    stage_W = none if rounds_once else of_W
-    stage_first = none if rounds_once else of_first
-    stage_second = none if rounds_once else of_second
+    stage_W = np.uint32(0) if rounds_once else np.uint32(of_W >> np.uint32(4))
+    stage_first = np.uint32(0) if rounds_once else np.uint32(of_first >> np.uint32(4))
+    stage_second = np.uint32(0) if rounds_once else np.uint32(of_second >> np.uint32(4))
     w, m, v = np.empty(1024, np.float32), np.empty(1024, np.float32), np.empty(1024, np.float32)
-    g, t = np.empty(1024, np.float32), np.empty(1024, np.float32)
-    largest = np.empty(1024, np.float32)
+    g, largest = np.empty(1024, np.float32), np.empty(1024, np.float32)
+    held_W, held_first = np.empty(1024, W_out.dtype), np.empty(1024, exp_avg_out.dtype)
+    held_second = np.empty(1024, exp_avg_sq_out.dtype)
     for first in range(0, count, 1024):
         size = np.uint64(min(1024, count - first))
         for row in range(1, taken.size):
-            clip, decay, coupled = factors[row, 0], factors[row, 1], factors[row, 2]
+            clip, coupled = factors[row, 0], factors[row, 2]
+            decay = factors[row, 1] if decays else np.float32(1)
             weight, beta1, beta2 = factors[row, 3], factors[row, 4], factors[row, 5]
             weight2, root, eps = factors[row, 6], factors[row, 7], factors[row, 8]
             scale, near = factors[row, 9], factors[row, 10] != 0
-            before = np.uint64(row - 1) * places[:3] + np.uint64(first)
-            load(W, before[0], of_W, w, size)
-            load(exp_avg, before[1], of_first, m, size)
-            load(exp_avg_sq, before[2], of_second, v, size)
-            if row == 1:
-                load(exp_avg_sq, before[2], of_second, largest, size)
-            elif keeps_largest:
-                raise_to(largest, v, size)
+            begin, before, here = np.uint64(first), np.uint64(row - 1), np.uint64(row)
+            load(W, begin + before * places[0], of_W, w, size)
+            load(exp_avg, begin + before * places[1], of_first, m, size)
+            load(exp_avg_sq, begin + before * places[2], of_second, v, size)
+            if keeps_largest:
+                for at in range(size):
+                    other = v[at]
+                    higher = row == 1 or other > largest[at] or other != other
+                    largest[at] = other if higher else largest[at]
             if taken[row]:
-                load(grad, np.uint64(row) * places[3] + np.uint64(first), of_grad, g, size)
+                load(grad, begin + here * places[3], of_grad, g, size)
                 if clip != np.float32(1):
                     for at in range(size):
-                        g[at] = g[at] * clip
-                    rounded(g, of_grad, size)
+                        g[at] = rounded(g[at] * clip, odd_grad)
                 if maximize:
                     for at in range(size):
                         g[at] = -g[at]
-                if decays:
-                    for at in range(size):
-                        w[at] = w[at] * decay
-                    rounded(w, stage_W, size)
                 if couples:
                     for at in range(size):
                         product = np.float64(w[at]) * np.float64(coupled)
-                        g[at] = np.float32(product + np.float64(g[at]))
-                    rounded(g, stage_W, size)
+                        g[at] = rounded(np.float32(product + np.float64(g[at])), stage_W)
                 if near:
                     for at in range(size):
                         change = np.float32(g[at] - m[at])
                         product = np.float64(change) * np.float64(weight)
-                        m[at] = np.float32(product + np.float64(m[at]))
+                        m[at] = rounded(np.float32(product + np.float64(m[at])), stage_first)
                 else:
                     for at in range(size):
                         change = np.float32(m[at] - g[at])
                         product = np.float64(change) * np.float64(beta1)
-                        m[at] = np.float32(product + np.float64(g[at]))
-                rounded(m, stage_first, size)
-                for at in range(size):
-                    v[at] = v[at] * beta2
-                rounded(v, stage_second, size)
+                        m[at] = rounded(np.float32(product + np.float64(g[at])), stage_first)
                 for at in range(size):
                     scaled = np.float32(g[at] * weight2)
                     product = np.float64(scaled) * np.float64(g[at])
-                    v[at] = np.float32(product + np.float64(v[at]))
-                rounded(v, stage_second, size)
-                if keeps_largest:
-                    for at in range(size):
-                        t[at] = largest[at]
-                    raise_to(t, v, size)
-                    for at in range(size):
-                        t[at] = np.sqrt(t[at])
-                else:
-                    for at in range(size):
-                        t[at] = np.sqrt(v[at])
-                rounded(t, stage_second, size)
+                    decayed = rounded(v[at] * beta2, stage_second)
+                    v[at] = rounded(np.float32(product + np.float64(decayed)), stage_second)
                 for at in range(size):
-                    t[at] = t[at] / root
-                rounded(t, stage_second, size)
-                for at in range(size):
-                    t[at] = t[at] + eps
-                rounded(t, stage_second, size)
-                for at in range(size):
-                    step = np.float32(scale * m[at])
-                    w[at] = w[at] + np.float32(step / t[at])
-            rounded(w, of_W, size)
-            if rounds_once:
-                rounded(m, of_first, size)
-                rounded(v, of_second, size)
-            bases = np.uint64(row) * places[:3] + np.uint64(first)
-            ends = np.uint64(row) * places[4:] + np.uint64(first)
+                    square = v[at]
+                    higher = not keeps_largest or square > largest[at] or square != square
+                    square = square if higher else largest[at]
+                    divisor = rounded(np.float32(np.sqrt(square)), stage_second)
+                    divisor = rounded(divisor / root, stage_second)
+                    divisor = rounded(divisor + eps, stage_second)
+                    step = np.float32(scale * m[at]) / divisor
+                    w[at] = rounded(w[at] * decay, stage_W) + step
+            at_W, at_first = begin + here * places[0], begin + here * places[1]
+            at_second = begin + here * places[2]
             if computed[0]:
-                store(w, of_W, W, bases[0], W_out, ends[0], size)
+                place = begin + here * places[4]
+                store(w, of_W, W, at_W, held_W, W_out, place, size)
             if computed[1]:
-                store(m, of_first, exp_avg, bases[1], exp_avg_out, ends[1], size)
+                place = begin + here * places[5]
+                store(m, of_first, exp_avg, at_first, held_first, exp_avg_out, place, size)
             if computed[2]:
-                store(v, of_second, exp_avg_sq, bases[2], exp_avg_sq_out, ends[2], size)
+                place = begin + here * places[6]
+                store(v, of_second, exp_avg_sq, at_second, held_second, exp_avg_sq_out, place, size)

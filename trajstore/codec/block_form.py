@@ -296,9 +296,13 @@ class BlockForm:
                 return
             rows = unit.computed(picks, entry)[self.array][picks[0].window.start :]
             values = rows[: picks[0].window.stop - picks[0].window.start]
-            if out.itemsize != values.itemsize:
-                values = widen(values, self.chain.native)
-            _place(values.view(out.dtype), picks, out)
+            if out.itemsize == values.itemsize:
+                _place(values.view(out.dtype), picks, out)
+            elif all(pick.taken is None for pick in picks):
+                place = out[tuple(pick.place for pick in picks)]
+                widen(values, self.chain.native, out=place.view(f"u{out.itemsize}"))
+            else:
+                _place(widen(values, self.chain.native), picks, out)
         except FormatError:  # of another array
             raise
         except (ValueError, RuntimeError, OverflowError) as error:
@@ -390,14 +394,11 @@ class _OpenUnit:
             form, tail, _ = self._open(name)
             offset, length = tail.index[entry].tolist()
             try:
-                data = self.fetched(name, offset, length)
-                if name != self._unit.gradient:
-                    held[name] = form.decoder.stored_form(data, windows)
+                if name == self._unit.gradient:
+                    grad = self._gradient(entry, windows)
                     continue
-                grad = np.empty(
-                    [part.stop - part.start for part in windows], form.chain.native.bits
-                )
-                form.decoder.decode(data, windows, grad)
+                data = self.fetched(name, offset, length)
+                held[name] = form.decoder.stored_form(data, windows)
             except (ValueError, RuntimeError) as error:
                 raise ValueError(f"{name}, bytes {offset} to {offset + length}: {error}") from error
         rows = windows[0].stop
@@ -406,6 +407,26 @@ class _OpenUnit:
         form, tail, _ = self._open(self._unit.gradient)
         first = tail.label.part * form.shape[1] + entry * form.chunk[1] + windows[1].start
         return self._unit.compute(held, grad, rates, first)
+
+    def _gradient(self, entry: int, windows: tuple[slice, ...]) -> Array:
+        """Bits of the gradient.
+
+        A part of the tokens needs the decompression of all. So the whole chunk is decoded, and
+        cached for other tokens.
+        """
+        form, tail, _ = self._open(self._unit.gradient)
+        name, rows, *others = form.array, windows[0].stop, *windows[1:]
+
+        def decoded() -> dict[str, Array]:
+            grad = np.empty((rows, *form.chunk[1:]), form.chain.native.bits)
+            whole = tuple(slice(0, length) for length in grad.shape)
+            form.decoder.decode(self.fetched(name, *tail.index[entry].tolist()), whole, grad)
+            return {name: grad}
+
+        if all(part == slice(0, n) for part, n in zip(others, form.chunk[1:], strict=True)):
+            return decoded()[name]
+        key = (form.chain, form.shape, form.chunk, tail.label.digest, entry)
+        return np.ascontiguousarray(cache.get(key, decoded, rows)[name][:rows, *others])
 
     def _rate(self, name: str, rows: int) -> Array:
         with self._lock:

@@ -82,9 +82,10 @@ class Decoder:
         elif frame[:1] == DIFFERENCES:
             self._decode_frame(frame[1:], window, out)
         elif self._chain.kind == "predicted":
-            start, stop = window[0].start, window[0].stop
-            values = self._predicted(frame, window)[start:stop]
-            self._put(values, out)
+            own = out.itemsize == self._chain.itemsize and window[0].start == 0
+            values = self._predicted(frame, window, out.view(self._bits) if own else None)
+            if not own:
+                self._put(values[window[0].start :], out)
         elif window[0].stop == 1:  # the key row
             self._put(self._corrections(frame, window), out)
         else:
@@ -146,8 +147,10 @@ class Decoder:
             values[1:] = left[:, *window[1:]]
         return values
 
-    def _predicted(self, frame: memoryview, window: tuple[slice, ...]) -> Array:
-        """Bits of the rows before the window's end."""
+    def _predicted(
+        self, frame: memoryview, window: tuple[slice, ...], out: Array | None = None
+    ) -> Array:
+        """Bits of the rows before the window's end, in `out` or in scratch memory."""
         (length,) = LENGTH.unpack_from(frame, 1)
         start = 1 + LENGTH.size
         head, body = frame[start : start + length], frame[start + length :]
@@ -175,7 +178,10 @@ class Decoder:
             axis=2,
         )
         left = self._unpack(body, 0, stop)[:, along_token, along_hidden]
-        return decode_rows(taken, left, self._chain.native)
+        if out is None:
+            out = scratch.array("predicted", left.shape, self._bits)
+        decode_rows(taken, left, self._chain.native, out)
+        return out
 
     def _put(self, bits: Array, out: npt.NDArray[np.generic]) -> None:
         if out.itemsize == bits.itemsize:

@@ -273,13 +273,13 @@ class ComputedUnit:
     def _rates(rates: Mapping[str, Array], skips: int) -> list[Rates | None]:
         """Numbers of each step; None if no step was taken, or its learning rate is unknown."""
         made: list[Rates | None] = []
-        for row, (step, lr) in enumerate(zip(rates["step"], rates["lr"], strict=True)):
-            skipped = "skipped" in rates and bool(rates["skipped"][row] == 1)
-            skips += skipped
-            clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
-            taken = not skipped and int(step) > skips and math.isfinite(lr)
-            numbers = Rates(step=int(step) - skips, lr=float(lr), clip=clip)
-            made.append(numbers if taken else None)
+        steps = rates["step"].tolist()
+        skipped = rates["skipped"].tolist() if "skipped" in rates else [0] * len(steps)
+        clips = rates["clip_coef"].tolist() if "clip_coef" in rates else [1.0] * len(steps)
+        for step, lr, skip, clip in zip(steps, rates["lr"].tolist(), skipped, clips, strict=True):
+            skips += skip == 1
+            taken = skip != 1 and step > skips and math.isfinite(lr)
+            made.append(Rates(step=step - skips, lr=lr, clip=clip) if taken else None)
         return made
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.prediction_loop import run_decoding_loop, run_encoding_loop
+from trajstore.codec.scratch_memory import scratch
 from trajstore.values.native_types import NativeType, narrow, widen
 from trajstore.values.rounding import cast, check_subnormals, result_bits
 
@@ -33,7 +34,7 @@ _SAMPLE = 72  # approximate number of tokens that determine the directions of a 
 
 
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
-    """Coefficients of a chunk, and the differences to their prediction.
+    """Coefficients of a chunk, and the differences to their prediction, in scratch memory.
 
     Parameters
     ----------
@@ -50,8 +51,9 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     """
     check_subnormals()
     rows, tokens, hidden = bits.shape
-    coefficients = np.zeros((rows, MOST_TERMS, hidden + tokens), native.bits)
-    differences = np.empty(bits.shape, native.bits)
+    coefficients = scratch.array("terms", (rows, MOST_TERMS, hidden + tokens), native.bits)
+    coefficients.fill(0)
+    differences = scratch.array("differences", bits.shape, native.bits)
     every = max(1, tokens // _SAMPLE)
     # A sampled token stands for `every` tokens, which share the direction.
     price = _BITS[native.itemsize] * (-(-tokens // every) + hidden // every)
@@ -75,8 +77,8 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     return (coefficients[:, : used[-1] + 1], differences) if used.size else None
 
 
-def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> Array:
-    """Bits of rows; the inverse of `coefficients_and_differences`.
+def decode_rows(coefficients: Array, differences: Array, native: NativeType, bits: Array) -> None:
+    """Restore the bits of rows; the inverse of `coefficients_and_differences`.
 
     Parameters
     ----------
@@ -85,16 +87,16 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
     differences : ndarray, (row, token, hidden)
         Differences of the same selection.
     native : NativeType
+    bits : ndarray of ``native.bits``, (row, token, hidden)
+        Receives the rows.
     """
     check_subnormals()
-    bits = np.empty(differences.shape, native.bits)
     if run_decoding_loop(coefficients, differences, native, bits):
-        return bits
+        return
     for row, folded in enumerate(differences):  # one row stays in the cache
         predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
         predicted += _unfolded(folded)
         bits[row] = _unordered(predicted, native)
-    return bits
 
 
 def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:

@@ -23,6 +23,8 @@ _DECODING = CompiledLoop("trajstore.codec.prediction_loop", "decoded_rows")
 
 _WORK = 4  # numbers that NumPy processes in the time of one value of the encoding
 
+_GROUP = 16  # tokens that fit into the L1 cache
+
 _TYPES = {"bfloat16": 16, "float32": 0}
 """Types whose bits are the highest of a float32, with the number of omitted bits."""
 
@@ -71,7 +73,6 @@ def run_encoding_loop(
         return False
     rows, tokens, hidden = bits.shape
     shape = (rows, tokens, hidden, terms.shape[1])
-    width = max(8, 1 << (hidden - 1).bit_length())
     return _ENCODING.run(
         memory_of(bits),
         bits.strides[0] // bits.itemsize,
@@ -79,7 +80,7 @@ def run_encoding_loop(
         terms.reshape(-1),
         differences.reshape(-1),
         native.spare_bits,
-        width,
+        max(8, 1 << (hidden - 1).bit_length()),
         every,
         price,
         trials,
@@ -153,93 +154,109 @@ def terms_and_differences(
         Relative spacing of values, below which what is left of a token has less weight.
     """
     rows, tokens, hidden, most = shape
+    half = width >> 1
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
-    shift = np.uint32(spare)
-    half = np.uint32(0x7FFF) if spare else np.uint32(0)
+    middle = np.uint32(0x7FFF) if spare else np.uint32(0)
     odd = one if spare else np.uint32(0)
     kept = np.uint32(0xFFFF0000) if spare else np.uint32(0xFFFFFFFF)
     item = bits.dtype.type
     sign, single = item(1 << (31 - spare)), item(1)
-    highest = item(31 - spare)
+    ones = item(sign | item(sign - single))
     zero, infinity = np.float32(0), np.float32(np.inf)
 
-    # Functions within the loop are inlined by numba.
-    def rounded(values: Any, size: Any) -> None:
-        wide = values.view(np.uint32)
-        for at in range(size):
-            word = wide[at]
-            nearest = np.uint32(np.uint32(word + np.uint32(half + ((word >> last) & odd))) & kept)
-            is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            wide[at] = quiet if is_nan else nearest
-
-    def halved(products: Any) -> Any:
-        length = width >> 1
-        while length > 4:
-            for at in range(length):
-                products[at] += products[np.uint64(at + length)]
-            length >>= 1
-        one, other = products[0] + products[4], products[1] + products[5]
-        return (one + (products[2] + products[6])) + (other + (products[3] + products[7]))
-
-    def ordered(value: Any) -> Any:
-        return item(value ^ item(sign | item(item(0) - item(value >> highest))))
-
     samples = (tokens + every - 1) // every
-    left = np.zeros((samples, width), np.float32)
-    total = np.zeros((samples, width), np.float32)
-    sampled = np.zeros((samples, width), bits.dtype)
-    scaled = np.zeros((samples, width), np.float32)
+    left = np.zeros(samples * width, np.float32)
+    total = np.zeros(samples * width, np.float32)
+    sampled = np.full(samples * width, sign, bits.dtype)  # that of padding
+    scaled = np.zeros(samples * width, np.float32)
     spacings = np.zeros(samples, np.float32)
     powers = np.zeros(samples, np.float32)
-    directions = np.zeros((most, width), np.float32)
+    directions = np.zeros(most * width, np.float32)
     squares = np.zeros(most, np.float32)
     products = np.zeros(width, np.float32)
     summed = np.zeros(width, np.float32)
-    value = np.zeros(width, np.float32)
-    made = np.zeros(width, np.float32)
-    factor = np.zeros(1, np.float32)
+    values = np.zeros(_GROUP * width, np.float32)
+    made = np.zeros(_GROUP * width, np.float32)
+    factors = np.zeros(max(samples, _GROUP), np.float32)
+    # A view within a loop takes longer than the loop.
+    left_bits, total_bits = left.view(np.uint32), total.view(np.uint32)
+    directions_bits = directions.view(np.uint32)
+    values_bits, made_bits = values.view(np.uint32), made.view(np.uint32)
+    factors_bits = factors.view(np.uint32)
+
+    # Functions within the loop are inlined by numba.
+    def nearest(word: Any) -> Any:
+        made = np.uint32(np.uint32(word + np.uint32(middle + ((word >> last) & odd))) & kept)
+        is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        return quiet if is_nan else made
+
+    def round_bits(words: Any, first: Any, size: Any) -> None:
+        for at in range(size):
+            words[first + np.uint64(at)] = nearest(words[first + np.uint64(at)])
+
+    def dot(ones: Any, first: Any, others: Any, start: Any) -> Any:
+        for at in range(half):
+            here, there = np.uint64(at), np.uint64(at + half)
+            products[here] = (
+                ones[first + here] * others[start + here]
+                + ones[first + there] * others[start + there]
+            )
+        length = half
+        while length > 16 or 16 > length > 1:
+            length >>= 1
+            for at in range(length):
+                products[np.uint64(at)] += products[np.uint64(at + length)]
+        if length == 1:
+            return products[0]
+        p = products
+        return (((p[0] + p[8]) + (p[4] + p[12])) + ((p[2] + p[10]) + (p[6] + p[14]))) + (
+            ((p[1] + p[9]) + (p[5] + p[13])) + ((p[3] + p[11]) + (p[7] + p[15]))
+        )
+
+    def wide(word: Any) -> Any:
+        return np.uint32(np.uint32(word) << last) if spare else np.uint32(word)
+
+    def native(word: Any) -> Any:
+        return item(word >> last) if spare else item(word)
+
+    def ordered(value: Any) -> Any:
+        return item(value ^ ones) if value & sign else item(value ^ sign)
+
+    def folded(difference: Any) -> Any:
+        doubled = item(difference << single)
+        return item(doubled ^ ones) if difference & sign else doubled
+
+    none = np.uint64(0)
     for row in range(rows):
         base = np.uint64(row * stride)
         # A row without a finite number other than 0 has no terms.
-        found = np.uint32(0)
-        finite: Any = True
+        greatest = np.uint32(0)
         for at in range(tokens * hidden):
-            word = np.uint32(bits[base + np.uint64(at)]) << shift
-            magnitude = np.uint32(word & np.uint32(0x7FFFFFFF))
-            found |= magnitude
-            finite &= magnitude < np.uint32(0x7F800000)
+            word = wide(bits[base + np.uint64(at)])
+            greatest = max(greatest, np.uint32(word & np.uint32(0x7FFFFFFF)))
         count = 0
-        if finite and found:
+        if np.uint32(0) < greatest < np.uint32(0x7F800000):
             size = np.int64(0)
             for token in range(samples):
                 source = base + np.uint64(token * every * hidden)
-                wide = left[token].view(np.uint32)
+                place = np.uint64(token * width)
                 for at in range(hidden):
                     word = bits[source + np.uint64(at)]
-                    wide[at] = np.uint32(word) << shift
-                    sampled[token, at] = ordered(word)
-                    total[token, at] = zero
-                for at in range(width):
-                    if at >= hidden:
-                        left[token, at] = zero
-                    products[at] = left[token, at] * left[token, at]
-                spacings[token] = np.sqrt(halved(products)) * spacing
+                    left_bits[place + np.uint64(at)] = wide(word)
+                    sampled[place + np.uint64(at)] = ordered(word)
+                spacings[token] = np.sqrt(dot(left, place, left, place)) * spacing
+            total[:] = zero
             for trial in range(most + 1):
                 # Estimated bits of the differences to the prediction so far.
                 now = np.int64(trial * price)
                 for token in range(samples):
-                    made[:] = total[token]
-                    rounded(made, hidden)
-                    wide = made.view(np.uint32)
+                    place = np.uint64(token * width)
                     amount = np.uint32(0)
-                    for at in range(hidden):
-                        change = item(sampled[token, at] - ordered(item(wide[at] >> shift)))
-                        doubled = item(change << single)
-                        folded = item(doubled ^ item(item(0) - item(change >> highest)))
-                        value[at] = np.float32(folded)
-                    wide = value.view(np.uint32)
-                    for at in range(hidden):
-                        exponent = wide[at] >> np.uint32(23)
+                    for at in range(width):
+                        word = total_bits[place + np.uint64(at)]
+                        predicted = ordered(native(nearest(word)))
+                        change = folded(item(sampled[place + np.uint64(at)] - predicted))
+                        exponent = np.float32(change).view(np.uint32) >> np.uint32(23)
                         amount += np.uint32(exponent - np.uint32(126)) if exponent else np.uint32(0)
                     now += np.int64(amount)
                 if trial == 0 or now < size:
@@ -247,105 +264,107 @@ def terms_and_differences(
                 if trial == most or trial == count + trials:
                     break
                 # The main direction of what is left, by the power method.
-                largest, place = zero, 0
+                largest, main = zero, 0
                 for token in range(samples):
-                    for at in range(width):
-                        products[at] = left[token, at] * left[token, at]
-                    length = np.sqrt(halved(products)) + spacings[token]
+                    place = np.uint64(token * width)
+                    length = np.sqrt(dot(left, place, left, place)) + spacings[token]
                     weight = np.float32(1) / length if length > zero else zero
                     for at in range(width):
-                        scaled[token, at] = left[token, at] * weight
-                        products[at] = scaled[token, at] * scaled[token, at]
-                    powers[token] = halved(products)
+                        scaled[place + np.uint64(at)] = left[place + np.uint64(at)] * weight
+                    powers[token] = dot(scaled, place, scaled, place)
                     length = np.sqrt(powers[token])
                     if not length <= largest:
-                        largest, place = length, token
+                        largest, main = length, token
                         if not length < infinity:
                             break
                 if not (zero < largest < infinity):
                     break
-                direction = directions[trial]
+                direction = np.uint64(trial * width)
                 for at in range(width):
-                    direction[at] = scaled[place, at] / largest
+                    value = scaled[np.uint64(main * width + at)]
+                    directions[direction + np.uint64(at)] = value / largest
                 for iteration in range(2 * iterations):
-                    for at in range(width):
-                        summed[at] = zero
+                    summed[:] = zero
                     for token in range(samples):
-                        for at in range(width):
-                            products[at] = scaled[token, at] * direction[at]
-                        along = halved(products)
+                        place = np.uint64(token * width)
+                        along = dot(scaled, place, directions, direction)
                         if iteration >= iterations:
                             apart = powers[token] - along * along
                             along /= (zero if apart < zero else apart) + near
                         for at in range(width):
-                            summed[at] += scaled[token, at] * along
-                    for at in range(width):
-                        products[at] = summed[at] * summed[at]
-                    length = np.sqrt(halved(products))
+                            summed[np.uint64(at)] += scaled[place + np.uint64(at)] * along
+                    length = np.sqrt(dot(summed, none, summed, none))
                     if not length > zero:
                         break
                     for at in range(width):
-                        direction[at] = summed[at] / length
-                rounded(direction, width)
-                for at in range(width):
-                    products[at] = direction[at] * direction[at]
-                squares[trial] = halved(products)
+                        directions[direction + np.uint64(at)] = summed[np.uint64(at)] / length
+                round_bits(directions_bits, direction, width)
+                squares[trial] = dot(directions, direction, directions, direction)
+                for token in range(samples):
+                    along = dot(left, np.uint64(token * width), directions, direction)
+                    factors[np.uint64(token)] = along / squares[trial]
+                round_bits(factors_bits, none, samples)
                 usable = True
                 for token in range(samples):
+                    factor = factors[np.uint64(token)]
+                    usable &= np.abs(factor) < infinity
+                    place = np.uint64(token * width)
                     for at in range(width):
-                        products[at] = left[token, at] * direction[at]
-                    factor[0] = halved(products) / squares[trial]
-                    rounded(factor, 1)
-                    usable &= np.abs(factor[0]) < infinity
-                    for at in range(width):
-                        product = factor[0] * direction[at]
-                        total[token, at] += product
-                        left[token, at] -= product
+                        product = factor * directions[direction + np.uint64(at)]
+                        total[place + np.uint64(at)] += product
+                        left[place + np.uint64(at)] -= product
                 if not usable:
                     break
         # Coefficients of all tokens; a term with one that is not finite is the first omitted one.
         ready = False
         while not ready:
             ready = True
-            for token in range(tokens):
-                source = base + np.uint64(token * hidden)
-                target = np.uint64((row * tokens + token) * hidden)
-                wide = value.view(np.uint32)
-                for at in range(hidden):
-                    wide[at] = np.uint32(bits[source + np.uint64(at)]) << shift
-                    made[at] = zero
+            for begin in range(0, tokens, _GROUP):
+                group = min(_GROUP, tokens - begin)
+                source = base + np.uint64(begin * hidden)
+                # Without padding, the tokens are one piece.
+                pieces, together = (1, group * hidden) if hidden == width else (group, hidden)
+                for piece in range(pieces):
+                    place, start = np.uint64(piece * width), source + np.uint64(piece * hidden)
+                    for at in range(together):
+                        values_bits[place + np.uint64(at)] = wide(bits[start + np.uint64(at)])
+                made[:] = zero
                 for term in range(count):
-                    direction = directions[term]
-                    for at in range(width):
-                        products[at] = value[at] * direction[at]
-                    factor[0] = halved(products) / squares[term]
-                    rounded(factor, 1)
-                    if not np.abs(factor[0]) < infinity:
-                        ready, count = False, term
+                    direction = np.uint64(term * width)
+                    for token in range(group):
+                        along = dot(values, np.uint64(token * width), directions, direction)
+                        factors[np.uint64(token)] = along / squares[term]
+                    round_bits(factors_bits, none, group)
+                    end = np.uint64((row * most + term) * (hidden + tokens) + hidden + begin)
+                    for token in range(group):
+                        factor = factors[np.uint64(token)]
+                        ready &= np.abs(factor) < infinity
+                        terms[end + np.uint64(token)] = native(factors_bits[np.uint64(token)])
+                        place = np.uint64(token * width)
+                        for at in range(width):
+                            product = factor * directions[direction + np.uint64(at)]
+                            made[place + np.uint64(at)] += product
+                            values[place + np.uint64(at)] -= product
+                    if not ready:
+                        count = term
                         break
-                    end = np.uint64((row * most + term) * (hidden + tokens) + hidden + token)
-                    terms[end] = item(factor.view(np.uint32)[0] >> shift)
-                    for at in range(width):
-                        product = factor[0] * direction[at]
-                        made[at] += product
-                        value[at] -= product
                 if not ready:
                     break
-                rounded(made, hidden)
-                wide = made.view(np.uint32)
-                for at in range(hidden):
-                    word = ordered(bits[source + np.uint64(at)])
-                    change = item(word - ordered(item(wide[at] >> shift)))
-                    doubled = item(change << single)
-                    differences[target + np.uint64(at)] = doubled ^ item(
-                        item(0) - item(change >> highest)
-                    )
+                round_bits(made_bits, none, group * width)
+                target = np.uint64((row * tokens + begin) * hidden)
+                for piece in range(pieces):
+                    place, start = np.uint64(piece * width), source + np.uint64(piece * hidden)
+                    end = target + np.uint64(piece * hidden)
+                    for at in range(together):
+                        predicted = ordered(native(made_bits[place + np.uint64(at)]))
+                        change = item(ordered(bits[start + np.uint64(at)]) - predicted)
+                        differences[end + np.uint64(at)] = folded(change)
         for term in range(most):
             first = np.uint64((row * most + term) * (hidden + tokens))
             if term < count:
-                wide = directions[term].view(np.uint32)
                 for at in range(hidden):
-                    terms[first + np.uint64(at)] = item(wide[at] >> shift)
+                    word = directions_bits[np.uint64(term * width + at)]
+                    terms[first + np.uint64(at)] = native(word)
             else:
                 for at in range(hidden + tokens):
                     terms[first + np.uint64(at)] = item(0)
@@ -363,52 +382,58 @@ def decoded_rows(
     """The loop of `run_decoding_loop`. Arrays are 1-D memory; strides are values between rows."""
     rows, tokens, hidden, terms = shape
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
-    shift = np.uint32(spare)
-    half = np.uint32(0x7FFF) if spare else np.uint32(0)
+    middle = np.uint32(0x7FFF) if spare else np.uint32(0)
     odd = one if spare else np.uint32(0)
     kept = np.uint32(0xFFFF0000) if spare else np.uint32(0xFFFFFFFF)
     item = bits.dtype.type
     sign, single = item(1 << (31 - spare)), item(1)
-    highest, none = item(31 - spare), item(0)
-    directions = np.empty((terms, hidden), np.float32)
-    factor = np.empty(1, np.float32)
-    made = np.empty(hidden, np.float32)
+    ones, none = item(sign | item(sign - single)), item(0)
+    directions = np.empty(terms * hidden, np.float32)
+    made = np.empty(_GROUP * hidden, np.float32)
+
+    def wide(word: Any) -> Any:
+        return np.uint32(np.uint32(word) << last) if spare else np.uint32(word)
+
     length = hidden + tokens
     for row in range(rows):
         used = 0
         for term in range(terms):
             first = np.uint64((row * terms + term) * length)
-            wide = directions[term].view(np.uint32)
             held = none
             for at in range(length):
                 held |= coefficients[first + np.uint64(at)]
             if held:
                 used = term + 1
             for at in range(hidden):
-                wide[at] = np.uint32(coefficients[first + np.uint64(at)]) << shift
-        for token in range(tokens):
-            source = np.uint64(row * stride + token * hidden)
-            target = np.uint64(row * out_stride + token * hidden)
-            for at in range(hidden):
-                made[at] = np.float32(0)
+                word = np.uint32(wide(coefficients[first + np.uint64(at)]))
+                directions[np.uint64(term * hidden + at)] = word.view(np.float32)
+        for begin in range(0, tokens, _GROUP):
+            group = min(_GROUP, tokens - begin)
+            source = np.uint64(row * stride + begin * hidden)
+            target = np.uint64(row * out_stride + begin * hidden)
+            made[:] = np.float32(0)
             for term in range(used):
-                place = np.uint64((row * terms + term) * length + hidden + token)
-                factor.view(np.uint32)[0] = np.uint32(coefficients[place]) << shift
-                weight = factor[0]
-                for at in range(hidden):
-                    made[at] += weight * directions[term, at]
-            wide = made.view(np.uint32)
-            for at in range(hidden):
-                word = wide[at]
-                nearest = np.uint32(
-                    np.uint32(word + np.uint32(half + ((word >> last) & odd))) & kept
+                direction = np.uint64(term * hidden)
+                end = np.uint64((row * terms + term) * length + hidden + begin)
+                for token in range(group):
+                    weight = np.uint32(wide(coefficients[end + np.uint64(token)])).view(np.float32)
+                    place = np.uint64(token * hidden)
+                    for at in range(hidden):
+                        product = weight * directions[direction + np.uint64(at)]
+                        made[place + np.uint64(at)] += product
+            for at in range(group * hidden):
+                word = np.float32(made[np.uint64(at)]).view(np.uint32)
+                near = np.uint32(
+                    np.uint32(word + np.uint32(middle + ((word >> last) & odd))) & kept
                 )
                 is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                value = item((quiet if is_nan else nearest) >> shift)
-                predicted = item(value ^ item(sign | item(none - item(value >> highest))))
+                near = quiet if is_nan else near
+                value = item(near >> last) if spare else item(near)
+                predicted = item(value ^ ones) if value & sign else item(value ^ sign)
                 folded = differences[source + np.uint64(at)]
-                change = item(item(folded >> single) ^ item(none - item(folded & single)))
+                half = item(folded >> single)
+                change = item(half ^ ones) if folded & single else half
                 total = item(predicted + change)
-                bits[target + np.uint64(at)] = total ^ item(
-                    sign | item(item(total >> highest) - single)
+                bits[target + np.uint64(at)] = (
+                    item(total ^ sign) if total & sign else item(total ^ ones)
                 )

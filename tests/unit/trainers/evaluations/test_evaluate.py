@@ -55,7 +55,7 @@ def test_a_failure_keeps_the_steps_before_it_and_the_same_call_continues(
 ) -> None:
     out = tmp_path / "out.zarr"
     (tmp_path / "fails 4").touch()
-    message = r"step 4: .*probe raised AttributeError: .*missing.* \(probe.py, line 5\).*4 steps"
+    message = r"step 4: .*probe raised AttributeError.*missing.* \(probe.py, line 5\).*up to step 3"
     with pytest.raises(InvalidArgument, match=message):
         evaluate(recorded.path, probe, out, jobs=jobs)
     assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2, 3]

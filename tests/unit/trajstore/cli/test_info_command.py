@@ -59,19 +59,6 @@ def test_what_differs_between_the_stretches_of_a_run_is_shown(
     ]
 
 
-def test_groups_of_an_optimizer_show_what_differs(
-    small_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"lr": 0.1, "weight_decay": 0.01}
-    groups = [{"hyperparameters": settings}, {"hyperparameters": settings | {"weight_decay": 0.0}}]
-    optimizer = {"hyperparameters": settings, "groups": groups}
-    print_information("run.zarr", information(small_run[0]) | {"optimizer": optimizer})
-    printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if "groups" in line] == [
-        "  groups.1.hyperparameters.weight_decay = 0.0"
-    ]
-
-
 def test_corrections_are_counted_for_one_run(sample: Path, tmp_path: Path) -> None:
     path = sample_part(sample, tmp_path / "run.zarr")
     done = CliRunner().invoke(main, ["info", str(path), "--corrections"])

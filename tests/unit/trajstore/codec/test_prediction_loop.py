@@ -57,9 +57,12 @@ def test_the_loops_give_the_bits_of_numpy(
             monkeypatch.setattr(fresh, "is_worth", lambda count, compiled=compiled: compiled)
             monkeypatch.setattr(prediction_loop, loop, fresh)
             loops.append(fresh)
-        made.append(coefficients_and_differences(bits, native))
-        assert made[-1] is not None
-        np.testing.assert_array_equal(decode_rows(*made[-1], native), bits)
+        found = coefficients_and_differences(bits, native)
+        assert found is not None
+        made.append([each.copy() for each in found])
+        decoded = np.empty_like(bits)
+        decode_rows(*made[-1], native, decoded)
+        np.testing.assert_array_equal(decoded, bits)
         assert all(loop._ready for loop in loops) or not compiled
     for one, other in zip(*made, strict=True):
         np.testing.assert_array_equal(one, other)
