@@ -25,7 +25,6 @@ from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 from trajstore.errors import FormatError
 from trajstore.schema import EVALUATION
-from trajstore.store.metadata.object_keys import DOCUMENT
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -59,6 +58,8 @@ def _opened(paths: Sequence[str], others: Sequence[str], common_steps: bool) -> 
 
 
 def _is_evaluation(path: str) -> bool:
+    from trajstore.store.metadata.object_keys import DOCUMENT
+
     document = Path(path, DOCUMENT)
     return document.is_file() and f'"{EVALUATION}"'.encode() in document.read_bytes()
 
