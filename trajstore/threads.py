@@ -53,6 +53,7 @@ def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> 
     threads = threads or default_threads()
     waiting: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="trajstore-job")
+    waits = True
     try:
         for job in jobs:
             waiting.append(submit(pool, job))
@@ -60,5 +61,10 @@ def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> 
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except GeneratorExit:
+        # The garbage collector closes an abandoned iterator in any thread, also in one that is
+        # starting. Waiting for threads can block there forever.
+        waits = False
+        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=waits, cancel_futures=True)

@@ -71,6 +71,22 @@ def test_after_a_failure_no_job_is_begun() -> None:
     assert max(begun) < 8
 
 
+def test_closing_the_results_waits_for_no_job() -> None:
+    started, gate = threading.Event(), threading.Event()
+    opened = []
+
+    def wait() -> None:
+        started.set()
+        opened.append(gate.wait(10))
+
+    results = in_parallel([int, wait, wait], threads=1)
+    assert next(results) == 0
+    assert started.wait(10)
+    results.close()
+    assert not opened
+    gate.set()
+
+
 def test_a_pool_that_takes_no_more_has_it_done_by_the_caller() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
