@@ -23,7 +23,7 @@ from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, file_stem, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import EVALUATION
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ def _opened(paths: Sequence[str], others: Sequence[str], common_steps: bool) -> 
     from trajstore.store.reading.open_run import open_run
 
     if _is_evaluation(paths[0]):
+        if common_steps:
+            raise InvalidArgument(
+                "--common-steps is for runs, got the store of an evaluation; leave it out"
+            )
         return [_evaluation(path) for path in (*paths, *others)]
     ds = opened(paths, common_steps=common_steps)
     return [*(each_run(ds) if len(paths) > 1 else [ds]), *map(open_run, others)]

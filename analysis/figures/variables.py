@@ -134,6 +134,8 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
     ):
         ax.plot(data["step"].values, values, color=color, label=str(label))
     with_legend(ax)
+    if data.attrs["every"] > 1:
+        note(ax, f"1 of every {data.attrs['every']} steps")
 
 
 def _parameters(scan: Scan, options: Options) -> xr.Dataset:

@@ -295,7 +295,7 @@ class ModelState:
         if not self._others or "params_grad" not in rows.variables:
             return
         gradients = [tensor.grad for tensor in self._others]
-        mixed = len({grad.dtype for grad in gradients if grad is not None}) > 1
+        mixed = len(set(self._part_types("params_grad", gradients))) > 1
         if mixed and unscale != 1.0:  # rounded to the type of each, not to that of the vector
             gradients = [None if grad is None else grad * unscale for grad in gradients]
         place = self._set_vector(rows, "params_grad", gradients, missing=float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 from collections.abc import Mapping
@@ -93,7 +94,9 @@ def data_set_identity(data_set: Any) -> dict[str, Any]:
 
 def class_name(value: Any) -> str:
     """Return the full name of a function, or of the class of another object."""
-    kind = value if inspect.isfunction(value) else type(value)
+    if isinstance(value, functools.partial):
+        return f"functools.partial({class_name(value.func)})"
+    kind = value if inspect.isfunction(value) or inspect.ismethod(value) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

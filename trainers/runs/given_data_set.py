@@ -47,9 +47,16 @@ def given_data_set(given: Any, recorded: Mapping[str, Any], *, with_index: bool)
         path = Path(given)
         columns = recorded.get("columns", ("input_ids", "labels"))
         data_set = _saved(path) if path.is_dir() else _of_file(path, columns, with_index)
-    if "sha256" in recorded and (found := data_set_identity(data_set)) != {
-        name: value for name, value in recorded.items() if name != "class"
-    }:
+    if "sha256" not in recorded:
+        return data_set
+    try:
+        found = data_set_identity(data_set)
+    except (TypeError, KeyError, IndexError) as error:
+        raise FormatError(
+            f"dataset: got {type(given).__name__}, which is no sequence of examples ({error!r}); "
+            "give the data set that the Trainer was trained with, such as one split"
+        ) from error
+    if found != {name: value for name, value in recorded.items() if name != "class"}:
         raise CorpusError(
             f"the data set has {_shown(found)}, but that of the run has {_shown(recorded)}; give "
             "the data set that the Trainer was trained with"

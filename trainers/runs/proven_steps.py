@@ -155,7 +155,8 @@ def prove_steps(
         The training data set of a Trainer: the object, a folder of ``Dataset.save_to_disk``, or a
         file with ``input_ids`` (example, position) and, if they differ, ``labels``.
     collator : callable, optional
-        The ``data_collator`` of the Trainer, if it had one. It must not draw random numbers.
+        ``trainer.data_collator``, unless it is transformers' ``default_data_collator``; with a
+        tokenizer it is not. It must not draw random numbers.
     constructor : callable, optional
         As for `model_at`, for a model that is not one of transformers.
     on_progress : callable, optional

@@ -108,7 +108,13 @@ class RepeatedTrainer:
         """Train from the row of a step up to the last step, or the first different row."""
         model = StepModel(self._stored, self._constructor).module
         if self._facts["attention"] and isinstance(model, transformers.PreTrainedModel):
-            model.set_attn_implementation(self._facts["attention"])
+            try:
+                model.set_attn_implementation(self._facts["attention"])
+            except (ImportError, ValueError) as error:
+                raise InvalidArgument(
+                    f"the run was trained with the attention {self._facts['attention']}, which "
+                    f"cannot be used here ({error}); repeat it on a machine that has it"
+                ) from error
         if self._facts["loss_type"]:
             model.loss_type = self._facts["loss_type"]
         recording, comparison = self._stored.attributes["recording"], Comparison()
@@ -160,11 +166,12 @@ class RepeatedTrainer:
                 **self._facts["arguments"],
                 **QUIET,
             )
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             version = self._stored.attributes["provenance"]["transformers"]
             raise InvalidArgument(
                 f"transformers {transformers.__version__} refuses the recorded arguments of the "
-                f"Trainer ({error}); install transformers {version}"
+                f"Trainer ({error}); install transformers {version}, or repeat "
+                "the steps on the kind of device that recorded them"
             ) from error
 
 

@@ -109,7 +109,7 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
     with pytest.raises(InvalidArgument, match="step: got '1', expected a whole number"):
         model_at(recorded.path, "1")
     run = sample_run(tmp_path / "run.zarr")
-    with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*--record everything"):
+    with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*tier everything"):
         model_at(run, 1)
     part = record_gpt2(tmp_path, record=("W", "params_grad")).path
     with pytest.raises(VariableNotRecorded, match="not hold all parameters"):
