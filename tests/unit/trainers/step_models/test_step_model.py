@@ -84,8 +84,9 @@ def test_a_missing_constructor_and_a_wrong_one(own: Any, recorded: Any) -> None:
 def test_another_version_of_transformers_is_named(
     recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    used = "trajstore.trainers.step_models.step_model.transformers"  # tests may import it again
     version = transformers.__version__
-    monkeypatch.setattr(transformers, "__version__", "99.0")
+    monkeypatch.setattr(f"{used}.__version__", "99.0")
 
     class Renamed(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -93,10 +94,10 @@ def test_another_version_of_transformers_is_named(
             self.transformer.other = self.transformer.ln_f
             del self.transformer.ln_f
 
-    monkeypatch.setattr(transformers, "GPT2LMHeadModel", Renamed)
+    monkeypatch.setattr(f"{used}.GPT2LMHeadModel", Renamed)
     with pytest.raises(InvalidArgument, match=rf"no transformer.other.*{version}.*99.0: install"):
         model_at(recorded.path, 1)
-    monkeypatch.setattr(transformers, "GPT2LMHeadModel", None)
+    monkeypatch.setattr(f"{used}.GPT2LMHeadModel", None)
     with pytest.raises(InvalidArgument, match=rf"GPT2LMHeadModel.*99.0 does not have.*{version}"):
         model_at(recorded.path, 1)
 

@@ -54,6 +54,7 @@ def run(written: Path, tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows of another copy would be found."""
+    cache.clear()
     monkeypatch.setattr(cache, "_most", 0)
 
 
