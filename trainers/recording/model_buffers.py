@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from trajstore.errors import RecordingError
+from trajstore.trainers.recording.flat_vectors import FLOATS
 from trajstore.trainers.recording.torch_internals import name_outside_compile, version
 
 __all__ = ["ModelBuffers", "named_buffers"]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalizations. They may begin to change at any step."""
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +108,7 @@ class ModelBuffers:
         """Return the recorded buffers as one vector; float64 if their types differ."""
         chosen = {name: tensors[name].detach().flatten() for name in self.names}
         kinds = {tensor.dtype for tensor in chosen.values()}
-        if len(kinds) == 1 and kinds.issubset(_FLOATS):
+        if len(kinds) == 1 and kinds.issubset(FLOATS):
             return torch.cat(list(chosen.values()))
         return torch.cat([_as_float64(name, tensor) for name, tensor in chosen.items()])
 
@@ -125,7 +124,7 @@ def _as_float64(name: str, buffer: torch.Tensor) -> torch.Tensor:
     if buffer.device.type == "mps":  # which has no float64
         buffer = buffer.cpu()
     wide = buffer.real.double() if buffer.is_complex() else buffer.double()
-    if buffer.dtype not in _FLOATS and not torch.equal(wide.to(buffer.dtype), buffer):
+    if buffer.dtype not in FLOATS and not torch.equal(wide.to(buffer.dtype), buffer):
         raise RecordingError(
             f"the buffer {name} has values of {buffer.dtype} that float64 does not have; record "
             "all instead of everything"

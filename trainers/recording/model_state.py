@@ -8,7 +8,6 @@ values of each. The conversion is exact; NaN keeps the part of its payload that 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -21,17 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.flat_vectors import check_joinable, join, joint_type, same_bits
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
-from trajstore.trainers.recording.torch_internals import (
-    copy_each,
-    name_outside_compile,
-    outside_compile,
-)
+from trajstore.trainers.recording.torch_internals import name_outside_compile, outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["OPTIMIZER_STATE", "STATE", "ModelState", "same_bits"]
+__all__ = ["OPTIMIZER_STATE", "STATE", "ModelState"]
 
 _MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
 _TYPE_KEYS = {name: f"{kind}_dtype" for kind, name in VECTORS.items() if kind != "W"}
@@ -41,8 +37,6 @@ OPTIMIZER_STATE = (*_MOMENTS, "params_count")
 
 STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
 """Variables that determine the next step, except W."""
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Rows(Protocol):
@@ -100,7 +94,7 @@ class ModelState:
         self._tensors: list[torch.Tensor] = list(named.values())
         self._matrix = recorded.tensor
         others = {name: tensor for name, tensor in named.items() if tensor is not self._matrix}
-        _check_kinds(others)
+        check_joinable(others)
         _check_whole(self._model, optimizer)
         self._others = list(others.values())
         self._other_names = tuple(others)
@@ -295,11 +289,12 @@ class ModelState:
         if not self._others or "params_grad" not in rows.variables:
             return
         gradients = [tensor.grad for tensor in self._others]
-        mixed = len(set(self._part_types("params_grad", gradients))) > 1
-        if mixed and unscale != 1.0:  # rounded to the type of each, not to that of the vector
+        scaled = unscale != 1.0
+        mixed = scaled and len(set(self._part_types("params_grad", gradients))) > 1
+        if mixed:  # rounded to the type of each, not to that of the vector
             gradients = [None if grad is None else grad * unscale for grad in gradients]
         place = self._set_vector(rows, "params_grad", gradients, missing=float("nan"))
-        if not mixed and unscale != 1.0:
+        if scaled and not mixed:
             place.mul_(unscale)
 
     def before_step(self, rows: Rows) -> None:
@@ -373,14 +368,14 @@ class ModelState:
                     f"{name}: {part} is now {_type_name(now)}, but was {_type_name(was)} in the "
                     "first row; record a new run for the new type"
                 )
-        place = rows.place(name, self._length, _joint(types))
-        _join(place, self._others, tensors, missing=missing)
+        place = rows.place(name, self._length, joint_type(types))
+        join(place, self._others, tensors, missing=missing)
         return place
 
     def _joined(self, name: str, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return a vector on the CPU, with 0 for None."""
-        vector = torch.empty(self._length, dtype=_joint(self._part_types(name, tensors)))
-        _join(vector, self._others, tensors)
+        vector = torch.empty(self._length, dtype=joint_type(self._part_types(name, tensors)))
+        join(vector, self._others, tensors)
         return vector
 
     def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
@@ -439,68 +434,6 @@ def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
             "a model that contains them, or record all instead of everything"
         )
-
-
-def _joint(types: Sequence[torch.dtype]) -> torch.dtype:
-    """Return the smallest type that holds all values of each."""
-    return functools.reduce(torch.promote_types, types)
-
-
-def _check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise an error if tensors cannot form one vector.
-
-    Raises
-    ------
-    RecordingError
-        If their devices differ, or a type is not one of floating-point numbers.
-    """
-    first: tuple[str, torch.Tensor] | None = None
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS:
-            raise RecordingError(
-                f"{name} has the type {tensor.dtype}, expected one of "
-                f"{', '.join(map(str, _FLOATS))}; record all instead of everything"
-            )
-        first = first or (name, tensor)
-        if tensor.device != first[1].device:
-            raise RecordingError(
-                f"{first[0]} is on {first[1].device}, but {name} is on {tensor.device}; move all "
-                "parameters to one device, or record all instead of everything"
-            )
-
-
-def _join(
-    place: torch.Tensor,
-    like: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor | None],
-    *,
-    missing: float = 0.0,
-) -> None:
-    """Copy tensors to a vector, one after another, with `missing` in place of None.
-
-    Parameters
-    ----------
-    place : tensor, (element,)
-    like : sequence of tensor
-        Tensors of the shapes.
-    tensors : sequence of tensor or None
-    """
-    parts = place.split([tensor.numel() for tensor in like])
-    places, values = [], []
-    for part, shaped, tensor in zip(parts, like, tensors, strict=True):
-        if tensor is None:
-            part.fill_(missing)
-        else:
-            places.append(part.view(shaped.shape))
-            values.append(tensor.detach())
-    copy_each(places, values)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors have one type, shape and bit patterns."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _type_name(dtype: torch.dtype) -> str:

@@ -23,7 +23,8 @@ from trajstore.trainers.recording.compared_run import (
     RowTarget,
 )
 from trajstore.trainers.recording.device_to_host import place_tensor
-from trajstore.trainers.recording.model_state import STATE, same_bits
+from trajstore.trainers.recording.flat_vectors import same_bits
+from trajstore.trainers.recording.model_state import STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.provenance import resumed_provenance
 from trajstore.values.native_types import narrow, native_type

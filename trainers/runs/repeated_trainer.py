@@ -88,7 +88,7 @@ class RepeatedTrainer:
         self._constructor = constructor
         self._collator = collator
         _check_repeatable(run, facts, collator)
-        state_of(self._stored, int(self._stored.steps[0]))
+        state_of(self._stored, int(self._stored.steps[0]))  # an error if the rows lack the state
         self._held = tuple(name for name in VARIABLES if name in self._stored)
         recorded = facts["data_set"]
         self._data_set = given_data_set(data_set, recorded, with_index="batch" in self._held)

@@ -90,6 +90,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, list[dict[s
     return recorded, train(recorded)
 
 
+def test_gradients_are_unscaled_in_their_own_type_if_others_have_none(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11)).bfloat16()
+    model.unused = torch.nn.Parameter(torch.ones(3))  # float32, so the vector is
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    path = tmp_path / "run.zarr"
+    with capture(
+        model, optimizer, path, record="everything", scaler=scaler, parameter="0.weight"
+    ) as recorder:
+        ids = torch.arange(11)
+        loss = torch.nn.functional.cross_entropy(model(ids).float(), ids.flip(0))
+        scaler.scale(loss).backward()
+        recorder.observe(loss=loss)
+        scaler.unscale_(optimizer)
+        expected = model[1].weight.grad.float().numpy()
+        scaler.step(optimizer)
+        scaler.update()
+    found = open_run(path).traj.parameter("1.weight").grad[1].values
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_every_tensor_of_a_step_has_its_own_type(run: Any) -> None:
     recorded, gradients = run
     ds = open_run(recorded.path)
