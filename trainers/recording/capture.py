@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.planned_run import plan_runs
 from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
@@ -76,6 +78,7 @@ def attach(
         If the existing run lacks the step of the training, or has other weights.
     """
     real = real_optimizer(optimizer)
+    notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
     parameters = find_parameters(model, real, options.parameter)
     advice = optimizer_advice(parameters, real)
     if options.strict_numerics:
@@ -104,10 +107,10 @@ def attach(
                     shares=shares,
                     on_note=on_note,
                 )
-            rows = [
-                ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
-                for run in planned
-            ]
+            rows = []
+            for run in planned:
+                existing = ExistingRun.find(run, comparison) if options.resume else None
+                rows.append(ParameterRows(run, notes, existing))
     except BaseException:
         for share in filter(None, shares):
             share.close()
@@ -120,6 +123,7 @@ def attach(
         whole,
         state,
         loop=loop,
+        notes=notes,
         examples=StepExamples(options.variables),
         head=multiplied.head,
         hidden_size=multiplied.tensor.shape[1],
@@ -138,6 +142,11 @@ def attach(
         report_notes((one.sentence for one in advice), on_note)
         report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
+
+
+def _report(on_note: Callable[[str], None] | None, sentence: str) -> None:
+    if _is_first_process():
+        report_notes([sentence], on_note)
 
 
 def _check_one_matrix(matrices: int, variable: str) -> None:
@@ -241,20 +250,11 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    reported: set[str] = set()
-
-    def after_step(recorder: Recorder) -> None:
-        new = [one for one in recorder.notes() if one not in reported and _is_first_process()]
-        reported.update(new)
-        report_notes(new, on_note)
-        if on_step is not None:
-            on_step(recorder)
-
     with attach(
-        model, optimizer, path, wanted, loop, on_step=after_step, on_note=on_note
+        model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note
     ) as recorder:
         yield recorder
-    if recorder.writer is None and _is_first_process():
+    if recorder.step == first_step and _is_first_process() and not recorder.notes():
         raise RecordingError(
             f"no optimizer step was taken, so {path} was not written; call optimizer.step() inside "
             "the with block"

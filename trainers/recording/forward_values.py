@@ -1,32 +1,92 @@
 """Values from the forward passes of a step: loss, logits, mean and spread of the hidden states.
 
-A step may have several micro-batches, each with a forward pass. `ForwardPasses` accumulates their
-values. They are combined when the step ends.
+A step may have several micro-batches, each with a forward and a backward pass. `ForwardPasses`
+takes the values of each forward pass when its hooks run. It uses those of the passes that the
+backward passes of the step went through, when the step ends. A pass that no backward pass goes
+through is forgotten with its graph: nothing else refers to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trajstore.trainers.recording.torch_internals import outside_compile
+from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
+from trajstore.trainers.recording.torch_internals import in_backward
 
 __all__ = [
+    "BackwardPass",
+    "ForwardPass",
     "ForwardPasses",
     "HiddenSpread",
     "LogitsMode",
     "StepLogits",
     "StepLoss",
     "WeightedMean",
-    "is_trained",
     "logits_of",
     "loss_of",
 ]
 
 LogitsMode = Literal["last", "mean"]
+
+_LOSS_OF = "trajstore.loss_of"
+"""Key of the metadata of a graph's node: the pass whose loss the node has computed."""
+
+_KEEPING = ("Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Reshape", "Squeeze", "Unsqueeze",
+            "Mean", "Sum", "Identity", "_DDPSink")  # fmt: skip
+"""Beginnings of the names of nodes that multiply a loss by a number, at most."""
+
+_SAME_FACTOR = 1e-2  # the quotients of losses of 16 bits differ by their rounding
+_LONGEST_WAY = 32  # nodes from the root of a backward pass to the model's loss
+
+
+class ForwardPass:
+    """What the hooks of one forward pass have seen."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.loss: torch.Tensor | None = None
+        self.loss_is_share = False
+        self.head_calls = 0
+        self.head_inputs = 0
+        self.head_logits: torch.Tensor | None = None
+        self._kept: list[Callable[[], None]] = []
+
+    def keep(self, deliver: Callable[..., None], *values: Any) -> None:
+        """Call a function with the values when the step ends, if the step uses this pass."""
+        self._kept.append(functools.partial(deliver, *values))
+
+    def deliver(self) -> None:
+        """Call the functions once."""
+        kept, self._kept = self._kept, []
+        for call in kept:
+            call()
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """A backward pass of the loop that has reached the model.
+
+    Attributes
+    ----------
+    root : tensor, () or None
+        The differentiated value without the scaler's factor; None if it is not one number.
+    source : ForwardPass or None
+        Pass whose loss the root is, or a multiple of it.
+    passes : list of ForwardPass
+        All passes that it went through.
+    """
+
+    root: torch.Tensor | None = None
+    source: ForwardPass | None = None
+    passes: list[ForwardPass] = field(default_factory=list)
 
 
 class ForwardPasses:
@@ -36,47 +96,53 @@ class ForwardPasses:
     ----------
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
-    loss_scale : float
-        Factor by which the loop multiplies the loss of a model with ``num_items_in_batch``.
     vocabularies : iterable of int
         Possible lengths of the last dimension of logits.
+    on_use : callable
+        Called with a pass when a backward pass reaches it.
+    on_note : callable
+        Called with a sentence about values that cannot be recorded.
 
     Attributes
     ----------
+    current : ForwardPass or None
+        Pass of the model that runs now, if it may be differentiated.
     loss_looks_divided : bool
         True if the loop gave several losses in a step, each the result of a division.
     """
 
     def __init__(
-        self, *, logits_mode: LogitsMode, loss_scale: float, vocabularies: Iterable[int]
+        self,
+        *,
+        logits_mode: LogitsMode,
+        vocabularies: Iterable[int],
+        on_use: Callable[[ForwardPass], None],
+        on_note: Callable[[str], None],
     ) -> None:
-        self._logits_mode = logits_mode
-        self._loss_scale = loss_scale
-        self._vocabularies = frozenset(vocabularies)
-        self._unembedding_was_called = False
-        self._variables: frozenset[str] = frozenset()
+        self.current: ForwardPass | None = None
         self.loss_looks_divided = False
-        self._loss = StepLoss(loss_scale)
+        self._logits_mode = logits_mode
+        self._vocabularies = frozenset(vocabularies)
+        self._on_use = on_use
+        self._on_note = on_note
+        self._variables: frozenset[str] = frozenset()
+        self._numbers = itertools.count()
+        self._loss = StepLoss()
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
         self.loss_looks_divided |= self._loss.looks_divided
-        self._loss = StepLoss(self._loss_scale)
+        self._loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_observed = False
-        self._unembedding_was_called = False
-        self.forget_hidden()
-
-    def forget_hidden(self) -> None:
-        """Discard the hidden states of the current step."""
         self._hidden = WeightedMean()
         self._spread = HiddenSpread()
 
     def watch(
         self, model: torch.nn.Module, head: torch.nn.Module | None, variables: set[str]
     ) -> list[RemovableHandle]:
-        """Register the hooks that the variables need.
+        """Register the hooks that the variables need, before those of others.
 
         Parameters
         ----------
@@ -86,11 +152,34 @@ class ForwardPasses:
         variables : set of str
         """
         self._variables = frozenset(variables)
-        output = outside_compile(self._on_model_output)
-        handles = [model.register_forward_hook(output, with_kwargs=True)]
+        handles = []
         if head is not None and "logits" in variables and _makes_logits(model, head):
-            handles.append(head.register_forward_hook(outside_compile(self._on_head_output)))
+            handles.append(add_forward_hook(head, self._on_head_output))
         return handles
+
+    def watch_model(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """Register the hooks that begin and end a pass; the others' hooks lie between them."""
+        return [
+            add_forward_pre_hook(model, self._begin, first=True),
+            add_forward_hook(model, self._end),
+        ]
+
+    @contextlib.contextmanager
+    def of(self, output: Any) -> Iterator[ForwardPass | None]:
+        """Yield the pass that a module's output belongs to; None if it is not differentiated.
+
+        A loop may call a module of the model by itself; that is a pass of its own.
+        """
+        if in_backward():  # checkpointing repeats a part of a pass
+            yield None
+        elif self.current is not None:
+            yield self.current
+        elif torch.is_grad_enabled():
+            alone = ForwardPass(next(self._numbers))
+            yield alone
+            self._watch_graph(alone, output)
+        else:
+            yield None
 
     def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
         """Use values from the loop in place of those from the hooks."""
@@ -100,44 +189,103 @@ class ForwardPasses:
             if not self._logits_are_observed:
                 self._logits = StepLogits(self._logits_mode)
                 self._logits_are_observed = True
-            self._logits.add(logits)
+            self._logits.add(*self._logits.part(logits))
 
-    def add_hidden(self, states: torch.Tensor) -> None:
-        """Add the hidden states of a micro-batch, (…, hidden)."""
+    def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
+        """Reduce the hidden states of a micro-batch, (…, hidden); the result adds them."""
+        mean, spread = None, None
+        count = states[..., 0].numel()
         if "hidden_mean" in self._variables:
             mean = states.mean(dim=tuple(range(states.ndim - 1)), dtype=torch.float32)
-            self._hidden.add(mean, states[..., 0].numel())
         if self._variables & {"hidden_trace", "hidden_cosine"}:
-            self._spread.add(states.flatten(0, -2).float())
+            spread = HiddenSpread.of(states.flatten(0, -2).float())
 
-    def values(self) -> dict[str, torch.Tensor | None]:
+        def add() -> None:
+            if mean is not None:
+                self._hidden.add(mean, count)
+            if spread is not None:
+                self._spread.add(spread)
+
+        return add
+
+    def values(self, backwards: list[BackwardPass]) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""
         return {
-            "loss": self._loss.value(),
+            "loss": self._loss.value(backwards),
             "logits": self._logits.value(),
             "hidden_mean": self._hidden.value(),
             "hidden_trace": self._spread.trace(),
             "hidden_cosine": self._spread.cosine(),
         }
 
-    def _on_head_output(self, head: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        if is_trained(head):
-            self._unembedding_was_called = True
-            if not self._logits_are_observed:
-                self._logits.add(output)
+    def source_of(self, root: torch.Tensor) -> ForwardPass | None:
+        """Return the pass whose loss a tensor is a multiple of; None if there is no such pass."""
+        node = root.grad_fn
+        for _ in range(_LONGEST_WAY):
+            if node is None:
+                return None
+            if _LOSS_OF in node.metadata:
+                source: ForwardPass = node.metadata[_LOSS_OF]
+                return source
+            inputs = [one for one, _ in node.next_functions if one is not None]
+            if not node.name().startswith(_KEEPING) or len(inputs) != 1:
+                return None
+            (node,) = inputs
+        return None
 
-    def _on_model_output(
-        self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if not is_trained(model):
+    def _begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        counts = torch.is_grad_enabled() and not in_backward()
+        self.current = ForwardPass(next(self._numbers)) if counts else None
+
+    def _end(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        one, self.current = self.current, None
+        if one is None:
             return
+        self._watch_graph(one, output)
         loss, logits = loss_of(output), logits_of(output)
-        if loss is not None:
-            self._loss.add(loss, share=kwargs.get("num_items_in_batch") is not None)
-        known = self._unembedding_was_called or self._logits_are_observed
-        if not known and logits is not None and self._are_of_a_vocabulary(logits):
-            self._logits.add(logits)
-        self._unembedding_was_called = False
+        if loss is not None and loss.grad_fn is not None:
+            one.loss = loss.detach().clone()  # the loop may divide it in place
+            one.loss_is_share = kwargs.get("num_items_in_batch") is not None
+            loss.grad_fn.metadata[_LOSS_OF] = one
+        if one.head_calls == 1 and one.head_logits is not None:
+            self._keep_logits(one, one.head_logits)
+        elif logits is not None and self._are_of_a_vocabulary(logits):
+            self._keep_logits(one, logits)
+        elif one.head_calls > 1:
+            self._on_note(
+                f"logits and hidden states are not recorded: the model calls its unembedding "
+                f"{one.head_calls} times in a forward pass; pass them with observe(logits=…, "
+                "hidden=…)"
+            )
+        one.head_logits = None
+
+    def _on_head_output(
+        self, head: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor
+    ) -> None:
+        with self.of(output) as one:
+            if one is None:
+                return
+            one.head_calls += 1
+            if one is self.current:
+                one.head_logits = output.detach()
+            else:
+                self._keep_logits(one, output)
+
+    def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
+        one.keep(self._add_logits, *self._logits.part(logits))
+
+    def _add_logits(self, last: torch.Tensor, count: int) -> None:
+        if not self._logits_are_observed:
+            self._logits.add(last, count)
+
+    def _watch_graph(self, one: ForwardPass, output: Any) -> None:
+        """Note when a backward pass goes through an output of the pass."""
+        for tensor in _tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(functools.partial(self._use, one))
+
+    def _use(self, one: ForwardPass, gradients: Any) -> None:
+        self._on_use(one)
 
     def _are_of_a_vocabulary(self, logits: torch.Tensor) -> bool:
         return logits.ndim in (2, 3) and logits.shape[-1] in self._vocabularies
@@ -146,42 +294,52 @@ class ForwardPasses:
 class StepLoss:
     """Loss of a step from those of its micro-batches."""
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-        self._values: list[torch.Tensor] = []
+    def __init__(self) -> None:
+        self._observed: list[torch.Tensor] = []
         self._quotients = 0
-        self._shares = False
-        self._is_observed = False
-
-    def add(self, loss: torch.Tensor, *, share: bool) -> None:
-        """Add the loss of a micro-batch: its mean, or its share of the mean over the step."""
-        if not self._is_observed:
-            self._values.append(loss.detach())
-            self._shares = share
 
     def observe(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch from the loop, in place of those from the hooks."""
-        if not self._is_observed:
-            self._is_observed, self._shares = True, False
-            self._values.clear()
-        self._values.append(loss.detach())
+        self._observed.append(loss.detach().clone().reshape(()))
         self._quotients += loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
 
     @property
     def looks_divided(self) -> bool:
         """True if the loop gave several losses, each of them a quotient."""
-        return self._is_observed and len(self._values) > 1 and self._quotients == len(self._values)
+        return len(self._observed) > 1 and self._quotients == len(self._observed)
 
-    def value(self) -> torch.Tensor | None:
-        """Return the loss of the current step; None if there is none."""
-        if not self._values:
+    def value(self, backwards: list[BackwardPass]) -> torch.Tensor | None:
+        """Return the loss of the current step; None if it is not known.
+
+        It is the mean of the observed losses. Otherwise it is the mean of the model's losses, if
+        each backward pass differentiated one of them, all with the same factor. Otherwise it is the
+        sum of the roots: the recorded gradient is the gradient of this sum.
+        """
+        if self._observed:
+            return _mean(self._observed)
+        roots = [one.root for one in backwards if one.root is not None]
+        if not roots or len(roots) < len(backwards):
             return None
-        if len(self._values) == 1:
-            loss = self._values[0].reshape(())
-        else:
-            stacked = torch.stack([value.reshape(()) for value in self._values])
-            loss = stacked.sum() if self._shares else stacked.mean()
-        return loss * self._scale if self._shares and self._scale != 1 else loss
+        losses = [
+            one.source.loss.reshape(())
+            for one in backwards
+            if one.source is not None
+            and one.source.loss is not None
+            and not one.source.loss_is_share
+        ]
+        total = roots[0] if len(roots) == 1 else torch.stack(roots).sum()
+        if len(losses) < len(roots):
+            return total
+        if len(losses) == 1:
+            return losses[0]
+        factors = torch.stack(roots).double() / torch.stack(losses).double()
+        spread = factors.max() - factors.min()
+        same = ~(spread > _SAME_FACTOR * factors.abs().max())  # also if a loss is NaN
+        return torch.where(same, _mean(losses), total.to(losses[0].dtype))
+
+
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 class WeightedMean:
@@ -218,22 +376,33 @@ class HiddenSpread:
         self._trace: torch.Tensor | None = None
         self._direction: torch.Tensor | None = None  # mean of the vectors at length 1
 
-    def add(self, vectors: torch.Tensor) -> None:
-        """Add vectors, (vector, hidden)."""
-        mean = vectors.mean(dim=0)
-        trace = (vectors - mean).square().sum(dim=1).mean()
-        direction = (vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)).mean(dim=0)
-        count = len(vectors)
+    @classmethod
+    def of(cls, vectors: torch.Tensor) -> HiddenSpread:
+        """Return the spread of vectors, (vector, hidden)."""
+        one = cls()
+        one._count = len(vectors)
+        one._mean = vectors.mean(dim=0)
+        one._trace = (vectors - one._mean).square().sum(dim=1).mean()
+        lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+        one._direction = (vectors / lengths).mean(dim=0)
+        return one
+
+    def add(self, other: HiddenSpread) -> None:
+        """Add other vectors."""
+        mean, trace, direction = other._mean, other._trace, other._direction
+        assert mean is not None
+        assert trace is not None
+        assert direction is not None
         if self._mean is None or self._trace is None or self._direction is None:
             self._mean, self._trace, self._direction = mean, trace, direction
         else:
-            weight = count / (self._count + count)
+            weight = other._count / (self._count + other._count)
             apart = mean - self._mean
             between = weight * (1 - weight) * apart.square().sum()
             self._trace = self._trace + weight * (trace - self._trace) + between
             self._mean = self._mean + weight * apart
             self._direction = self._direction + weight * (direction - self._direction)
-        self._count += count
+        self._count += other._count
 
     def trace(self) -> torch.Tensor | None:
         """Return the trace of the covariance (mean squared distance from the mean), or None."""
@@ -254,26 +423,26 @@ class StepLogits:
         self._mode = mode
         self._first: torch.Tensor | None = None
         self._mean = WeightedMean()
+        self._dtype = torch.float32
 
-    def add(self, logits: torch.Tensor) -> None:
-        """Add the logits of a micro-batch: (batch, position, token), or (batch, token)."""
+    def part(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Reduce the logits of a micro-batch, (batch, position, token) or (batch, token)."""
         last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
+        # A copy of one row: a view would keep the logits of the whole batch alive.
+        return (last.mean(dim=0) if self._mode == "mean" else last[0].clone()), len(last)
+
+    def add(self, last: torch.Tensor, count: int) -> None:
+        """Add the reduced logits of a micro-batch."""
         if self._mode == "mean":
-            self._mean.add(last.mean(dim=0), len(last))
+            self._mean.add(last, count)
             self._dtype = last.dtype
         elif self._first is None:
-            # A copy of one row: a view would keep the logits of the whole batch alive.
-            self._first = last[0].clone()
+            self._first = last
 
     def value(self) -> torch.Tensor | None:
         """Return the logits of the current step; None if there are none."""
         mean = self._mean.value()
         return self._first if mean is None else mean.to(self._dtype)
-
-
-def is_trained(module: torch.nn.Module) -> bool:
-    """Return True if a forward pass belongs to the training, not to an evaluation."""
-    return module.training and torch.is_grad_enabled()
 
 
 def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
@@ -284,6 +453,19 @@ def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
         isinstance(module, torch.nn.Embedding) and module.weight is getattr(head, "weight", None)
         for module in model.modules()
     )
+
+
+def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's output: alone, or in mappings and sequences."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_of(tuple(output.values()))
+    elif isinstance(output, tuple | list):
+        for one in output:
+            yield from _tensors_of(one)
+    elif hasattr(output, "__dataclass_fields__"):
+        yield from _tensors_of(tuple(vars(output).values()))
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

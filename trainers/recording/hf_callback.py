@@ -138,8 +138,6 @@ class TrajectoryCallback(TrainerCallback):
         loop = TrainingLoop(
             scaler=getattr(optimizer, "scaler", None),  # from accelerate's wrapper
             max_grad_norm=args.max_grad_norm or 0.0,
-            # The Trainer multiplies a loss that was averaged over all processes' tokens.
-            loss_scale=args.world_size if args.average_tokens_across_devices else 1.0,
             first_step=state.global_step,
             device=args.device,
             schedule=schedule,

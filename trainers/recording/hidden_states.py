@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.nearest_name import did_you_mean
-from trajstore.trainers.recording.forward_values import is_trained
-from trajstore.trainers.recording.torch_internals import outside_compile
+from trajstore.trainers.recording.forward_values import ForwardPass, ForwardPasses
+from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
 
 __all__ = ["OF_HIDDEN_STATES", "HiddenStates"]
 
@@ -20,9 +20,7 @@ OF_HIDDEN_STATES = ("hidden_mean", "hidden_trace", "hidden_cosine", "hidden_stat
 
 
 class _Receiver(Protocol):
-    def add_hidden(self, states: torch.Tensor) -> None: ...
-
-    def forget_hidden(self) -> None: ...
+    def hidden_part(self, states: torch.Tensor) -> Callable[[], None]: ...
 
 
 class HiddenStates:
@@ -30,15 +28,26 @@ class HiddenStates:
 
     Parameters
     ----------
+    passes : ForwardPasses
     receivers : sequence
-        The `ForwardPasses` and `StepExamples` of the recording.
+        Each reduces the states of a micro-batch, and adds the result if the step uses its pass.
     size : int
         Elements of a hidden state.
+    on_note : callable
+        Called with a sentence about states that cannot be recorded.
     """
 
-    def __init__(self, receivers: Sequence[_Receiver], size: int) -> None:
+    def __init__(
+        self,
+        passes: ForwardPasses,
+        receivers: Sequence[_Receiver],
+        size: int,
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._passes = passes
         self._receivers = receivers
         self._size = size
+        self._on_note = on_note
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -64,8 +73,7 @@ class HiddenStates:
             If the model has no such module, or its output has another order of dimensions.
         """
         if source is None:
-            take = outside_compile(self._on_head_input)
-            return [] if head is None else [head.register_forward_pre_hook(take, with_kwargs=True)]
+            return [] if head is None else [add_forward_pre_hook(head, self._on_head_input)]
         modules = {name: module for name, module in model.named_modules() if name}
         if source not in modules:
             raise RecordingError(
@@ -74,11 +82,17 @@ class HiddenStates:
             )
         _check_order(source, modules[source])
 
-        def on_output(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if is_trained(module) and not self._are_observed:
-                self._add(self._checked(f"hidden_from={source!r}", _first_tensor(output)))
+        def on_output(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            with self._passes.of(output) as one:
+                if one is None or self._are_observed:
+                    return
+                states = _first_tensor(output)
+                if self._is_state(states) and states.ndim == 3:
+                    self._keep(one, states)
+                else:
+                    self._on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
 
-        return [modules[source].register_forward_hook(outside_compile(on_output))]
+        return [add_forward_hook(modules[source], on_output)]
 
     def observe(self, states: torch.Tensor) -> None:
         """Use the states of a micro-batch from the loop, in place of those from the hook.
@@ -88,39 +102,43 @@ class HiddenStates:
         InvalidArgument
             If they are not floats of shape (batch, position, hidden).
         """
-        states = self._checked("hidden", states)
-        if not self._are_observed:
-            self._are_observed = True
-            for receiver in self._receivers:
-                receiver.forget_hidden()
-        self._add(states)
+        if not (self._is_state(states) and states.ndim == 3):
+            raise InvalidArgument(self._unfit("hidden", states))
+        self._are_observed = True
+        for receiver in self._receivers:
+            receiver.hidden_part(states.detach())()
 
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         given: Any = next(iter((*args, *kwargs.values())), None)
         # A module may have the parameter and take other inputs, such as the ids of tokens.
-        if is_trained(head) and not self._are_observed and self._is_state(given):
-            self._add(given)
+        if self._are_observed or not self._is_state(given):
+            return
+        with self._passes.of(given) as one:
+            if one is not None:
+                one.head_inputs += 1
+                self._keep(one, given)
 
-    def _add(self, states: torch.Tensor) -> None:
-        for receiver in self._receivers:
-            receiver.add_hidden(states.detach())
+    def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
+        parts = [receiver.hidden_part(states.detach()) for receiver in self._receivers]
+        one.keep(self._deliver, one, parts)
+
+    def _deliver(self, one: ForwardPass, parts: Sequence[Callable[[], None]]) -> None:
+        # Several inputs of the unembedding are chunks, whose order is not known.
+        if not self._are_observed and one.head_inputs <= 1:
+            for add in parts:
+                add()
 
     def _is_state(self, given: Any) -> bool:
         floats = isinstance(given, torch.Tensor) and given.is_floating_point()
         return floats and given.ndim > 1 and given.shape[-1] == self._size
 
-    def _checked(self, name: str, given: Any) -> torch.Tensor:
-        if self._is_state(given) and given.ndim == 3:
-            states: torch.Tensor = given
-            return states
+    def _unfit(self, name: str, given: Any) -> str:
         shown = type(given).__name__
         if isinstance(given, torch.Tensor):
             shown = f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
-        raise InvalidArgument(
-            f"{name}: got {shown}, expected floats of shape (batch, position, {self._size})"
-        )
+        return f"{name}: got {shown}, expected floats of shape (batch, position, {self._size})"
 
 
 def _first_tensor(output: Any) -> Any:

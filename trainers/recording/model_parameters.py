@@ -65,10 +65,8 @@ class ModelParameters:
         self.names = tuple(named)
         self._tensors: list[torch.Tensor] = list(named.values())
         self._variables = frozenset(variables)
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._groups: dict[int, dict[str, Any]] = {
-            place: groups[id(p)] for place, p in enumerate(self._tensors) if id(p) in groups
-        }
+        self._optimizer = optimizer
+        self._groups: dict[int, dict[str, Any]] = {}  # of the parameters, found in each step
         self._before: dict[int, torch.Tensor] = {}
         self._gradient_norms: torch.Tensor | None = None
         self._nan = torch.tensor(float("nan"), device=device)
@@ -90,8 +88,12 @@ class ModelParameters:
         """Copy the values that the optimizer is about to change."""
         if self._variables.isdisjoint(_OF_UPDATES):
             return
-        if not self._before:
-            self._before = {place: torch.empty_like(self._tensors[place]) for place in self._groups}
+        groups = {id(p): one for one in self._optimizer.param_groups for p in one["params"]}
+        self._groups = {
+            place: groups[id(p)] for place, p in enumerate(self._tensors) if id(p) in groups
+        }
+        for place in self._groups.keys() - self._before.keys():
+            self._before[place] = torch.empty_like(self._tensors[place])
         copy_each(list(self._before.values()), [self._tensors[place] for place in self._before])
 
     def after_step(self, *, skipped: bool) -> dict[str, torch.Tensor]:
@@ -139,7 +141,7 @@ class ModelParameters:
 
     def _one_where_trained(self, places: Collection[int]) -> torch.Tensor:
         """Return 1 if the learning rate is not 0, NaN otherwise."""
-        rates = {place: self._groups[place]["lr"] for place in places}
+        rates = {place: self._groups[place].get("lr") for place in places}
         one = torch.ones_like(self._nan)
         if not any(isinstance(rate, torch.Tensor) for rate in rates.values()):
             return self._vector({place: one for place, rate in rates.items() if rate != 0})

@@ -22,8 +22,10 @@ from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.flat_vectors import check_joinable, join, joint_type, same_bits
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
-from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
-from trajstore.trainers.recording.torch_internals import name_outside_compile, outside_compile
+from trajstore.trainers.recording.forward_values import ForwardPasses
+from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
+from trajstore.trainers.recording.parameters import RecordedParameter, rate_of, unwrap
+from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 from trajstore.values.vector_rule import VECTORS
 
@@ -111,7 +113,7 @@ class ModelState:
         self._draws = False
         self._buffers = ModelBuffers(self._model) if "buffers" in variables else None
         self._initial: dict[str, torch.Tensor] = {}
-        self._take_initial()
+        self.take_initial()
 
     # Attributes of the root ----------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class ModelState:
     # Row 0 ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _take_initial(self) -> None:
+    def take_initial(self) -> None:
         """Copy the state before the first step."""
         if self._others and "params" in self._variables:
             self._initial["params"] = self._joined("params", self._others)
@@ -255,26 +257,30 @@ class ModelState:
 
     # A step --------------------------------------------------------------------------------------
 
-    def watch(self, model: torch.nn.Module) -> list[RemovableHandle]:
+    def watch(self, model: torch.nn.Module, passes: ForwardPasses) -> list[RemovableHandle]:
         """Register the hooks that take the state of the random generator."""
         if "random_state" not in self._variables:
             return []
-        before, after = outside_compile(self._before_forward), outside_compile(self._after_forward)
+        self._passes = passes
         return [
-            model.register_forward_pre_hook(before, prepend=True),
-            model.register_forward_hook(after),
+            add_forward_pre_hook(model, self._before_forward, first=True),
+            add_forward_hook(model, self._after_forward),
         ]
 
-    def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
-        if not model.training:
-            return
-        self._before_pass = self._generator_state()
-        if self._random is None:
-            self._random = self._before_pass
+    def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._passes.current is not None:
+            self._before_pass = self._generator_state()
+            self._passes.current.keep(self._use_random_state, self._before_pass)
 
-    def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if model.training and not self._draws and self._before_pass is not None:
+    def _use_random_state(self, before: torch.Tensor) -> None:
+        """Take the state before the first forward pass that the step uses."""
+        if self._random is None:
+            self._random = before
+
+    def _after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._draws and self._before_pass is not None:
             self._draws = not torch.equal(self._before_pass, self._generator_state())
+        self._before_pass = None
 
     def _generator_state(self) -> torch.Tensor:
         device = self._matrix.device
@@ -297,17 +303,16 @@ class ModelState:
         if scaled and not mixed:
             place.mul_(unscale)
 
-    def before_step(self, rows: Rows) -> None:
-        """Take the learning rates of the step."""
+    def set_rates(self, rows: Rows) -> None:
+        """Set the learning rates of the step; NaN for one that is not a number."""
         if "params_lr" not in rows.variables:
             return
-        rates = [
-            torch.as_tensor(group["lr"], dtype=torch.float64)
-            for group in self._optimizer.param_groups
-        ]
-        if len({rate.device for rate in rates}) > 1:
-            rates = [rate.to(self._matrix.device) for rate in rates]
-        rows.set("params_lr", torch.stack(rates))
+        unknown = torch.tensor(float("nan"), dtype=torch.float64)
+        rates = [rate_of(group) for group in self._optimizer.param_groups]
+        known = [unknown if rate is None else rate for rate in rates]
+        if len({rate.device for rate in known}) > 1:
+            known = [rate.to(self._matrix.device) for rate in known]
+        rows.set("params_lr", torch.stack(known))
 
     def after_step(self, rows: Rows) -> None:
         """Take the state after the step, and the random state before it.
@@ -406,7 +411,7 @@ class ModelState:
         return torch.stack([count.to(torch.float64).reshape(()) for count in found])
 
     def _set_random_state(self, rows: Rows) -> None:
-        random, self._random, self._before_pass = self._random, None, None
+        random, self._random = self._random, None
         if random is None or not self._draws:
             return
         if rows.writer is not None and "random_state" not in rows.variables:

@@ -85,6 +85,8 @@ class RecordingOptions:
     strict_numerics : bool
         Raise an error instead of a note if the optimizer's state cannot decay or grow in its type,
         or the weights cannot decay in theirs.
+    strict : bool
+        Raise an error instead of a note when a value cannot be recorded.
     """
 
     record: str | Sequence[str] = "all"
@@ -108,6 +110,7 @@ class RecordingOptions:
     fsync: bool = True
     schedule: Mapping[str, Any] | None = None
     strict_numerics: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_all_tokens(resolve_record(self._names), self.tokens)
@@ -189,8 +192,6 @@ class TrainingLoop:
         Scaler of the loop's loss.
     max_grad_norm : float
         Global norm to which the loop clips gradients; 0 if it does not, or not to a global norm.
-    loss_scale : float
-        Factor by which the loop multiplies the loss of a model with ``num_items_in_batch``.
     first_step : int
         Optimizer steps taken before.
     device : torch.device, optional
@@ -204,7 +205,6 @@ class TrainingLoop:
 
     scaler: Any = None
     max_grad_norm: float = 0.0
-    loss_scale: float = 1.0
     first_step: int = 0
     device: torch.device | None = None
     schedule: Mapping[str, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.run_notes import CannotFollow, RunNotes
 from trajstore.trainers.recording.sharding import has_rows_of, own_rows
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.values.optimizer_rule import MOMENTS
@@ -43,6 +44,8 @@ class ParameterRows:
     planned : PlannedRun
         Some variables of a tier may be missing in the first step (moments of SGD, logits of a model
         without an unembedding); they are left out.
+    notes : RunNotes
+        Notes about values that cannot be recorded.
     existing : ExistingRun, optional
         Run to resume, in place of a new one; it does not change before `resume`.
 
@@ -70,7 +73,9 @@ class ParameterRows:
         If the run to resume has other weights.
     """
 
-    def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
+    def __init__(
+        self, planned: PlannedRun, notes: RunNotes, existing: ExistingRun | None = None
+    ) -> None:
         self.parameter = planned.parameter
         self.watched = planned.options.variables
         self.variables = _own_variables(planned, self.watched)
@@ -78,19 +83,18 @@ class ParameterRows:
         self.left_out: tuple[str, ...] = ()
         self.rows = 0
         self.last_step = planned.loop.first_step
-        W = self._own_W()
+        W = self.own_W()
         if "W_ulp_l1" in self.variables and W.dtype not in ULP_TYPES:
             raise RecordingError(
                 f"W_ulp_l1 of {self.parameter.name}: got {W.dtype}, expected one of "
                 f"{', '.join(map(str, ULP_TYPES))}; leave W_ulp_l1 out of record"
             )
         self._planned = planned
+        self._notes = notes
+        self._written_W: torch.Tensor | None = None  # W of the last complete step, where it lies
         self._every = planned.options.every
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
-        self._initial_W = self._select(W).to("cpu", copy=True)
-        self._initial: Row = {} if planned.model is None else planned.model.initial()
-        if existing is None:
-            self._initial |= self._initial_moments(planned)
+        self.take_initial(with_moments=existing is None)
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
@@ -107,13 +111,21 @@ class ParameterRows:
             self.watched = existing.variables
             self.variables = _own_variables(planned, self.watched)
 
+    def take_initial(self, *, with_moments: bool = True) -> None:
+        """Copy the state before the first step."""
+        planned = self._planned
+        self._initial_W = self._select(self.own_W()).to("cpu", copy=True)
+        self._initial: Row = {} if planned.model is None else planned.model.initial()
+        if with_moments:
+            self._initial |= self._initial_moments(planned)
+
     def _initial_moments(self, planned: PlannedRun) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
         state = planned.optimizer.state.get(self.parameter.tensor, {})
         names = [name for name in MOMENTS if state and name in self.variables]
         return {
             name: self.recorded_tokens(state[name]).to("cpu", copy=True)
-            if name in state
+            if isinstance(state.get(name), torch.Tensor)
             else torch.full_like(self._initial_W, float("nan"))
             for name in names
         }
@@ -162,37 +174,53 @@ class ParameterRows:
             A variable with a token dimension has the whole vocabulary, or the tokens of this
             process. The number of examples and positions is at most that of the first row.
 
+        A value of another shape than in the first row, or of a type that the array cannot hold
+        exactly, is noted and not recorded.
+
         Raises
         ------
+        CannotFollow
+            If it is W.
         RecordingError
-            If the type or shape differs from the first row, if there are more examples or
-            positions, or if the disk is full.
+            If the disk is full.
         """
         if name not in self.variables:
             return
         value = own_rows(value.detach())
         if name in OF_EXAMPLES:
-            value = self._fitted(name, value)
+            if (problem := self._lack_of_room(name, value)) is not None:
+                self._notes.add(problem)
+                return
+            value = self._padded(name, value)
         ids = self._ids if VARIABLES[name].dims[1:2] == ("token",) else None
         if self._transfer is None:
             chosen = value if ids is None else value.index_select(0, ids)
             self._row[name] = chosen.to("cpu", copy=True)
             return
-        self._check_kind(name, value, ids)
-        self._copy_to_block(name, value, ids)
+        shape = value.shape if ids is None else (len(ids), *value.shape[1:])
+        problem = self._difference(name, value.dtype, tuple(shape))
+        if problem is None:
+            self._copy_to_block(name, value, ids)
+        elif name == "W":
+            raise CannotFollow(f"{problem}; record a new run for the new shape or type")
+        else:
+            self._notes.add(f"{problem}; it is not recorded in such a step")
 
     def place(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of a vector of the current step, which the caller fills at once.
 
         Raises
         ------
+        CannotFollow
+            If the type or length differs from the first row.
         RecordingError
-            If the type or length differs from the first row, or if the disk is full.
+            If the disk is full.
         """
         if self._transfer is None:
             self._row[name] = torch.empty(length, dtype=dtype)
             return self._row[name]
-        self._check_array(name, dtype, (length,))
+        if (problem := self._difference(name, dtype, (length,))) is not None:
+            raise CannotFollow(f"{problem}; record a new run for the new shape or type")
         with self._disk_errors():
             self._row[name] = self._transfer.place(name)
         self._whole_step = None  # as in `_copy_to_block`
@@ -201,7 +229,7 @@ class ParameterRows:
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
         if "cells" in self.variables:
-            self.set("cells", self._own_W().to(torch.bfloat16))
+            self.set("cells", self.own_W().to(torch.bfloat16))
 
     def set_change_norms(self) -> None:
         """Set the change of each token's W since the last row."""
@@ -215,29 +243,54 @@ class ParameterRows:
         if "grad_token_norm" in self.variables:
             self._set_selected("grad_token_norm", token_norm(self.recorded_tokens(gradient)))
 
+    def replace_gradient(self, selected: torch.Tensor) -> None:
+        """Replace the gradient of the current step, (token, hidden) of the recorded tokens."""
+        self._set_selected("grad", selected)
+        if "grad_token_norm" in self.variables:
+            self._set_selected("grad_token_norm", token_norm(selected))
+
+    def forget(self, *names: str) -> None:
+        """Take variables back that were set in the current step."""
+        for name in names:
+            self._row.pop(name, None)
+
     def copy_of(self, name: str) -> torch.Tensor | None:
         """Return the value of the current step for the recorded tokens; None if it was not set."""
         return self._row.get(name)
 
-    def end_row(self, step: int, *, skipped: bool) -> None:
+    def is_W_unchanged(self) -> torch.Tensor | None:
+        """Return whether W has the bits of the last complete step; None if that is not known."""
+        if self._written_W is None:
+            return None
+        now = self.recorded_tokens(self.parameter.tensor)
+        written = self._written_W.to(now.device)
+        if now.shape != written.shape or now.dtype != written.dtype:
+            return torch.tensor(False)
+        integer = getattr(torch, f"int{8 * now.itemsize}")
+        return (now.view(integer) == written.view(integer)).all()
+
+    def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
+
+        The run is created at the first step that had an effect: before it there may be no moments,
+        so no types.
 
         Raises
         ------
         RecordingError
-            If a variable is missing, or the disk is full.
+            If the disk is full.
         """
         due = step % self._every == 0
         if self._transfer is None:
+            self._written_W = self._row.get("W")
             self._early_rows.append((step, self._row))
-            if not skipped:  # a skipped step may have no moments, so no types
+            if had_effect:
                 self._create_run()
             self._row = {}
             self._whole_step = None if due else step
             return
-        if skipped:
-            self._set_missing_moments()
-        self._check_whole(step, self._row)
+        self._fill_missing()
+        self._written_W = self._row.get("W")
         self._row = {}
         self._whole_step = step
         if due:
@@ -245,6 +298,7 @@ class ParameterRows:
 
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""
+        self._written_W = None
         try:
             if self.writer is not None:
                 self._close_run(self.writer, complete=complete)
@@ -262,15 +316,19 @@ class ParameterRows:
             finally:
                 writer.close("complete" if complete else "interrupted")
 
-    def _set_missing_moments(self) -> None:
-        """Set moments that do not exist yet, because every step so far was skipped."""
+    def _fill_missing(self) -> None:
+        """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
         assert self.writer is not None
-        for name in MOMENTS:
-            if name in self.variables and name not in self._row:
-                dtype = getattr(torch, self.writer.layout.arrays[name].native.name)
-                self.set(name, torch.zeros_like(self._own_W(), dtype=dtype))
+        missing = [name for name in self.variables if name not in self._row]
+        for name in missing:
+            array = self.writer.layout.arrays[name]
+            kind = getattr(torch, array.native.name)
+            start = _START[VARIABLES[name].row0]
+            self._copy_to_block(name, torch.full(array.row, start, dtype=kind), None)
+        if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
+            self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
 
-    def _own_W(self) -> torch.Tensor:
+    def own_W(self) -> torch.Tensor:
         """Return the parameter, or this process's tokens of it."""
         return own_rows(self.parameter.tensor.detach())
 
@@ -292,56 +350,56 @@ class ParameterRows:
         # This overwrites the row of the previous step, if it was not stored.
         self._whole_step = None
 
-    def _fitted(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a value padded with NaN to the row's number of examples and positions."""
+    def _lack_of_room(self, name: str, value: torch.Tensor) -> str | None:
         dims = VARIABLES[name].dims[1:]
         for dim, length in zip(dims, value.shape, strict=True):
             room = length if dim == "hidden" else self._room.setdefault(dim, length)
             if length > room:
-                raise RecordingError(
-                    f"{name}: this step has {length} {dim}s, but the rows of {self._planned.path} "
+                return (
+                    f"{name}: a step has {length} {dim}s, but the rows of {self._planned.path} "
                     f"have room for {room}, as in the first step; start with the largest batch"
                 )
+        return None
+
+    def _padded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a value padded with NaN to the row's number of examples and positions."""
+        dims = VARIABLES[name].dims[1:]
         return padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
 
-    def _check_kind(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
-        shape = value.shape if ids is None else (len(ids), *value.shape[1:])
-        self._check_array(name, value.dtype, tuple(shape))
-
-    def _check_array(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def _difference(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+        """Return a sentence if the array cannot hold a value of that type and shape."""
         assert self.writer is not None
         array = self.writer.layout.arrays[name]
-        if _name(dtype) != array.native.name or shape != array.row:
-            raise RecordingError(
-                f"{name} is now {_name(dtype)} of shape {shape}, but was {array.native.name} of "
-                f"shape {array.row} in the first row; record a new run for the new shape or type"
-            )
-
-    def _check_whole(self, step: int, row: Mapping[str, torch.Tensor]) -> None:
-        unseen = [name for name in self.variables if name not in row]
-        if unseen:
-            raise RecordingError(
-                f"step {step} has no {', '.join(unseen)}, so its row is incomplete; "
-                f"{_remedy(unseen)}"
-            )
+        held = getattr(torch, array.native.name)
+        # Vectors and matrices keep their type; a number is converted if no bit is lost.
+        fits = dtype == held or (not shape and torch.promote_types(dtype, held) == held)
+        if fits and shape == array.row:
+            return None
+        return (
+            f"{name} is now {_name(dtype)} of shape {shape}, but was {array.native.name} of "
+            f"shape {array.row} in the first row"
+        )
 
     def _create_run(self) -> None:
         """Create the run with the variables of the current step, and write all rows so far."""
         last_step, last = self._early_rows[-1]
-        required = self._planned.options.required
+        for name, empty in self._expected(last).items():
+            last.setdefault(name, empty)
         requested = self.variables
-        self.variables = tuple(name for name in requested if name in last or name in required)
+        self.variables = tuple(name for name in requested if name in last)
         self.left_out = tuple(name for name in requested if name not in self.variables)
-        for step, row in self._early_rows:
-            for name in (*MOMENTS, *OPTIMIZER_STATE):
-                if name in last and name not in row:  # skipped before the optimizer had a state
-                    row[name] = torch.zeros_like(last[name])
-            self._check_whole(step, row)
+        if lost := sorted(set(self.left_out) & self._planned.options.required):
+            self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
+        for _, row in self._early_rows:
+            for name in self.variables:
+                if name not in row:
+                    row[name] = torch.full_like(last[name], _START[VARIABLES[name].row0])
         types = {name: _native(last[name]) for name in self.variables}
         room = row_lengths({name: tuple(last[name].shape) for name in types})
         if self._planned.state is not None:
             self._initial |= self._planned.state.initial()
         self.writer = writer = self._planned.create(types, room)
+        writer.notes = self._notes.entries
         rows = [(self.last_step, self._initial_row(last))]
         rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]
         self._early_rows.clear()
@@ -358,24 +416,45 @@ class ParameterRows:
         else:
             self._remember_W()
 
+    def _expected(self, row: Row) -> Row:
+        """Return values that the first complete step may lack, although later ones have them."""
+        W, state = self._initial_W, self._planned.optimizer.state
+        found = {
+            "grad": torch.full_like(W, float("nan")),
+            "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type
+            "grad_token_norm": torch.full(W.shape[:1], float("nan")),
+        }
+        for name in MOMENTS:
+            for tensor, kept in state.items():
+                moment = kept.get(name)
+                same_type = tensor.dtype == self.parameter.tensor.dtype
+                if isinstance(moment, torch.Tensor) and moment.shape == tensor.shape and same_type:
+                    found[name] = torch.zeros_like(W, dtype=moment.dtype)
+                    break
+        return {name: value for name, value in found.items() if name in self.variables}
+
     def _move_to_block(self, step: int, row: Row) -> None:
         """Write a row, and release each value after its copy: rows can be as large as the model."""
         assert self.writer is not None
         transfer = DirectTransfer(self.writer)
         for name in self.variables:
             value = row.pop(name)
-            self._check_kind(name, value, None)
+            problem = self._difference(name, value.dtype, tuple(value.shape))
+            if problem is not None:  # an early row, before the types were known
+                self._notes.add(f"{problem}; it is not recorded in such a step")
+                array = self.writer.layout.arrays[name]
+                kind = getattr(torch, array.native.name)
+                value = torch.full(array.row, float("nan"), dtype=kind)
             transfer.put(name, value)
         transfer.commit(step)
 
     def _initial_row(self, like: Row) -> Row:
         """Return the row before the first step, with the types of another row."""
-        start = {"zero": 0.0, "nan": float("nan")}
         return {
             name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
             if VARIABLES[name].row0 == "initial" or name in self._initial
             # One number, of the shape of the row: it takes no memory.
-            else like[name].new_full((), start[VARIABLES[name].row0]).expand_as(like[name])
+            else like[name].new_full((), _START[VARIABLES[name].row0]).expand_as(like[name])
             for name in self.variables
         }
 
@@ -419,6 +498,10 @@ class ParameterRows:
 def _own_variables(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str, ...]:
     """Return the variables that this process records."""
     return tuple(name for name in variables if has_rows_of(planned.share, name))
+
+
+_START = {"zero": 0.0, "nan": float("nan"), "initial": float("nan")}
+"""Value of a variable before a step has one."""
 
 
 def _native(tensor: torch.Tensor) -> str:

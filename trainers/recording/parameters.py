@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
-__all__ = ["RecordedParameter", "find_parameters", "group_of", "unwrap"]
+__all__ = ["RecordedParameter", "find_group", "find_parameters", "rate_of", "unwrap"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,11 +86,17 @@ def find_parameters(
         _check_recordable(given, tensor)
         if id(tensor) not in found:
             first = next(key for key, value in by_name.items() if value is tensor)
+            group = find_group(optimizer, tensor)
+            if group is None:
+                raise RecordingError(
+                    f"{first} is not in the optimizer; add it to the optimizer or record another "
+                    "parameter"
+                )
             found[id(tensor)] = RecordedParameter(
                 name=first,
                 tensor=tensor,
                 head=_head(inner, tensor),
-                group=group_of(optimizer, tensor, first),
+                group=group,
             )
     return tuple(found.values())
 
@@ -143,17 +149,26 @@ def _head(model: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Module
     return None
 
 
-def group_of(optimizer: Optimizer, weight: torch.nn.Parameter, name: str) -> dict[str, Any]:
-    """Return the optimizer's group that has a parameter.
-
-    Raises
-    ------
-    RecordingError
-        If no group has it.
-    """
+def find_group(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:
+    """Return the optimizer's group that has a parameter; None if no group has it."""
     for group in optimizer.param_groups:
         if any(tensor is weight for tensor in group["params"]):
             return group
-    raise RecordingError(
-        f"{name} is not in the optimizer; add it to the optimizer or record another parameter"
-    )
+    return None
+
+
+def rate_of(group: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the learning rate of a group, float64 of shape (); None if it is not one number.
+
+    A rate that is a tensor stays on its device.
+    """
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        if rate.numel() != 1:
+            return None
+        rate = rate.detach()
+        rate = rate.cpu() if rate.device.type == "mps" else rate  # which has no float64
+        return rate.to(torch.float64, copy=True).reshape(())
+    if isinstance(rate, int | float):
+        return torch.tensor(rate, dtype=torch.float64)
+    return None

@@ -6,7 +6,7 @@ do not record collect their share for the process that does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.schema import OF_EXAMPLES
-from trajstore.trainers.recording.forward_values import is_trained, logits_of, loss_of
+from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
+from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
 from trajstore.trainers.recording.sharding import is_distributed
-from trajstore.trainers.recording.torch_internals import outside_compile
 
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
 
@@ -48,6 +48,7 @@ class StepExamples:
     def __init__(self, variables: Collection[str]) -> None:
         self.variables = tuple(name for name in OF_EXAMPLES if name in variables)
         self._loss_is_known = False
+        self._adds_up = True
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -55,15 +56,19 @@ class StepExamples:
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self.variables}
         self._observed: set[str] = set()
 
-    def watch(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """Register the hooks that the variables need."""
+    def watch(
+        self, model: torch.nn.Module, passes: ForwardPasses, on_note: Callable[[str], None]
+    ) -> list[RemovableHandle]:
+        """Register the hooks that the variables need, inside the pass of the model.
+
+        `on_note` is called with a sentence about values that cannot be recorded.
+        """
+        self._passes, self._on_note = passes, on_note
         handles: list[RemovableHandle] = []
         if "batch" in self.variables:
-            taking = outside_compile(self._on_model_input)
-            handles.append(model.register_forward_pre_hook(taking, with_kwargs=True))
+            handles.append(add_forward_pre_hook(model, self._on_model_input))
         if "example_loss" in self.variables:
-            output = outside_compile(self._on_model_output)
-            handles.append(model.register_forward_hook(output, with_kwargs=True))
+            handles.append(add_forward_hook(model, self._on_model_output))
         return handles
 
     def observe(self, *, batch: Any, example_loss: Any) -> None:
@@ -96,10 +101,7 @@ class StepExamples:
 
         In a distributed training every process calls it. The first process gets all shares.
 
-        Raises
-        ------
-        RecordingError
-            If the variables have different numbers of examples.
+        They are left out if the variables have different numbers of examples.
         """
         if not self.variables:
             return {}
@@ -108,10 +110,11 @@ class StepExamples:
         lengths = {name: len(values) for name, values in seen.items()}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise RecordingError(
-                f"the variables of a step must have the same examples, got {counts}; pass them for "
-                "every micro-batch, or for none"
+            self._on_note(
+                f"the values of examples are not recorded in each step, because their numbers "
+                f"differ: {counts}; pass them for every micro-batch, or for none"
             )
+            return {}
         return seen
 
     def _on_model_input(
@@ -119,40 +122,50 @@ class StepExamples:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if EXAMPLE_INDEX not in kwargs:
             return None
-        index = kwargs[EXAMPLE_INDEX]
-        if is_trained(model) and "batch" not in self._observed:
-            self._parts["batch"].append(_as_recorded("batch", index))
+        if self._passes.current is not None:
+            index = _as_recorded("batch", kwargs[EXAMPLE_INDEX])
+            self._passes.current.keep(self._add, "batch", index)
         return args, {key: value for key, value in kwargs.items() if key != EXAMPLE_INDEX}
 
     def _on_model_output(
         self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if not is_trained(model) or "example_loss" in self._observed:
-            return
+        one = self._passes.current
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
+        if one is None or "example_loss" in self._observed or not self._adds_up:
+            return
         if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
             return
         losses = example_losses(logits.detach(), labels)
         if not self._loss_is_known:
-            _check_loss(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
             self._loss_is_known = True
-        self._parts["example_loss"].append(losses)
+            items = kwargs.get("num_items_in_batch")
+            wrong = _difference(losses, labels, loss.detach(), items)
+            self._adds_up = wrong is None
+            if wrong is not None:
+                self._on_note(wrong)
+                return
+        one.keep(self._add, "example_loss", losses)
 
-    def forget_hidden(self) -> None:
-        """Discard the hidden states of the current step."""
-        if "hidden_states" in self._parts:
-            self._parts["hidden_states"].clear()
+    def _add(self, name: str, values: torch.Tensor) -> None:
+        if name not in self._observed:
+            self._parts[name].append(values)
 
-    def add_hidden(self, states: torch.Tensor) -> None:
-        """Add the hidden states of a micro-batch, (example, position, hidden)."""
-        if "hidden_states" not in self._parts:
-            return
-        if states.ndim != 3:
-            raise RecordingError(
-                f"hidden_states: got states of shape {tuple(states.shape)}, expected (example, "
-                "position, hidden); leave hidden_states out of record"
-            )
-        self._parts["hidden_states"].append(states)
+    def hidden_part(self, states: torch.Tensor) -> Callable[[], None]:
+        """Return a function that adds the hidden states of a micro-batch."""
+
+        def add() -> None:
+            if "hidden_states" not in self._parts:
+                return
+            if states.ndim == 3:
+                self._parts["hidden_states"].append(states)
+            else:
+                self._on_note(
+                    f"hidden_states are not recorded: got states of shape {tuple(states.shape)}, "
+                    "expected (example, position, hidden)"
+                )
+
+        return add
 
 
 def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -207,17 +220,20 @@ def _is_causal(model: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
     return own and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
-def _check_loss(losses: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor, items: Any) -> None:
-    """Check that the examples' losses add up to the loss of the model."""
+def _difference(
+    losses: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor, items: Any
+) -> str | None:
+    """Return a sentence if the examples' losses do not add up to the loss of the model."""
     targets = (labels[:, 1:] != _NO_TARGET).sum(1).to(losses.device)
     total = torch.where(targets > 0, losses * targets, 0.0).sum()
     mean = float(total) / float(targets.sum() if items is None else items)
-    if abs(mean - float(loss)) > _LOSS_TOLERANCE * abs(float(loss)):
-        raise RecordingError(
-            f"example_loss: the mean of the examples' cross-entropies is {mean:.6g}, but the "
-            f"model's loss is {float(loss):.6g}, so it has other terms; pass the losses with "
-            "observe(example_loss=…)"
-        )
+    if abs(mean - float(loss)) <= _LOSS_TOLERANCE * abs(float(loss)):
+        return None
+    return (
+        f"example_loss is not recorded: the mean of the examples' cross-entropies is {mean:.6g}, "
+        f"but the model's loss is {float(loss):.6g}, so it has other terms; pass the losses with "
+        "observe(example_loss=…)"
+    )
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,78 +3,101 @@
 The hooks of step t, in the order of their calls:
 
 ========================================  ===================================================
+forward hooks on the model                loss of every micro-batch, and of its examples
 forward hooks on the unembedding          logits, hidden states, of every micro-batch; the hidden
                                           states also from the output of a named module
-forward hooks on the model                loss of every micro-batch, and of its examples
-end of a backward pass that reached a     the raw gradient, summed over the micro-batches so
-recorded parameter                        far and over all processes; the norm of all gradients
-step pre-hook of the optimizer            the learning rate, and the gradient after clipping
-step post-hook of the optimizer           W and the moments, the summaries of all parameters of the
-                                          model; the row is complete
+hooks on the nodes of their graphs        the forward passes that a backward pass goes through
+`torch.autograd.backward`                 the root of the pass; at its end the raw gradients,
+                                          summed over the micro-batches and processes so far
+step pre-hook of the optimizer            the raw gradient compared with the optimizer's one
+step post-hook of the optimizer           the learning rate, W and the moments, the summaries of
+                                          all parameters; the row is complete
 `GradScaler.step`                         the mark of a skipped step; the row is complete
 ========================================  ===================================================
 
-The forward hooks belong to `ForwardPasses`, `HiddenStates` and `StepExamples`, the others to
-`Recorder`. Each
-tensor is copied once, directly to its place in the writer's block (see `device_to_host`).
+Group, rate, state, scaler and parameter are found again in each step. An error in a hook ends the
+recording, not the training, unless it is an interruption or the disk has failed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import GradientState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
-from trajstore.trainers.recording.forward_values import ForwardPasses, LogitsMode
+from trajstore.trainers.recording.forward_values import (
+    BackwardPass,
+    ForwardPass,
+    ForwardPasses,
+    LogitsMode,
+)
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import unwrap
-from trajstore.trainers.recording.sharding import (
-    agreed,
-    is_distributed,
-    is_sharded,
-    own_logits,
-    own_rows,
-    total_norm,
-    whole,
-)
+from trajstore.trainers.recording.parameters import find_group, rate_of, unwrap
+from trajstore.trainers.recording.run_notes import CannotFollow, RunNotes
+from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
-from trajstore.trainers.recording.torch_internals import (
-    call_when_backward_ends,
-    found_overflow,
-    version,
-)
+from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
+from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile, version
+from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
 from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
+_OUTSIDE = (
+    "{name} was changed outside optimizer.step(), after the row of the step before; a row holds the "
+    "weights at the end of optimizer.step()"
+)
+_AT_END = (
+    "{name} is not that of the last row at the end of the recording; another optimizer or other "
+    "code has changed it since"
+)
+_SEVERAL = (
+    "optimizer.step() differentiates the loss several times; loss, logits and grad are those of the "
+    "first time, at the weights of the row before, and clip_coef is NaN"
+)
+_STALE = (
+    "observe(loss=…) got the loss of the step before, after optimizer.step(); it is not recorded: "
+    "call observe before optimizer.step()"
+)
+_RATE = (
+    "the learning rate changed while optimizer.step() ran; lr is the rate at its end"
+)
 
-def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor of `torch.nn.utils.clip_grad_norm_`, with the same roundings.
 
-    Parameters
-    ----------
-    total_norm : tensor, ()
-    max_norm : float
-        0 disables clipping.
-    """
-    if max_norm <= 0:
-        return torch.ones_like(total_norm)
-    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _guarded(method: F) -> F:
+    """Make a method of the recorder end the recording when it fails; later calls do nothing."""
+
+    @functools.wraps(method)
+    def call(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_recording:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._fail(error)
+
+    return call  # type: ignore[return-value]
 
 
 def real_optimizer(optimizer: Any) -> Optimizer:
@@ -89,14 +112,6 @@ def real_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-class _RawGradient(NamedTuple):
-    """A gradient after the backward pass: the tensor, its version, its unscaled norm."""
-
-    tensor: torch.Tensor
-    version: int
-    norm: torch.Tensor
-
-
 class Recorder:
     """Records parameters of a model while an optimizer trains it.
 
@@ -105,7 +120,6 @@ class Recorder:
     Parameters
     ----------
     model : Module
-        In training mode during training; forward passes in evaluation mode are not recorded.
     optimizer : Optimizer
         An optimizer, or accelerate's wrapper of one.
     parameters : sequence of ParameterRows
@@ -115,6 +129,7 @@ class Recorder:
     model_state : ModelState, optional
         Given if the state of the model is recorded.
     loop : TrainingLoop
+    notes : RunNotes
     examples : StepExamples
         In a distributed training all processes have one, also those that do not record.
     head : Module or None
@@ -124,16 +139,15 @@ class Recorder:
     hidden_from : str, optional
         Name of the module whose output is the hidden states; default: they are the input of `head`.
     logits_mode : {'last', 'mean'}
-        Logits at the last position: of the first sequence, or the mean over the step's sequences.
     on_step : callable, optional
-        Called with the recorder after every optimizer step.
+        Called with the recorder after every step.
 
     Attributes
     ----------
     step : int
-        Optimizer steps taken, including those that a scaler skipped.
+        Optimizer steps taken, with those before the recording.
     loss : tensor, ()
-        Loss of the last step.
+        Loss of the last step; NaN if there is none.
     """
 
     def __init__(
@@ -141,10 +155,11 @@ class Recorder:
         model: torch.nn.Module,
         optimizer: Any,
         parameters: Sequence[ParameterRows],
-        model_parameters: ModelParameters | None = None,
-        model_state: ModelState | None = None,
+        model_parameters: ModelParameters | None,
+        model_state: ModelState | None,
         *,
         loop: TrainingLoop,
+        notes: RunNotes,
         examples: StepExamples,
         head: torch.nn.Module | None,
         hidden_size: int,
@@ -154,40 +169,62 @@ class Recorder:
     ) -> None:
         self.step = loop.first_step
         self.loss = torch.tensor(float("nan"))
+        self._model = inner = unwrap(model)
         self._optimizer = real_optimizer(optimizer)
+        wrapped = isinstance(optimizer, AcceleratedOptimizer)
+        self._accumulation = optimizer.gradient_state if wrapped else None
         self._parameters = tuple(parameters)
         self._whole = model_parameters
         self._state = model_state
+        self._notes = notes
+        self._on_step = on_step
         self._forward = ForwardPasses(
             logits_mode=logits_mode,
-            loss_scale=loop.loss_scale,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
+            on_use=self._on_use,
+            on_note=notes.add,
         )
         self._examples = examples
-        self._hidden = HiddenStates((self._forward, examples), hidden_size)
-        scaler = loop.scaler
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._max_grad_norm = loop.max_grad_norm
-        self._on_step = on_step
-        inner = unwrap(model)
-        self._all = list(inner.parameters())
-        types = {p.dtype for p in self._all if p.requires_grad and p.is_floating_point()}
-        self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
-        self._backward_end_is_queued = False
-        self._total_norm: torch.Tensor | None = None
-        self._raw_gradients: list[_RawGradient] = []
-        self._handles: list[RemovableHandle] = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
-        self._handles += examples.watch(inner)
+        receivers = (self._forward, examples)
+        self._hidden = HiddenStates(self._forward, receivers, hidden_size, notes.add)
+        self._scaler = loop.scaler if _is_on(loop.scaler) else None
+        self._gradients = StepGradients(
+            inner,
+            self._optimizer,
+            self._parameters,
+            model_parameters,
+            model_state,
+            max_grad_norm=loop.max_grad_norm,
+            on_note=notes.mention,
+        )
+        self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
+        self._backwards: list[BackwardPass] = []  # those that the step has used
+        self._new_roots: set[int] = set()  # addresses of the roots of the step
+        self._has_closure = False
+        self._rates: list[Any] = []
+        self._handles: list[Any] = []
+        self._begin_step()
+        self._is_idle = False
+        self._watch(inner, head, hidden_from)
+        atexit.register(self.close, complete=False)
+
+    def _watch(
+        self, model: torch.nn.Module, head: torch.nn.Module | None, hidden_from: str | None
+    ) -> None:
+        """Register all hooks."""
+        before, after = outside_compile(self._before_step), outside_compile(self._on_step_end)
+        self._handles = _watch_steps(self._optimizer, before, after)
         watched = {name for rows in self._parameters for name in rows.watched}
-        if not watched.union(examples.variables).isdisjoint(OF_HIDDEN_STATES):
-            self._handles += self._hidden.watch(inner, head, hidden_from)
+        self._handles += self._examples.watch(model, self._forward, self._notes.add)
+        if not watched.union(self._examples.variables).isdisjoint(OF_HIDDEN_STATES):
+            self._handles += self._hidden.watch(model, head, hidden_from)
         if self._parameters:
-            self._watch_passes(inner, head, watched)
-        if self._scaler is not None:
-            self._watch_scaler(self._scaler)
+            self._handles += self._forward.watch(model, head, watched)
+            if self._state is not None:
+                self._handles += self._state.watch(model, self._forward)
+        self._handles += self._forward.watch_model(model)
+        BACKWARD.listen(self._on_backward)
+        SCALER_STEP.listen(self._on_scaler_step)
 
     def __enter__(self) -> Self:
         return self
@@ -217,25 +254,19 @@ class Recorder:
         """Rows that are committed in every run."""
         return min((rows for _, rows in self.recorded_rows()), default=0)
 
+    @property
+    def is_recording(self) -> bool:
+        """False after the recording was closed, or has ended because of an error."""
+        return bool(self._handles)
+
     def recorded_rows(self) -> list[tuple[Location, int]]:
         """Return the path of each parameter's run and its number of rows."""
         writers = [rows.writer for rows in self._parameters]
         return [(one.path, one.committed_rows) for one in writers if one is not None]
 
     def notes(self) -> list[str]:
-        """Return notes about missing or doubtful values of the steps so far."""
-        found = []
-        if any("loss" in rows.left_out for rows in self._parameters):
-            found.append(
-                "loss is not recorded, because the model does not return it; pass it before each "
-                "optimizer.step() with observe(loss=loss)"
-            )
-        if self._forward.loss_looks_divided:
-            found.append(
-                "observe(loss=…) got several quotients in a step; their mean is recorded. If each "
-                "is loss / accumulation, this is too small: pass the loss before the division"
-            )
-        return found
+        """Return the notes about missing or doubtful values of the steps so far."""
+        return [str(entry["note"]) for entry in self._notes.entries]
 
     @property
     def at_block_end(self) -> bool:
@@ -258,8 +289,8 @@ class Recorder:
         Parameters
         ----------
         loss : tensor, ()
-            Loss of each micro-batch, not divided by their number, if the model does not return it.
-            The mean over a step's micro-batches is recorded.
+            Loss of each micro-batch, not divided by their number, in place of what the backward
+            passes differentiate. The mean over a step's micro-batches is recorded.
         logits : tensor, (batch, position, token) or (batch, token)
             Logits, if neither the model nor its unembedding returns them.
         hidden : tensor, (batch, position, hidden)
@@ -278,6 +309,11 @@ class Recorder:
             If `hidden` has another shape, or `batch` or `example_loss` does not have one number for
             each example.
         """
+        if not self.is_recording:
+            return
+        if loss is not None and self._is_idle and loss.data_ptr() in self._roots:
+            self._notes.add(_STALE)
+            loss = None
         if hidden is not None:
             self._hidden.observe(hidden)
         self._forward.observe(loss=loss, logits=logits)
@@ -287,169 +323,211 @@ class Recorder:
         """Remove all hooks and commit all complete rows; further calls have no effect."""
         if not self._handles:
             return
+        if self._parameters:
+            self._check_last_weights()
+        atexit.unregister(self.close)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._scaler is not None:
-            del self._scaler.step  # restores the method of the class
+        BACKWARD.ignore(self._on_backward)
+        SCALER_STEP.ignore(self._on_scaler_step)
+        self._backwards.clear()
         with contextlib.ExitStack() as closing:  # closes each, also if another fails
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
 
-    def _watch_passes(
-        self, model: torch.nn.Module, head: torch.nn.Module | None, variables: set[str]
-    ) -> None:
-        """Register the hooks of the forward and backward passes."""
-        recorded = [rows.parameter for rows in self._parameters]
-        self._handles += self._forward.watch(model, head, variables)
-        reached = [parameter.tensor for parameter in recorded]
-        if self._state is not None:  # a backward pass may reach some parameters only
-            self._handles += self._state.watch(model)
-            reached = [p for p in self._all if p.requires_grad]
-        self._handles += [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in reached
-        ]
-
-    def _watch_scaler(self, scaler: Any) -> None:
-        """Wrap the scaler's `step`, to detect whether it calls the optimizer."""
-        original = scaler.step
-
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self.step
-            result = original(optimizer, *args, **kwargs)
-            if real_optimizer(optimizer) is self._optimizer and self.step == before:
-                self._skip_step()
-            return result
-
-        scaler.step = step
-
-    # Backward --------------------------------------------------------------------------------
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        # Other gradients, or other processes' shares of this one, may still be missing.
-        if not self._backward_end_is_queued:
-            self._backward_end_is_queued = True
-            call_when_backward_ends(self._on_backward_end)
-
-    def _on_backward_end(self) -> None:
-        if is_distributed():
-            # Such a callback also averages gradients over the processes; run after it.
-            call_when_backward_ends(self._after_backward)
-        else:
-            self._after_backward()
-
-    @torch.no_grad()
-    def _after_backward(self) -> None:
-        """Take the raw gradient before it can be clipped."""
-        self._backward_end_is_queued = False
-        if not GradientState().sync_gradients:
-            return  # accelerate or the Trainer has more micro-batches for this step
-        gradients = [p.grad for p in self._all if p.grad is not None]
-        if any(gradient.is_sparse for gradient in gradients):
-            raise RecordingError(
-                "got a sparse gradient, expected dense ones; build the embedding with sparse=False"
-            )
-        unscale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
-        self._raw_gradients.clear()
+    def _check_last_weights(self) -> None:
         for rows in self._parameters:
-            gradient = rows.parameter.tensor.grad
-            if self._state is not None:
-                self._state.after_backward(rows, unscale)
-                if gradient is None:  # another backward pass of the step may reach it
-                    continue
-            if gradient is None:
-                raise RecordingError(
-                    f"{rows.parameter.name} has no gradient after the backward pass; use it in the "
-                    "forward pass of every step"
-                )
-            gradient = own_rows(gradient)
-            norm = torch.linalg.vector_norm(gradient) * unscale
-            self._raw_gradients.append(_RawGradient(gradient, version(gradient), norm))
-            raw = gradient if unscale == 1.0 else gradient * unscale
-            rows.set("grad", raw)
-            rows.set_gradient_norms(raw)
-        if self._whole is not None:
-            self._whole.after_backward(unscale)
-        self._total_norm = total_norm(gradients) * unscale
+            unchanged = rows.is_W_unchanged()
+            if unchanged is not None and not unchanged:
+                self._notes.mention(_AT_END.format(name=rows.parameter.name))
+        self._gradients.last_note()
 
-    # The optimizer's step ----------------------------------------------------------------------
+    def _fail(self, error: BaseException) -> None:
+        """End the recording after an error in a hook; raise it if the training has to know it.
 
+        That is so for an interruption, a failed disk, and every error if `strict` is set.
+        """
+        shown = str(error) or type(error).__name__
+        self._notes.mention(
+            f"the recording ended in step {self.step + 1}: {shown}; the run keeps its complete rows"
+        )
+        try:
+            self.close(complete=False)
+        except Exception as failure:
+            error.add_note(f"The recording ended with: {failure}")
+        own = isinstance(error, RecordingError | OSError) and not isinstance(error, CannotFollow)
+        if own or not isinstance(error, Exception) or self._notes.strict:
+            raise error
+
+    # Backward passes -----------------------------------------------------------------------------
+
+    def _on_use(self, one: ForwardPass) -> None:
+        """Note that a backward pass goes through a forward pass."""
+        frame = self._passes.get(threading.get_ident())
+        if frame is None and len(self._passes) == 1:  # a device has a thread of its own
+            (frame,) = self._passes.values()
+        if frame is None:  # `torch.autograd.grad`, whose result the loop may assign
+            frame = self._loose
+        if one not in frame.passes:
+            frame.passes.append(one)
+
+    @contextlib.contextmanager
+    def _on_backward(
+        self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        """Surround a call of `torch.autograd.backward`."""
+        thread = threading.get_ident()
+        if thread in self._passes or not self.is_recording:  # checkpointing calls it inside
+            yield
+            return
+        before = self._begin_backward()
+        frame = self._passes[thread] = self._with_root(tensors, grad_tensors)
+        try:
+            yield
+        finally:
+            del self._passes[thread]
+        if before is not None:
+            self._end_backward(frame, before)
+
+    @_guarded
+    def _begin_backward(self) -> Any:
+        """Return the gradients before a pass; None if the step does not use the pass."""
+        if self._gradients.are_discarded():
+            if self._in_step and self._backwards:
+                self._is_several = True
+            else:
+                self._backwards.clear()
+                self._gradients.forget()
+        if self._backwards:
+            self._check_weights(quick=True)
+        return None if self._is_several else self._gradients.marks()
+
+    @_guarded
+    def _end_backward(self, frame: BackwardPass, before: Any) -> None:
+        """Take the raw gradients before they can be clipped."""
+        if not self._gradients.are_changed_since(before):
+            return  # it trains something else
+        self._is_idle = False
+        self._backwards.append(frame)
+        if self._accumulation is None or self._accumulation.sync_gradients:
+            self._gradients.take(self._unscale())
+
+    def _with_root(self, tensors: Any, grad_tensors: Any) -> BackwardPass:
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if grad_tensors is not None or any(root.numel() != 1 for root in roots):
+            return BackwardPass()
+        values = [root.detach().reshape(()) for root in roots]
+        value = values[0] if len(values) == 1 else torch.stack(values).sum()
+        source = self._forward.source_of(roots[0]) if len(roots) == 1 else None
+        scale = self._unscale()
+        self._new_roots.update(root.data_ptr() for root in roots)
+        return BackwardPass(root=value.clone() if scale == 1 else value * scale, source=source)
+
+    def _unscale(self) -> float:
+        return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+
+    # The optimizer's step ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _on_scaler_step(
+        self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        """Surround a call of `GradScaler.step`, to detect whether it calls the optimizer."""
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        ours = optimizer is self._optimizer and scaler.is_enabled() and self.is_recording
+        if ours and scaler is not self._scaler:
+            self._adopt(scaler)
+        before = self.step
+        yield
+        if ours and self.step == before and self.is_recording:
+            self._skip_step()
+            if self._on_step is not None and self.is_recording:
+                self._on_step(self)
+
+    @_guarded
+    def _adopt(self, scaler: Any) -> None:
+        """Use a scaler that was not passed, or that replaces the one that was."""
+        self._scaler = scaler
+        self._gradients.forget()
+        self._was_adopted = True
+        for one in self._backwards:
+            if one.root is not None:
+                one.root = one.root / scaler.get_scale()
+        self._notes.mention(
+            "the loop uses a GradScaler that was not passed as scaler=; the gradient of its first "
+            "step is recorded as the optimizer got it"
+        )
+
+    @_guarded
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Take the learning rate, and compare the optimizer's gradient with the raw one."""
-        self._set_learning_rates()
+        """Find the parameters again, and compare the optimizer's gradient with the raw one."""
+        self._notes.step = self.step + 1
+        for rows in self._parameters:
+            self._find_again(rows)
+        if self.writer is None and self._versions != self._present_versions():
+            self._take_again()
+        self._check_weights()
         if self._whole is not None:
             self._whole.before_step()
-        # There are no raw gradients if no backward pass has reached a recorded parameter.
-        for rows, raw in zip(self._parameters, self._raw_gradients, strict=False):
-            rows.set("clip_coef", self._as_norm(self._observed_clip_coefficient(rows, raw)))
+        self._in_step = True
+        self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
+        if not self._has_closure:
+            self._settle()
 
-    def _set_learning_rates(self) -> None:
-        for rows in self._parameters:
-            rate = rows.parameter.group["lr"]
-            rows.set("lr", torch.as_tensor(rate, dtype=torch.float64))
-            if self._state is not None:
-                self._state.before_step(rows)
+    def _settle(self) -> None:
+        if self._gradients.are_discarded():
+            self._backwards.clear()
+            self._gradients.forget()
+        fused = hasattr(self._optimizer, "grad_scale")
+        self._gradients.settle(
+            self._unscale() if fused else 1.0, may_be_assigned=not self._was_adopted
+        )
 
-    def _observed_clip_coefficient(self, rows: ParameterRows, raw: _RawGradient) -> torch.Tensor:
-        """Return the factor of the gradient since the backward pass; NaN if unknown."""
-        assert self._total_norm is not None
-        total = self._total_norm
-        parameter = rows.parameter.tensor
-        unknown = torch.full_like(total, float("nan"))
-        if parameter.grad is None:
-            return unknown
-        consumed = own_rows(parameter.grad)
-        # If several processes hold the gradient, all compare, and the result has to agree.
-        untouched = consumed is raw.tensor and version(consumed) == raw.version
-        if untouched and not is_sharded(parameter):
-            return torch.ones_like(total)
-        recorded = rows.copy_of("grad")
-        seen = rows.recorded_tokens(consumed)
-        factor = unknown
-        for candidate in (torch.ones_like(total), clip_coefficient(total, self._max_grad_norm)):
-            if recorded is not None and recorded.device == seen.device:
-                expected = recorded * candidate
-                same = ((expected == seen) | (expected.isnan() & seen.isnan())).all()
-            else:
-                after = torch.linalg.vector_norm(consumed).double()
-                before = raw.norm.double()
-                same = torch.isclose(after, before * candidate.double(), rtol=1e-2, atol=0)
-            factor = torch.where(agreed(same, parameter), candidate, factor)
-        return factor
+    def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_recording:
+            return
+        self._after_step(optimizer)
+        if self._on_step is not None and self.is_recording:
+            self._on_step(self)
 
-    def _as_norm(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a norm, or a factor of it, in the type of a norm of all gradients.
-
-        A step may have gradients of some types only.
-        """
-        return value.to(torch.promote_types(value.dtype, self._norm_type))
-
-    def _scale(self) -> torch.Tensor | None:
-        """Return the factor by which the scaler multiplied the loss of the step."""
-        if self._scaler is None or self._state is None:
-            return None
-        return torch.tensor(self._scaler.get_scale(), dtype=torch.float64)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    @_guarded
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if self._is_several:
+            self._gradients.set_unknown_factor()
+            self._notes.mention(_SEVERAL)
+        elif self._has_closure:
+            self._settle()
+        else:
+            self._gradients.compare_again()
         self._end_step(skipped=found_overflow(optimizer))
 
+    @_guarded
+    @torch.no_grad()
     def _skip_step(self) -> None:
         """End a step in which the scaler has not called the optimizer."""
-        self._set_learning_rates()
-        if self._total_norm is not None:
-            for rows in self._parameters:
-                unknown = torch.full_like(self._total_norm, float("nan"))
-                rows.set("clip_coef", self._as_norm(unknown))
+        self._notes.step = self.step + 1
+        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
+        self._gradients.settle(may_be_assigned=False)
+        self._gradients.set_unknown_factor()
         self._end_step(skipped=True)
 
-    @torch.no_grad()
     def _end_step(self, *, skipped: bool) -> None:
         """Take the results of the step, complete its rows, and start the next step."""
+        self._set_rates()
+        backwards = self._backwards
+        passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
+        for number in sorted(passes):
+            passes[number].deliver()
+        total = self._gradients.total_norm
         scalars = {
-            **self._forward.values(),
+            **self._forward.values(backwards),
             **self._examples.values(),
-            "grad_norm": None if self._total_norm is None else self._as_norm(self._total_norm),
+            "grad_norm": None if total is None else self._gradients.as_norm(total),
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
             "scale": self._scale(),
         }
@@ -457,15 +535,15 @@ class Recorder:
             scalars |= self._whole.after_step(skipped=skipped)
         logits = scalars.pop("logits")
         scalars = {name: None if value is None else whole(value) for name, value in scalars.items()}
-        if scalars["loss"] is not None:
-            self.loss = scalars["loss"]
+        loss = scalars["loss"]
+        self.loss = torch.tensor(float("nan")) if loss is None else loss
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             rows.set("W", parameter)
             rows.set_cells()
             state = self._optimizer.state.get(parameter, {})
             for name in MOMENTS:
-                if name in state:
+                if isinstance(state.get(name), torch.Tensor):
                     rows.set(name, state[name])
             rows.set_change_norms()
             if self._state is not None:
@@ -475,12 +553,123 @@ class Recorder:
             for name, value in scalars.items():
                 if value is not None:
                     rows.set(name, value)
-            rows.end_row(self.step + 1, skipped=skipped)
+            rows.end_row(self.step + 1, had_effect=not skipped and self._gradients.exist)
+        self._begin_step()
         self.step += 1
+
+    def _begin_step(self) -> None:
         self._forward.begin_step()
         self._hidden.begin_step()
         self._examples.begin_step()
-        self._total_norm = None
-        self._raw_gradients.clear()
-        if self._on_step is not None:
-            self._on_step(self)
+        self._gradients.begin_step()
+        self._backwards = []
+        self._loose = BackwardPass()
+        self._roots, self._new_roots = self._new_roots, set()
+        self._versions = self._present_versions()
+        self._is_idle = True
+        self._in_step = self._is_several = self._was_adopted = False
+
+    def _find_again(self, rows: ParameterRows) -> None:
+        """Find the parameter and its group, which the loop may have replaced."""
+        parameter = rows.parameter
+        try:
+            found = operator.attrgetter(parameter.name)(self._model)
+        except AttributeError:  # the name of a compiled submodule has another prefix
+            found = parameter.tensor
+        if found is not parameter.tensor:
+            before, now = parameter.tensor, found
+            if now.shape != before.shape or now.dtype != before.dtype:
+                raise CannotFollow(
+                    f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
+                    f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
+                )
+            self._notes.mention(f"{parameter.name} is another tensor from this step on")
+        group = find_group(self._optimizer, found)
+        if group is None:
+            self._notes.mention(f"{parameter.name} is not in the optimizer in a step; lr is NaN")
+        rows.parameter = replace(parameter, tensor=found, group=group or {})
+
+    def _set_rates(self) -> None:
+        now = [group.get("lr") for group in self._optimizer.param_groups]
+        numbers = [(a, b) for a, b in zip(self._rates, now, strict=False) if _is_number(a)]
+        if not self._has_closure and any(_is_number(b) and a != b for a, b in numbers):
+            self._notes.mention(_RATE)
+        for rows in self._parameters:
+            rate = rate_of(rows.parameter.group)
+            if rate is None:
+                self._notes.mention(
+                    f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
+                    "number; lr is NaN"
+                )
+                rate = torch.tensor(float("nan"), dtype=torch.float64)
+            rows.set("lr", rate)
+            if self._state is not None:
+                self._state.set_rates(rows)
+
+    def _check_weights(self, *, quick: bool = False) -> None:
+        """Note if W has changed since the last row; `quick` looks at versions only at first."""
+        for rows in self._parameters:
+            if quick and version(rows.parameter.tensor) == self._version_of(rows):
+                continue
+            unchanged = rows.is_W_unchanged()
+            if unchanged is not None and unchanged.device.type == "cpu" and not unchanged:
+                self._notes.mention(_OUTSIDE.format(name=rows.parameter.name))
+
+    def _version_of(self, rows: ParameterRows) -> int | None:
+        return self._versions.get(rows.parameter.tensor)
+
+    def _present_versions(self) -> dict[torch.Tensor, int]:
+        if self.writer is not None:
+            return {rows.parameter.tensor: version(rows.parameter.tensor) for rows in self._parameters}
+        return {parameter: version(parameter) for parameter in self._model.parameters()}
+
+    def _take_again(self) -> None:
+        """Take the state before the first step again: the loop has loaded another one."""
+        if self._state is not None:
+            self._state.take_initial()
+        for rows in self._parameters:
+            rows.take_initial()
+
+    def _scale(self) -> torch.Tensor | None:
+        """Return the factor by which the scaler multiplied the loss of the step."""
+        if self._scaler is None or self._state is None:
+            return None
+        return torch.tensor(self._scaler.get_scale(), dtype=torch.float64)
+
+
+def _is_on(scaler: Any) -> bool:
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _is_number(rate: Any) -> bool:
+    return isinstance(rate, int | float)
+
+
+class _WrappedStep:
+    """Calls hooks around the `step` of an optimizer that has no place for hooks."""
+
+    def __init__(self, optimizer: Any, before: Callable[..., Any], after: Callable[..., Any]):
+        self._optimizer = optimizer
+        original = optimizer.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before(optimizer, (optimizer, *args), kwargs)
+            result = original(*args, **kwargs)
+            after(optimizer, (optimizer, *args), kwargs)
+            return result
+
+        optimizer.step = step
+
+    def remove(self) -> None:
+        """Give the optimizer its own method again."""
+        del self._optimizer.step
+
+
+def _watch_steps(
+    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> list[Any]:
+    """Call functions before and after each step."""
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it does not call Optimizer.__init__
+        return [_WrappedStep(optimizer, before, after)]
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

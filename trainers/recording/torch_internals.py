@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import Variable
 from torch.optim import Optimizer
 
 __all__ = [
-    "call_when_backward_ends",
     "copy_each",
     "differences",
     "found_overflow",
+    "in_backward",
     "multiply_each",
     "name_outside_compile",
     "norms",
@@ -31,13 +30,12 @@ __all__ = [
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def call_when_backward_ends(callback: Callable[[], None]) -> None:
-    """Queue a function for the end of the current backward pass.
+def in_backward() -> bool:
+    """Return True inside a backward pass, where checkpointing repeats parts of a forward pass.
 
-    Callbacks run in the order in which they were queued, and may queue others. Public hooks get a
-    gradient, but not the end of the pass. DDP itself averages gradients in such a callback.
+    Without a private name only the forward pass itself could be observed.
     """
-    Variable._execution_engine.queue_callback(callback)
+    return torch._C._current_graph_task_id() != -1
 
 
 def version(tensor: torch.Tensor) -> int:

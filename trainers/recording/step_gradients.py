@@ -1,0 +1,350 @@
+"""The gradients of a step: as the backward passes left them, and as the optimizer consumed them.
+
+A gradient is known by its tensor and the tensor's version, so unchanged gradients are recognized
+without a read. The raw gradient is taken at the end of each backward pass, because the loop may
+clip it afterwards. The gradient that the optimizer consumes decides: the recorded `grad` times
+`clip_coef` is that gradient, or `grad` is that gradient itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.model_state import ModelState
+from trajstore.trainers.recording.parameter_rows import ParameterRows
+from trajstore.trainers.recording.sharding import (
+    agreed,
+    is_sharded,
+    own_rows,
+    total_norm,
+)
+from trajstore.trainers.recording.torch_internals import version
+
+__all__ = ["StepGradients", "clip_coefficient"]
+
+_CHANGED = (
+    "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
+    "one factor; grad is what the optimizer got, clip_coef is NaN"
+)
+_ASSIGNED = (
+    "no backward pass has produced the gradient of {name} in a step; grad is what the optimizer "
+    "got, and clipping before the step cannot be seen"
+)
+
+
+def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`, with the same roundings.
+
+    Parameters
+    ----------
+    total_norm : tensor, ()
+    max_norm : float
+        0 disables clipping.
+    """
+    if max_norm <= 0:
+        return torch.ones_like(total_norm)
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+class _Mark(NamedTuple):
+    """A gradient tensor at a moment."""
+
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        return self.is_tensor(gradient) and gradient is not None and (
+            version(gradient) == self.version
+        )  # fmt: skip
+
+    def is_tensor(self, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None and self.gradient() is gradient
+
+
+Marks = dict[torch.Tensor, _Mark]
+
+
+class StepGradients:
+    """The gradients of the optimizer step in progress.
+
+    Parameters
+    ----------
+    model : Module
+        Not wrapped.
+    optimizer : Optimizer
+    rows : sequence of ParameterRows
+        Rows of the recorded parameters.
+    whole : ModelParameters or None
+    state : ModelState or None
+    max_grad_norm : float
+        Norm to which the loop says that it clips; 0 if it does not say so.
+    on_note : callable
+        Called with a sentence about a gradient that is not as the loop suggests.
+
+    Attributes
+    ----------
+    total_norm : tensor, () or None
+        Norm of all gradients before clipping; None without gradients.
+    exist : bool
+        True if any parameter has a gradient in this step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        rows: Sequence[ParameterRows],
+        whole: ModelParameters | None,
+        state: ModelState | None,
+        *,
+        max_grad_norm: float,
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._rows = tuple(rows)
+        self._whole = whole
+        self._state = state
+        self._max_grad_norm = max_grad_norm
+        self._on_note = on_note
+        self._parameters: tuple[torch.Tensor, ...] = tuple(model.parameters())
+        self._of_optimizer = 0
+        self.exist = False
+        self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
+        types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
+        self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the previous step."""
+        self.total_norm: torch.Tensor | None = None
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}  # of the raw gradients
+        self._taken: Marks = {}  # all gradients at the end of the last backward pass
+        self._settled: Marks = {}  # all gradients when they were compared
+        self._reached: tuple[torch.Tensor, ...] = ()  # parameters whose gradients it changed
+
+    # Backward passes -----------------------------------------------------------------------------
+
+    def marks(self) -> Marks:
+        """Return the present gradient of each parameter of the model and of the optimizer."""
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count != self._of_optimizer:
+            self._of_optimizer = count
+            found = dict.fromkeys(self._model.parameters())
+            for group in self._optimizer.param_groups:
+                found |= dict.fromkeys(group["params"])
+            self._parameters = tuple(found)
+        return {
+            parameter: _Mark(weakref.ref(parameter.grad), version(parameter.grad))
+            for parameter in self._parameters
+            if parameter.grad is not None
+        }
+
+    def are_changed_since(self, before: Marks) -> bool:
+        """Return True if a backward pass has changed a gradient since some marks were taken."""
+        now = self.marks()
+        self._reached = tuple(p for p, mark in now.items() if before.get(p) != mark)
+        return bool(self._reached)
+
+    def are_discarded(self) -> bool:
+        """Return True if the loop has discarded the gradients of the last backward pass."""
+        if not self._reached:
+            return False
+        recorded = [rows.parameter.tensor for rows in self._rows]
+        one = next((p for p in recorded if p in self._reached), self._reached[0])
+        if one.grad is None or not self._taken[one].is_tensor(one.grad):
+            return one.grad is None
+        changed = version(one.grad) != self._taken[one].version
+        return changed and not bool(own_rows(one.grad).any())
+
+    def forget(self) -> None:
+        """Forget the gradients of the backward passes so far, which were discarded."""
+        self.begin_step()
+
+    def take(self, unscale: float) -> None:
+        """Take all gradients before they can be clipped; `unscale` multiplies them."""
+        self._taken = self.marks()
+        gradients = [_dense(p.grad) for p in self._taken if p.grad is not None]
+        if not gradients:
+            return
+        self._take_of_others(unscale)
+        for rows in self._rows:
+            gradient = rows.parameter.tensor.grad
+            if gradient is not None:
+                gradient = own_rows(_dense(gradient))
+                norm = torch.linalg.vector_norm(gradient) * unscale
+                self._norms[rows.parameter.tensor] = norm
+                self._set(rows, gradient, unscale)
+        self.total_norm = total_norm(gradients) * unscale
+
+    def _take_of_others(self, unscale: float) -> None:
+        if self._state is not None:
+            for rows in self._rows:
+                self._state.after_backward(rows, unscale)
+        if self._whole is not None:
+            self._whole.after_backward(unscale)
+
+    def _set(self, rows: ParameterRows, gradient: torch.Tensor, unscale: float = 1.0) -> None:
+        raw = gradient if unscale == 1.0 else gradient * unscale
+        rows.set("grad", raw)
+        rows.set_gradient_norms(raw)
+
+    # The optimizer's step ------------------------------------------------------------------------
+
+    def settle(self, unscale: float = 1.0, *, may_be_assigned: bool = True) -> None:
+        """Compare the gradients with those that the optimizer consumes, and set `clip_coef`.
+
+        `unscale` multiplies gradients that no backward pass was seen to produce. They are noted if
+        they `may_be_assigned`.
+        """
+        for rows in self._rows:
+            self._settle(rows, unscale, noted=may_be_assigned)
+        self._settled = now = self.marks()
+        self.exist = bool(now)
+        same = now.keys() == self._taken.keys() and all(
+            self._taken[p].is_tensor(p.grad) for p in now
+        )
+        if not same and now:
+            gradients = [_dense(p.grad) for p in now if p.grad is not None]
+            norm = total_norm(gradients) * unscale
+            unchanged = all(
+                self._taken[p].is_still(p.grad) for p in now if p in self._taken
+            )
+            self.total_norm = norm if unchanged else torch.full_like(norm, float("nan"))
+            if unchanged:
+                self._take_of_others(unscale)
+
+    def _settle(self, rows: ParameterRows, unscale: float, *, noted: bool) -> None:
+        parameter = rows.parameter.tensor
+        taken = self._taken.get(parameter)
+        gradient = None if parameter.grad is None else _dense(parameter.grad)
+        if gradient is None:
+            rows.forget("grad", "grad_token_norm", "clip_coef")
+            return
+        if taken is None:
+            self._set(rows, own_rows(gradient), unscale)
+            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
+            if noted:
+                self._note(_ASSIGNED, rows)
+            return
+        # If several processes hold the gradient, all compare, and the result has to agree.
+        if taken.is_still(parameter.grad) and not is_sharded(parameter):
+            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
+            return
+        self._compare(rows, own_rows(gradient))
+
+    def _compare(
+        self, rows: ParameterRows, consumed: torch.Tensor, *, only_factor: bool = False
+    ) -> None:
+        """Set the factor between the raw and the consumed gradient, or the latter itself."""
+        parameter, total = rows.parameter.tensor, self.total_norm
+        assert total is not None
+        seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
+        if raw is not None and raw.device != seen.device:
+            raw = None  # the first row of a training on a device is on the host
+        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
+        wide = torch.promote_types(total.dtype, torch.float32)
+        factor = total.new_full((), float("nan"), dtype=wide)
+        found = torch.zeros_like(factor, dtype=torch.bool)
+        for candidate, tolerance in self._candidates(total, raw, seen):
+            if raw is not None:
+                same = _are_equal(raw * candidate, seen, tolerance).all()
+            else:
+                after = torch.linalg.vector_norm(consumed).float()
+                before = self._norms[parameter].float() * candidate.float()
+                same = torch.isclose(after, before, rtol=1e-2, atol=0)
+            same = agreed(same, parameter)
+            factor = torch.where(same & ~found, candidate.to(factor.dtype), factor)
+            found = found | same
+            if on_host and found:
+                break
+        if only_factor and on_host and not found:
+            return
+        rows.set("clip_coef", self.as_norm(factor.to(total.dtype)))
+        if raw is None or only_factor:
+            return
+        if on_host and not found:
+            rows.replace_gradient(seen)
+            self._note(_CHANGED, rows)
+        elif not on_host:  # without a wait for the device
+            rows.replace_gradient(torch.where(found, raw, seen))
+            self._changed = (~found).to(torch.int64) + self._changed
+
+    def _candidates(
+        self, total: torch.Tensor, raw: torch.Tensor | None, seen: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, float]]:
+        """Yield possible factors, and the relative error to allow; the likeliest first."""
+        yield torch.ones_like(total), 0
+        if self._max_grad_norm > 0:
+            yield clip_coefficient(total, self._max_grad_norm), 0
+        if raw is None:
+            return
+        # The best factor by least squares, and its neighbors in the type of a clipping factor.
+        wide = torch.float32 if seen.device.type == "mps" else torch.float64
+        before, after = raw.to(wide), seen.to(wide)
+        best = (before * after).sum() / before.square().sum()
+        best = torch.where(best > 0, best, float("nan")).float()
+        near = best.to(total.dtype)
+        yield from ((one, 0) for one in (near, *_neighbors(near), best))
+        yield best, 2 * torch.finfo(seen.dtype).eps
+
+    def compare_again(self) -> None:
+        """Find the factor of gradients that changed after `settle`, in a later hook of the step.
+
+        Other changes are the optimizer's own.
+        """
+        for rows in self._rows:
+            parameter = rows.parameter.tensor
+            mark = self._settled.get(parameter)
+            if mark is None or mark.is_still(parameter.grad) or parameter not in self._taken:
+                continue
+            if parameter.grad is not None:
+                self._compare(rows, own_rows(_dense(parameter.grad)), only_factor=True)
+
+    def set_unknown_factor(self) -> None:
+        """Set `clip_coef` to NaN."""
+        for rows in self._rows:
+            if self.total_norm is not None:
+                unknown = torch.full_like(self.total_norm, float("nan"))
+                rows.set("clip_coef", self.as_norm(unknown))
+
+    def last_note(self) -> None:
+        """Report what was found on a device, where each step would have had to wait for it."""
+        if int(self._changed):
+            self._note(_CHANGED, self._rows[0])
+
+    def as_norm(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a norm, or a factor of it, in the type of a norm of all gradients.
+
+        A step may have gradients of some types only.
+        """
+        return value.to(torch.promote_types(value.dtype, self._norm_type))
+
+    def _note(self, sentence: str, rows: ParameterRows) -> None:
+        self._on_note(sentence.format(name=rows.parameter.name))
+
+
+def _are_equal(expected: torch.Tensor, seen: torch.Tensor, tolerance: float) -> torch.Tensor:
+    if tolerance:
+        return torch.isclose(expected, seen, rtol=tolerance, atol=0, equal_nan=True)
+    return (expected == seen) | (expected.isnan() & seen.isnan())
+
+
+def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the next two numbers of the type on both sides."""
+    found = []
+    for end in (float("inf"), float("-inf")):
+        one = torch.nextafter(value, torch.full_like(value, end))
+        found += [one, torch.nextafter(one, torch.full_like(value, end))]
+    return found
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
