@@ -109,6 +109,7 @@ class ComparedRun:
         As in `RunWriter`; nothing is stored.
     """
 
+    notes: Sequence[Mapping[str, Any]] = ()
     bytes_written = 0
     seconds_waited = 0.0
 

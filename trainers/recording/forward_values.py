@@ -107,8 +107,6 @@ class ForwardPasses:
     ----------
     current : ForwardPass or None
         Pass of the model that runs now, if it may be differentiated.
-    loss_looks_divided : bool
-        True if the loop gave several losses in a step, each the result of a division.
     """
 
     def __init__(
@@ -120,7 +118,6 @@ class ForwardPasses:
         on_note: Callable[[str], None],
     ) -> None:
         self.current: ForwardPass | None = None
-        self.loss_looks_divided = False
         self._logits_mode = logits_mode
         self._vocabularies = frozenset(vocabularies)
         self._on_use = on_use
@@ -132,7 +129,6 @@ class ForwardPasses:
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
-        self.loss_looks_divided |= self._loss.looks_divided
         self._loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_observed = False
@@ -207,6 +203,11 @@ class ForwardPasses:
                 self._spread.add(spread)
 
         return add
+
+    @property
+    def loss_looks_divided(self) -> bool:
+        """True if the loop gave several losses in a step, each the result of a division."""
+        return self._loss.looks_divided
 
     def values(self, backwards: list[BackwardPass]) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from trajstore.errors import RecordingError
 from trajstore.trainers.recording.flat_vectors import FLOATS
+from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile, version
 
 __all__ = ["ModelBuffers", "named_buffers"]
@@ -82,7 +82,7 @@ class ModelBuffers:
             self._marks.clear()  # compare all values
         changed = [name for name in now if self._is_changed(name, now[name])]
         if changed and not first:
-            raise RecordingError(
+            raise CannotFollow(
                 f"the buffer {changed[0]} changes in this step, but did not in the first one, so "
                 "the run does not have it; record all, or run the model once before the recording "
                 "starts"
@@ -97,7 +97,7 @@ class ModelBuffers:
             return False
         first = self._first.get(name)
         if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
-            raise RecordingError(
+            raise CannotFollow(
                 f"the buffer {name} has another shape or type than before the first step; record "
                 "all, or run the model once before the recording starts"
             )
@@ -125,7 +125,7 @@ def _as_float64(name: str, buffer: torch.Tensor) -> torch.Tensor:
         buffer = buffer.cpu()
     wide = buffer.real.double() if buffer.is_complex() else buffer.double()
     if buffer.dtype not in FLOATS and not torch.equal(wide.to(buffer.dtype), buffer):
-        raise RecordingError(
+        raise CannotFollow(
             f"the buffer {name} has values of {buffer.dtype} that float64 does not have; record "
             "all instead of everything"
         )

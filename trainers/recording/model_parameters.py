@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.parameters import unwrap
+from trajstore.trainers.recording.parameters import gradient_of, unwrap
 from trajstore.trainers.recording.torch_internals import (
     copy_each,
     differences,
@@ -88,13 +88,16 @@ class ModelParameters:
         """Copy the values that the optimizer is about to change."""
         if self._variables.isdisjoint(_OF_UPDATES):
             return
+        self._find_groups()
+        for place in self._groups.keys() - self._before.keys():
+            self._before[place] = torch.empty_like(self._tensors[place])
+        copy_each(list(self._before.values()), [self._tensors[place] for place in self._before])
+
+    def _find_groups(self) -> None:
         groups = {id(p): one for one in self._optimizer.param_groups for p in one["params"]}
         self._groups = {
             place: groups[id(p)] for place, p in enumerate(self._tensors) if id(p) in groups
         }
-        for place in self._groups.keys() - self._before.keys():
-            self._before[place] = torch.empty_like(self._tensors[place])
-        copy_each(list(self._before.values()), [self._tensors[place] for place in self._before])
 
     def after_step(self, *, skipped: bool) -> dict[str, torch.Tensor]:
         """Return the results of the step by variable.
@@ -116,6 +119,8 @@ class ModelParameters:
         return values
 
     def _updates(self, *, skipped: bool) -> dict[str, torch.Tensor]:
+        if skipped:
+            self._find_groups()
         gradients = {p: grad for p, grad in self._gradients().items() if p in self._groups}
         if skipped or not gradients:
             zeros = dict.fromkeys(gradients, torch.zeros_like(self._nan))
@@ -153,11 +158,8 @@ class ModelParameters:
         )
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        return {
-            place: tensor.grad
-            for place, tensor in enumerate(self._tensors)
-            if tensor.grad is not None
-        }
+        found = ((place, gradient_of(tensor)) for place, tensor in enumerate(self._tensors))
+        return {place: gradient for place, gradient in found if gradient is not None}
 
     def _vector(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return one number for each parameter; NaN if it has none."""

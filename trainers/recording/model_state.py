@@ -24,7 +24,13 @@ from trajstore.trainers.recording.flat_vectors import check_joinable, join, join
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
-from trajstore.trainers.recording.parameters import RecordedParameter, rate_of, unwrap
+from trajstore.trainers.recording.parameters import (
+    RecordedParameter,
+    gradient_of,
+    rate_of,
+    unwrap,
+)
+from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 from trajstore.values.vector_rule import VECTORS
@@ -294,7 +300,7 @@ class ModelState:
         """Take the gradients before clipping; `unscale` multiplies them."""
         if not self._others or "params_grad" not in rows.variables:
             return
-        gradients = [tensor.grad for tensor in self._others]
+        gradients = [gradient_of(tensor) for tensor in self._others]
         scaled = unscale != 1.0
         mixed = scaled and len(set(self._part_types("params_grad", gradients))) > 1
         if mixed:  # rounded to the type of each, not to that of the vector
@@ -369,7 +375,7 @@ class ModelState:
         before = self._types.setdefault(name, types)
         for part, now, was in zip(self._other_names, types, before, strict=True):
             if now != was:
-                raise RecordingError(
+                raise CannotFollow(
                     f"{name}: {part} is now {_type_name(now)}, but was {_type_name(was)} in the "
                     "first row; record a new run for the new type"
                 )
@@ -415,7 +421,7 @@ class ModelState:
         if random is None or not self._draws:
             return
         if rows.writer is not None and "random_state" not in rows.variables:
-            raise RecordingError(
+            raise CannotFollow(
                 "the model draws random numbers in this step, but did not in the first one, so the "
                 "run has no random_state; switch dropout on before the first step"
             )

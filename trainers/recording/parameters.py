@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
-__all__ = ["RecordedParameter", "find_group", "find_parameters", "rate_of", "unwrap"]
+__all__ = ["RecordedParameter", "find_group", "find_parameters", "gradient_of", "rate_of", "unwrap"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,6 +155,12 @@ def find_group(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | N
         if any(tensor is weight for tensor in group["params"]):
             return group
     return None
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter; a sparse one as a dense tensor."""
+    gradient = parameter.grad
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def rate_of(group: Mapping[str, Any]) -> torch.Tensor | None:

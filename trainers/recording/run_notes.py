@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trajstore.errors import RecordingError
@@ -27,7 +27,7 @@ class RunNotes:
     Attributes
     ----------
     entries : list of dict
-        ``note``, ``step`` and ``count``: attribute ``notes`` of the root of a run.
+        ``note``, ``first_step``, ``last_step`` and the ``count`` of steps.
     """
 
     def __init__(self, report: Callable[[str], None], *, strict: bool) -> None:
@@ -52,9 +52,16 @@ class RunNotes:
         """Note a fact about the current step that is no error."""
         for entry in self.entries:
             if entry["note"] == sentence:
-                if entry["last"] != self.step:
+                if entry["last_step"] != self.step:
                     entry["count"] += 1
-                    entry["last"] = self.step
+                    entry["last_step"] = self.step
                 return
-        self.entries.append({"note": sentence, "step": self.step, "last": self.step, "count": 1})
+        steps = {"first_step": self.step, "last_step": self.step, "count": 1}
+        self.entries.append({"note": sentence, **steps})
         self._report(sentence)
+
+    def resumed(self, before: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Begin with the notes of a run so far, and return all."""
+        known = {entry["note"] for entry in self.entries}
+        self.entries[:0] = [dict(entry) for entry in before if entry["note"] not in known]
+        return self.entries

@@ -19,12 +19,8 @@ from torch.optim import Optimizer
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.sharding import (
-    agreed,
-    is_sharded,
-    own_rows,
-    total_norm,
-)
+from trajstore.trainers.recording.parameters import gradient_of
+from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
 from trajstore.trainers.recording.torch_internals import version
 
 __all__ = ["StepGradients", "clip_coefficient"]
@@ -60,12 +56,12 @@ class _Mark(NamedTuple):
     version: int
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
-        return self.is_tensor(gradient) and gradient is not None and (
-            version(gradient) == self.version
-        )  # fmt: skip
+        if gradient is None or not self.is_tensor(gradient):
+            return False
+        return version(gradient) == self.version
 
     def is_tensor(self, gradient: torch.Tensor | None) -> bool:
-        return gradient is not None and self.gradient() is gradient
+        return self.gradient() is gradient
 
 
 Marks = dict[torch.Tensor, _Mark]
@@ -128,7 +124,7 @@ class StepGradients:
         self._norms: dict[torch.Tensor, torch.Tensor] = {}  # of the raw gradients
         self._taken: Marks = {}  # all gradients at the end of the last backward pass
         self._settled: Marks = {}  # all gradients when they were compared
-        self._reached: tuple[torch.Tensor, ...] = ()  # parameters whose gradients it changed
+        self._reached: dict[torch.Tensor, None] = {}  # parameters whose gradients it changed
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -149,8 +145,11 @@ class StepGradients:
 
     def are_changed_since(self, before: Marks) -> bool:
         """Return True if a backward pass has changed a gradient since some marks were taken."""
-        now = self.marks()
-        self._reached = tuple(p for p, mark in now.items() if before.get(p) != mark)
+        self._reached = {
+            parameter: None
+            for parameter in self.marks()
+            if parameter not in before or not before[parameter].is_still(parameter.grad)
+        }
         return bool(self._reached)
 
     def are_discarded(self) -> bool:
@@ -158,11 +157,12 @@ class StepGradients:
         if not self._reached:
             return False
         recorded = [rows.parameter.tensor for rows in self._rows]
-        one = next((p for p in recorded if p in self._reached), self._reached[0])
-        if one.grad is None or not self._taken[one].is_tensor(one.grad):
-            return one.grad is None
-        changed = version(one.grad) != self._taken[one].version
-        return changed and not bool(own_rows(one.grad).any())
+        one = next((p for p in (*recorded, *self._reached) if p in self._reached))
+        mark = self._taken.get(one)
+        gradient = gradient_of(one)
+        if gradient is None or mark is None or not mark.is_tensor(one.grad):
+            return gradient is None
+        return not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
 
     def forget(self) -> None:
         """Forget the gradients of the backward passes so far, which were discarded."""
@@ -171,14 +171,14 @@ class StepGradients:
     def take(self, unscale: float) -> None:
         """Take all gradients before they can be clipped; `unscale` multiplies them."""
         self._taken = self.marks()
-        gradients = [_dense(p.grad) for p in self._taken if p.grad is not None]
+        gradients = [g for g in map(gradient_of, self._taken) if g is not None]
         if not gradients:
             return
         self._take_of_others(unscale)
         for rows in self._rows:
-            gradient = rows.parameter.tensor.grad
+            gradient = gradient_of(rows.parameter.tensor)
             if gradient is not None:
-                gradient = own_rows(_dense(gradient))
+                gradient = own_rows(gradient)
                 norm = torch.linalg.vector_norm(gradient) * unscale
                 self._norms[rows.parameter.tensor] = norm
                 self._set(rows, gradient, unscale)
@@ -212,7 +212,7 @@ class StepGradients:
             self._taken[p].is_tensor(p.grad) for p in now
         )
         if not same and now:
-            gradients = [_dense(p.grad) for p in now if p.grad is not None]
+            gradients = [g for g in map(gradient_of, now) if g is not None]
             norm = total_norm(gradients) * unscale
             unchanged = all(
                 self._taken[p].is_still(p.grad) for p in now if p in self._taken
@@ -224,7 +224,7 @@ class StepGradients:
     def _settle(self, rows: ParameterRows, unscale: float, *, noted: bool) -> None:
         parameter = rows.parameter.tensor
         taken = self._taken.get(parameter)
-        gradient = None if parameter.grad is None else _dense(parameter.grad)
+        gradient = gradient_of(parameter)
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
             return
@@ -305,8 +305,9 @@ class StepGradients:
             mark = self._settled.get(parameter)
             if mark is None or mark.is_still(parameter.grad) or parameter not in self._taken:
                 continue
-            if parameter.grad is not None:
-                self._compare(rows, own_rows(_dense(parameter.grad)), only_factor=True)
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                self._compare(rows, own_rows(gradient), only_factor=True)
 
     def set_unknown_factor(self) -> None:
         """Set `clip_coef` to NaN."""
@@ -344,7 +345,3 @@ def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:
         one = torch.nextafter(value, torch.full_like(value, end))
         found += [one, torch.nextafter(one, torch.full_like(value, end))]
     return found
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -77,6 +77,10 @@ _STALE = (
     "observe(loss=…) got the loss of the step before, after optimizer.step(); it is not recorded: "
     "call observe before optimizer.step()"
 )
+_DIVIDED = (
+    "observe(loss=…) got several quotients in a step; their mean is recorded. If each is loss / "
+    "accumulation, this is too small: pass the loss before the division"
+)
 _RATE = (
     "the learning rate changed while optimizer.step() ran; lr is the rate at its end"
 )
@@ -554,6 +558,8 @@ class Recorder:
                 if value is not None:
                     rows.set(name, value)
             rows.end_row(self.step + 1, had_effect=not skipped and self._gradients.exist)
+        if self._forward.loss_looks_divided:
+            self._notes.mention(_DIVIDED)
         self._begin_step()
         self.step += 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.recording.parameters import group_of
+from trajstore.trainers.recording.parameters import find_group
 from trajstore.trainers.recording.provenance import group_attributes, optimizer_attributes
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.checkpoint import Checkpoint
@@ -81,7 +81,8 @@ class ForkedState:
         """
         tensor = dict(self._training.model.named_parameters())[parameter]
         optimizer, schedule = self._training.optimizer, self._training.schedule
-        group = group_of(optimizer, tensor, parameter)
+        group = find_group(optimizer, tensor)
+        assert group is not None  # it trains the whole model
         factor = schedule.lr_lambdas[0]  # that of every group
         # The rate of the first step, as in a new run with these settings.
         first = {"lr": group["initial_lr"] * factor(0)}

@@ -29,6 +29,7 @@ __all__ = [
     "CONTENT",
     "COPY",
     "FINGERPRINT",
+    "NOTES",
     "Fingerprint",
     "block_digest",
     "coordinate_digests",
@@ -39,8 +40,11 @@ FINGERPRINT = "fingerprint"
 """Attributes of the root."""
 
 _SHARD = struct.Struct("<II32s")
-CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
-"""Attributes of the root that every commit sets."""
+NOTES = "notes"
+"""Attribute of the root: what the recording could not see, or not as its loop suggests."""
+
+CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT, NOTES)
+"""Attributes of the root that commits set."""
 
 COPY = "root_attributes"
 """Attribute of ``step`` that holds a copy of the root's other attributes."""

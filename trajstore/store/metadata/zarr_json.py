@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.metadata.document_form import Status
-from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, Fingerprint
+from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, NOTES, Fingerprint
 from trajstore.strict_json import utc_now
 
 __all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status"]
@@ -36,9 +36,15 @@ class RunMetadata:
         Document of each array, including coordinates, with any number of rows.
     attributes : mapping
         Attributes of the root except `CHANGING`; JSON values.
+
+    Attributes
+    ----------
+    notes : list of dict
+        The attribute `NOTES` of the next root document.
     """
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
+        self.notes: list[dict[str, Any]] = []
         self._arrays = dict(arrays)
         copy = json.dumps(dict(attributes), allow_nan=False)
         self._attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
@@ -61,7 +67,9 @@ class RunMetadata:
             Attributes that replace present ones.
         """
         fixed = {name: value for name, value in root["attributes"].items() if name not in CHANGING}
-        return cls(root["consolidated_metadata"]["metadata"], fixed | dict(attributes or {}))
+        found = cls(root["consolidated_metadata"]["metadata"], fixed | dict(attributes or {}))
+        found.notes = list(root["attributes"].get(NOTES, []))
+        return found
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -98,6 +106,8 @@ class RunMetadata:
     def root(self, rows: int, status: Status, digests: Mapping[str, str]) -> bytes:
         """Document of the root: attributes, digests, and every array with that number of rows."""
         changing = {"status": status, "committed_rows": rows, "updated": utc_now(), **digests}
+        if self.notes:
+            changing[NOTES] = self.notes
         return _dump(
             {
                 "zarr_format": 3,

@@ -104,6 +104,16 @@ class BlockCommits:
         return self._committer is not None
 
     @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Notes about the run, which each commit writes; none in a process that does not commit."""
+        return [] if self._committer is None else self._committer.notes
+
+    @notes.setter
+    def notes(self, notes: list[dict[str, Any]]) -> None:
+        if self._committer is not None:
+            self._committer.notes = notes
+
+    @property
     def bytes_written(self) -> int:
         """Bytes of the shards on disk."""
         return self._block_writer.bytes_written

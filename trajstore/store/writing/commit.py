@@ -7,6 +7,7 @@ of the arrays, and a cut replaces it before them. Readers see a row only if ever
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from trajstore.schema import STEP
 from trajstore.store.metadata.fingerprint import Fingerprint
@@ -52,6 +53,15 @@ class Committer:
         self._fingerprint = fingerprint
         self._fsync = fsync
         self._root_tag = _tag_of(path / DOCUMENT)
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Notes about the run, which each commit writes."""
+        return self._metadata.notes
+
+    @notes.setter
+    def notes(self, notes: list[dict[str, Any]]) -> None:
+        self._metadata.notes = notes
 
     def commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None = None) -> None:
         """Make rows visible to readers, and set the status. All their shards must be written.

@@ -119,6 +119,15 @@ class RunWriter:
         return self._blocks.committed_rows
 
     @property
+    def notes(self) -> list[dict[str, Any]]:
+        """JSON objects that each commit writes to the attribute ``notes`` of the root."""
+        return self._blocks.notes
+
+    @notes.setter
+    def notes(self, notes: list[dict[str, Any]]) -> None:
+        self._blocks.notes = notes
+
+    @property
     def bytes_written(self) -> int:
         """Bytes of the shards on disk."""
         return self._blocks.bytes_written

@@ -119,9 +119,9 @@ def test_they_explain_the_gradient_of_dead_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIABLES[3:])
 def test_missing_states_are_an_error_that_names_the_fix(name: str, tmp_path: Path) -> None:
-    match = rf"step 1 has no {name}.*observe\(hidden=…\).*hidden_from=…"
+    match = rf"{name} not recorded.*observe\(hidden=…\).*hidden_from=…"
     with pytest.raises(RecordingError, match=match):
-        train(tmp_path / "run.zarr", record=("W", "grad", name))
+        train(tmp_path / "run.zarr", record=("W", "grad", name), strict=True)
 
 
 class OwnMatrix(OwnModel):
@@ -173,10 +173,10 @@ def test_what_is_no_hidden_state_is_refused(tmp_path: Path) -> None:
         step_of(model, path, passed=torch.ones(5, 8), **of_W)
     with pytest.raises(RecordingError, match=r"no such module \(did you mean 'encoder'\?\)"):
         step_of(model, path, hidden_from="encode", **of_W)
-    with pytest.raises(InvalidArgument, match=r"hidden_from='position': got float32 of shape \(5"):
-        step_of(model, path, hidden_from="position", **of_W)
+    with pytest.raises(RecordingError, match=r"hidden_from='position': got float32 of shape \(5"):
+        step_of(model, path, hidden_from="position", strict=True, **of_W)
     with pytest.raises(RecordingError, match=r"batch_first=False.*observe\(hidden=output\.trans"):
         step_of(OwnModel(batch_first=False), path, hidden_from="encoder", **of_W)
-    with pytest.raises(RecordingError, match="step 1 has no hidden_mean"):
-        step_of(OwnMatrix(), path, parameter="W")  # its inputs are as many ids as W is wide
+    with pytest.raises(RecordingError, match="hidden_mean not recorded"):
+        step_of(OwnMatrix(), path, parameter="W", strict=True)  # its inputs are as many ids as W is wide
     assert not path.exists()

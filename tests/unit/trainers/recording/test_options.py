@@ -21,6 +21,7 @@ OPTIONS = {
     "origin": None, "encoding": "delta", "memory": 1 << 30, "block_rows": None, "overwrite": False,
     "resume": False, "commit_every": 10.0, "fsync": True, "schedule": None,
     "strict_numerics": False,
+    "strict": False,
 }  # fmt: skip
 OF_A_LOOP = {
     "scaler": None,
