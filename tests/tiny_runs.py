@@ -22,10 +22,14 @@ def tiny_run(
     steps: int = 20,
     clip: float = 0.3,
     accumulate: int = 1,
+    change: Callable[[Any], None] = lambda model: None,
     between: Callable[[Any, int], None] = lambda model, number: None,
     **options: Any,
 ) -> Path:
-    """Train `TinyModel` in a plain loop whose clipping is told; in blocks of 4 rows."""
+    """Train `TinyModel` in a plain loop that names its clipping; in blocks of 4 rows.
+
+    `change` may change the gradients before the step, and `between` the model after it.
+    """
     torch.manual_seed(1)
     model = TinyModel(dtype)
     made = optimizer(model.parameters())
@@ -37,6 +41,7 @@ def tiny_run(
                 (model(**batch)["loss"] / accumulate).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            change(model)
             made.step()
             between(model, number)
     return path

@@ -250,9 +250,12 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    with attach(
-        model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note
-    ) as recorder:
+    with attach(model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note) as recorder:
+        if wanted.is_dead is None and wanted.token_count is None and not wanted.resume:
+            recorder.mention(
+                "the tokens have no labels dead and live; pass token_count= or is_dead=, or label "
+                "them later with trajstore annotate"
+            )
         yield recorder
     if recorder.step == first_step and _is_first_process() and not recorder.notes():
         raise RecordingError(

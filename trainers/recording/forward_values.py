@@ -225,8 +225,7 @@ class ForwardPasses:
         for _ in range(_LONGEST_WAY):
             if node is None:
                 return None
-            if _LOSS_OF in node.metadata:
-                source: ForwardPass = node.metadata[_LOSS_OF]
+            if (source := _metadata(node).get(_LOSS_OF)) is not None:
                 return source
             inputs = [one for one, _ in node.next_functions if one is not None]
             if not node.name().startswith(_KEEPING) or len(inputs) != 1:
@@ -247,7 +246,7 @@ class ForwardPasses:
         if loss is not None and loss.grad_fn is not None:
             one.loss = loss.detach().clone()  # the loop may divide it in place
             one.loss_is_share = kwargs.get("num_items_in_batch") is not None
-            loss.grad_fn.metadata[_LOSS_OF] = one
+            _metadata(loss.grad_fn)[_LOSS_OF] = one
         if one.head_calls == 1 and one.head_logits is not None:
             self._keep_logits(one, one.head_logits)
         elif logits is not None and self._are_of_a_vocabulary(logits):
@@ -444,6 +443,12 @@ class StepLogits:
         """Return the logits of the current step; None if there are none."""
         mean = self._mean.value()
         return self._first if mean is None else mean.to(self._dtype)
+
+
+def _metadata(node: torch.autograd.graph.Node) -> dict[str, ForwardPass]:
+    """Return the values that belong to a node of a graph, which end with it."""
+    found: dict[str, ForwardPass] = node.metadata  # type: ignore[assignment]
+    return found
 
 
 def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:

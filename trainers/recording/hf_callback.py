@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -125,9 +124,10 @@ class TrajectoryCallback(TrainerCallback):
                 "torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
         _close_failed(self._path)
-        if self.recorder is not None:
+        if self.recorder is not None and self.recorder.rows and not self._options.overwrite:
             raise RecordingError(
-                "this callback has recorded a run already; create a new callback for each run"
+                "this callback has recorded a run already; create a new callback for each run, or "
+                "pass overwrite=True if the Trainer starts again (auto_find_batch_size)"
             )
         schedule = {
             "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
@@ -175,7 +175,6 @@ class TrajectoryCallback(TrainerCallback):
         # latest when the interpreter exits.
         self._thread = threading.get_ident()
         _recording.add(self)
-        atexit.register(self.close)
         _at_end_of_cell(self, register=True)
 
     def on_train_end(
@@ -195,7 +194,6 @@ class TrajectoryCallback(TrainerCallback):
         complete : bool
             Mark the run ``complete`` instead of ``interrupted``.
         """
-        atexit.unregister(self.close)
         _recording.discard(self)
         _at_end_of_cell(self, register=False)
         if self.recorder is not None:

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.flat_vectors import check_joinable, join, joint_type, same_bits
-from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.forward_values import ForwardPasses
+from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
 from trajstore.trainers.recording.parameters import (
     RecordedParameter,
@@ -173,22 +173,6 @@ class ModelState:
                 entry["tied"] = tied
             table.append(entry)
         return table
-
-    @property
-    def notes(self) -> list[str]:
-        """A note about parameters that another optimizer may train."""
-        places = _places_in(self._optimizer)
-        others = [
-            name
-            for name, tensor in zip(self.names, self._tensors, strict=True)
-            if tensor.requires_grad and id(tensor) not in places
-        ]
-        if not others:
-            return []
-        return [
-            f"the optimizer lacks {len(others)} parameters with requires_grad=True ({others[0]}); "
-            "if another optimizer trains them, call its step before that of this one"
-        ]
 
     # Row 0 ---------------------------------------------------------------------------------------
 
@@ -401,7 +385,15 @@ class ModelState:
 
     def _moments(self, name: str) -> list[torch.Tensor | None]:
         key, state = name.removeprefix("params_"), self._optimizer.state
-        return [state[tensor].get(key) if tensor in state else None for tensor in self._others]
+        found = [state[tensor].get(key) if tensor in state else None for tensor in self._others]
+        return [
+            moment
+            if isinstance(moment, torch.Tensor)
+            and moment.shape == tensor.shape
+            and moment.is_floating_point()
+            else None
+            for tensor, moment in zip(self._others, found, strict=True)
+        ]
 
     def _counts(self) -> torch.Tensor | None:
         """Return the optimizer's count of steps of each parameter; None if it does not count."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import CannotFollow, RunNotes
 from trajstore.trainers.recording.sharding import has_rows_of, own_rows
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
+from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["ParameterRows"]
@@ -195,6 +196,9 @@ class ParameterRows:
             value = self._padded(name, value)
         ids = self._ids if VARIABLES[name].dims[1:2] == ("token",) else None
         if self._transfer is None:
+            if (problem := self._oddity(name, value)) is not None:
+                self._notes.add(problem)
+                return
             chosen = value if ids is None else value.index_select(0, ids)
             self._row[name] = chosen.to("cpu", copy=True)
             return
@@ -351,6 +355,21 @@ class ParameterRows:
         # This overwrites the row of the previous step, if it was not stored.
         self._whole_step = None
 
+    def _oddity(self, name: str, value: torch.Tensor) -> str | None:
+        """Return a sentence if no run can hold a value of that type and shape."""
+        dims = VARIABLES[name].dims[1:]
+        lengths = dict(zip(("token", "hidden"), self.own_W().shape, strict=True))
+        shaped = len(dims) == value.ndim and all(
+            lengths.get(dim, length) == length
+            for dim, length in zip(dims, value.shape, strict=False)
+        )
+        if shaped and _name(value.dtype) in NATIVE_TYPES:
+            return None
+        return (
+            f"{name} is not recorded: the training has {_name(value.dtype)} of shape "
+            f"{tuple(value.shape)}, expected floats with the dimensions {', '.join(dims) or 'none'}"
+        )
+
     def _lack_of_room(self, name: str, value: torch.Tensor) -> str | None:
         dims = VARIABLES[name].dims[1:]
         for dim, length in zip(dims, value.shape, strict=True):
@@ -389,8 +408,12 @@ class ParameterRows:
         requested = self.variables
         self.variables = tuple(name for name in requested if name in last)
         self.left_out = tuple(name for name in requested if name not in self.variables)
-        if lost := sorted(set(self.left_out) & self._planned.options.required):
+        required = self._planned.options.required
+        if lost := [name for name in self.left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
+        for names, remedy in _REMEDIES:  # of a tier, which takes what there is
+            if lost := [name for name in self.left_out if name in names - required]:
+                self._notes.mention(f"{', '.join(lost)} not recorded: {remedy}")
         for _, row in self._early_rows:
             for name in self.variables:
                 if name not in row:
@@ -529,6 +552,10 @@ _REMEDIES = (
     (
         {"grad", "grad_token_norm"},
         "the parameter has no gradient; use it in the forward pass of every step",
+    ),
+    (
+        {*MOMENTS, *OPTIMIZER_STATE},
+        "the optimizer keeps no such state of the parameter's shape",
     ),
     ({"random_state"}, "call the model itself in every step, so that its hooks run"),
     (

@@ -84,14 +84,11 @@ class PlannedRun:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the run: populations without a token, parameters without the optimizer."""
+        """Notes about populations without a token."""
         return [
-            *(self.state.notes if self.state is not None else []),
-            *(
-                f"the population {name.removeprefix(POPULATION)} has no token"
-                for name, mask in self.populations.items()
-                if not mask.any()
-            ),
+            f"the population {name.removeprefix(POPULATION)} has no token"
+            for name, mask in self.populations.items()
+            if not mask.any()
         ]
 
     @property

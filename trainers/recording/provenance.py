@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -116,10 +117,11 @@ def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.item() if value.ndim == 0 else value.tolist()
+        return _plain(value.tolist())
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    if isinstance(value, bool | int | float | str) or value is None:
+    is_json = not isinstance(value, float) or math.isfinite(value)
+    if is_json and (isinstance(value, bool | int | float | str) or value is None):
         return value
     return str(value)
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
 from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook

@@ -88,8 +88,6 @@ class StepGradients:
     ----------
     total_norm : tensor, () or None
         Norm of all gradients before clipping; None without gradients.
-    exist : bool
-        True if any parameter has a gradient in this step.
     """
 
     def __init__(
@@ -112,7 +110,6 @@ class StepGradients:
         self._on_note = on_note
         self._parameters: tuple[torch.Tensor, ...] = tuple(model.parameters())
         self._of_optimizer = 0
-        self.exist = False
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
@@ -125,6 +122,11 @@ class StepGradients:
         self._taken: Marks = {}  # all gradients at the end of the last backward pass
         self._settled: Marks = {}  # all gradients when they were compared
         self._reached: dict[torch.Tensor, None] = {}  # parameters whose gradients it changed
+
+    @property
+    def exist(self) -> bool:
+        """True if any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class StepGradients:
         if not self._reached:
             return False
         recorded = [rows.parameter.tensor for rows in self._rows]
-        one = next((p for p in (*recorded, *self._reached) if p in self._reached))
+        one = next(p for p in (*recorded, *self._reached) if p in self._reached)
         mark = self._taken.get(one)
         gradient = gradient_of(one)
         if gradient is None or mark is None or not mark.is_tensor(one.grad):
@@ -207,16 +209,13 @@ class StepGradients:
         for rows in self._rows:
             self._settle(rows, unscale, noted=may_be_assigned)
         self._settled = now = self.marks()
-        self.exist = bool(now)
         same = now.keys() == self._taken.keys() and all(
             self._taken[p].is_tensor(p.grad) for p in now
         )
         if not same and now:
             gradients = [g for g in map(gradient_of, now) if g is not None]
             norm = total_norm(gradients) * unscale
-            unchanged = all(
-                self._taken[p].is_still(p.grad) for p in now if p in self._taken
-            )
+            unchanged = all(self._taken[p].is_still(p.grad) for p in now if p in self._taken)
             self.total_norm = norm if unchanged else torch.full_like(norm, float("nan"))
             if unchanged:
                 self._take_of_others(unscale)

@@ -34,11 +34,11 @@ import numpy.typing as npt
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.first_step import FirstStep
 from trajstore.trainers.recording.forward_values import (
     BackwardPass,
     ForwardPass,
@@ -62,16 +62,16 @@ from trajstore.values.optimizer_rule import MOMENTS
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
 _OUTSIDE = (
-    "{name} was changed outside optimizer.step(), after the row of the step before; a row holds the "
-    "weights at the end of optimizer.step()"
+    "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
+    "the end of optimizer.step()"
 )
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
     "code has changed it since"
 )
 _SEVERAL = (
-    "optimizer.step() differentiates the loss several times; loss, logits and grad are those of the "
-    "first time, at the weights of the row before, and clip_coef is NaN"
+    "optimizer.step() differentiates the loss several times; loss, logits and grad are those of "
+    "the first time, at the weights of the row before, and clip_coef is NaN"
 )
 _STALE = (
     "observe(loss=…) got the loss of the step before, after optimizer.step(); it is not recorded: "
@@ -81,9 +81,7 @@ _DIVIDED = (
     "observe(loss=…) got several quotients in a step; their mean is recorded. If each is loss / "
     "accumulation, this is too small: pass the loss before the division"
 )
-_RATE = (
-    "the learning rate changed while optimizer.step() ran; lr is the rate at its end"
-)
+_RATE = "the learning rate changed while optimizer.step() ran; lr is the rate at its end"
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -201,6 +199,7 @@ class Recorder:
             max_grad_norm=loop.max_grad_norm,
             on_note=notes.mention,
         )
+        self._first_step = FirstStep(inner, self._optimizer)
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
         self._backwards: list[BackwardPass] = []  # those that the step has used
         self._new_roots: set[int] = set()  # addresses of the roots of the step
@@ -267,6 +266,10 @@ class Recorder:
         """Return the path of each parameter's run and its number of rows."""
         writers = [rows.writer for rows in self._parameters]
         return [(one.path, one.committed_rows) for one in writers if one is not None]
+
+    def mention(self, sentence: str) -> None:
+        """Add a note about the recording."""
+        self._notes.mention(sentence)
 
     def notes(self) -> list[str]:
         """Return the notes about missing or doubtful values of the steps so far."""
@@ -403,7 +406,7 @@ class Recorder:
             else:
                 self._backwards.clear()
                 self._gradients.forget()
-        if self._backwards:
+        if self._backwards and not self._in_step:
             self._check_weights(quick=True)
         return None if self._is_several else self._gradients.marks()
 
@@ -476,6 +479,8 @@ class Recorder:
         self._check_weights()
         if self._whole is not None:
             self._whole.before_step()
+        if self._parameters:
+            self._first_step.begin()
         self._in_step = True
         self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
         self._rates = [group.get("lr") for group in self._optimizer.param_groups]
@@ -558,6 +563,8 @@ class Recorder:
                 if value is not None:
                     rows.set(name, value)
             rows.end_row(self.step + 1, had_effect=not skipped and self._gradients.exist)
+        for note in self._first_step.notes():
+            self._notes.mention(note)
         if self._forward.loss_looks_divided:
             self._notes.mention(_DIVIDED)
         self._begin_step()
@@ -625,9 +632,10 @@ class Recorder:
         return self._versions.get(rows.parameter.tensor)
 
     def _present_versions(self) -> dict[torch.Tensor, int]:
-        if self.writer is not None:
-            return {rows.parameter.tensor: version(rows.parameter.tensor) for rows in self._parameters}
-        return {parameter: version(parameter) for parameter in self._model.parameters()}
+        """Return the versions of the recorded parameters, before the first row of all."""
+        recorded = [rows.parameter.tensor for rows in self._parameters]
+        watched = self._model.parameters() if self.writer is None else recorded
+        return {parameter: version(parameter) for parameter in watched}
 
     def _take_again(self) -> None:
         """Take the state before the first step again: the loop has loaded another one."""

@@ -40,6 +40,7 @@ from trajstore.trainers.replay.step_simulator import (
     StepInputs,
     recorded_simulator,
 )
+from trajstore.values.native_types import as_bits
 
 __all__ = ["replay"]
 
@@ -213,7 +214,16 @@ class StepReplay:
         inputs = self._inputs(previous, row)
         result = self._simulator.simulate(inputs)
         skipped = inputs.gradient is None
-        if self._exact and not skipped:
+        is_known = not np.isnan(self._rows.value("clip_coef", row.number))
+        if not (skipped or is_known) and any(
+            (row.bits[name] != bits).any() for name, bits in result.bits.items()
+        ):
+            self._carried = self._dropped = None
+            raise CannotReplay(
+                "clip_coef is NaN, and the step does not follow from the recorded gradient without "
+                "a factor"
+            )
+        if self._exact and not skipped and is_known:
             check_clipping(row, self._rows, self._max_grad_norm, self._comparisons, self._findings)
         computed = result.bits
         if self._dropped is not None:
@@ -229,12 +239,16 @@ class StepReplay:
 
     def _inputs(self, previous: RecordedRow, row: RecordedRow) -> StepInputs:
         rows = self._rows
+        factor = rows.scalar("clip_coef", row.number)
+        if np.isnan(rows.value("clip_coef", row.number)):
+            # Recorders that do not know the factor store the gradient that the optimizer got.
+            factor = as_bits(np.float64(1), rows.natives["clip_coef"], "clip_coef")
         return StepInputs(
             before={name: previous.bits[name] for name in self._simulator.recorded},
             carried=self._carried or {},
             steps_taken=rows.steps_taken(previous.number),
             gradient=None if rows.skipped[row.number] else row.bits["grad"],
-            clip_coef=rows.scalar("clip_coef", row.number),
+            clip_coef=factor,
             lr=rows.value("lr", row.number),
         )
 
@@ -270,11 +284,6 @@ class StepReplay:
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
             self._findings.add(Finding(kind="invalid", variable="lr", step=row.step, tokens=0))
             raise CannotReplay("its learning rate is too large for any optimizer")
-        if np.isnan(rows.value("clip_coef", row.number)):
-            raise CannotReplay(
-                "clip_coef is NaN, so the factor of the gradient is unknown; pass max_grad_norm "
-                "when you record"
-            )
         if rows.steps_taken(previous.number) == 0:
             return
         if simulator.optimizer.counts_steps and not rows.counts_skipped(row.number):

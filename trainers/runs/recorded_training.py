@@ -70,6 +70,7 @@ def recording_options(
         memory=recording.memory,
         block_rows=recording.block_rows,
         commit_every=recording.commit_every or None,
+        strict=True,
         schedule={
             "name": config.schedule.name,
             "warmup_steps": config.schedule.warmup_steps,

@@ -16,12 +16,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, Self
 
+from trajstore.errors import FormatError
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.metadata.document_form import Status
 from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, NOTES, Fingerprint
 from trajstore.strict_json import utc_now
 
-__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status"]
+__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status", "notes_of"]
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
@@ -68,7 +69,7 @@ class RunMetadata:
         """
         fixed = {name: value for name, value in root["attributes"].items() if name not in CHANGING}
         found = cls(root["consolidated_metadata"]["metadata"], fixed | dict(attributes or {}))
-        found.notes = list(root["attributes"].get(NOTES, []))
+        found.notes = notes_of(root["attributes"])
         return found
 
     @property
@@ -105,7 +106,12 @@ class RunMetadata:
 
     def root(self, rows: int, status: Status, digests: Mapping[str, str]) -> bytes:
         """Document of the root: attributes, digests, and every array with that number of rows."""
-        changing = {"status": status, "committed_rows": rows, "updated": utc_now(), **digests}
+        changing: dict[str, Any] = {
+            "status": status,
+            "committed_rows": rows,
+            "updated": utc_now(),
+            **digests,
+        }
         if self.notes:
             changing[NOTES] = self.notes
         return _dump(
@@ -126,6 +132,27 @@ class RunMetadata:
         if name not in self._series:
             return document
         return document | {"shape": [rows, *document["shape"][1:]]}
+
+
+def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the notes of a run.
+
+    Raises
+    ------
+    FormatError
+        If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``.
+    """
+    found = attributes.get(NOTES, [])
+    numbers = ("first_step", "last_step", "count")
+    sound = isinstance(found, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("note"), str)
+        and all(type(one.get(number)) is int for number in numbers)
+        for one in found
+    )
+    if not sound:
+        raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
+    return [dict(one) for one in found]
 
 
 def _dump(document: Mapping[str, Any]) -> bytes:

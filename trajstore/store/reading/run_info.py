@@ -12,6 +12,8 @@ import numpy as np
 
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
+from trajstore.store.metadata.fingerprint import NOTES
+from trajstore.store.metadata.zarr_json import notes_of
 from trajstore.store.reading.array_reader import block_form
 from trajstore.store.reading.open_group import ends, open_group, whole
 from trajstore.store.storage.lock import is_written_to
@@ -38,6 +40,8 @@ def information(path: RunPath) -> dict[str, Any]:
           coordinate), bytes_native, bytes_on_disk, ratio
         - ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run
         - ``written_to``: True if a process writes to the run (`is_written_to`)
+        - ``notes``: what the recording could not see, each with ``note``, ``first_step``,
+          ``last_step`` and the ``count`` of steps
         - ``advice``: limits of the numeric types of the optimizer state and of W
           (`trajstore.optimizer_advice.Advice`)
         - ``populations``: number of tokens of each population named during the recording
@@ -87,6 +91,7 @@ def information(path: RunPath) -> dict[str, Any]:
         "ratio": raw / total if total else None,
         "files": None if sizes is None else len(sizes),
         "written_to": written_to,
+        NOTES: notes_of(attributes),
         "advice": [one.facts() for one in advice],
         "populations": {
             name.removeprefix(POPULATION): int(np.count_nonzero(whole(path, group, name)))

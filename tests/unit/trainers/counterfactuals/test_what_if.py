@@ -368,6 +368,11 @@ def test_the_configuration_changes_only_where_it_was_asked(tmp_path: Path) -> No
     assert open_run(out).attrs["config"] == expected
 
 
+def _clip_by_value(model: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+BY_VALUE = {"max_grad_norm": 0.0, "clip": 0.0, "change": _clip_by_value}
 BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception], str]] = {
     "no gradients": ({"record": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
     "every": ({"every": 2}, [], {}, CannotReplay, "record with every=1"),
@@ -391,7 +396,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
     "last step": ({}, [], {"from_step": 4}, CannotReplay, "is the last step"),
     "infinite": ({}, ["optimizer.lr=inf"], {}, InvalidArgument, "finite number"),
     "tokens": ({}, [], {"tokens": "dead"}, InvalidArgument, "the dead tokens are not known"),
-    "unknown clipping": ({"max_grad_norm": 0.0}, [], {}, CannotReplay, "clip_coef is NaN"),
+    "unknown clipping": (BY_VALUE, [], {}, CannotReplay, "clip_coef is NaN"),
 }  # fmt: skip
 
 

@@ -178,5 +178,7 @@ def test_what_is_no_hidden_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match=r"batch_first=False.*observe\(hidden=output\.trans"):
         step_of(OwnModel(batch_first=False), path, hidden_from="encoder", **of_W)
     with pytest.raises(RecordingError, match="hidden_mean not recorded"):
-        step_of(OwnMatrix(), path, parameter="W", strict=True)  # its inputs are as many ids as W is wide
+        step_of(
+            OwnMatrix(), path, parameter="W", strict=True
+        )  # its inputs are as many ids as W is wide
     assert not path.exists()

@@ -16,7 +16,7 @@ from altered_runs import flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
-from trajstore import RunWriter, repair  # noqa: E402
+from trajstore import RunWriter, open_run, repair  # noqa: E402
 from trajstore.cli.integrity_commands import print_replay  # noqa: E402
 from trajstore.trainers import capture, preset, record  # noqa: E402
 from trajstore.trainers.replay.replay import replay  # noqa: E402
@@ -243,11 +243,25 @@ def test_skipped_steps_between_rows_are_not_guessed(tmp_path: Path) -> None:
     assert any("the number of skipped steps before it" in reason for reason in reasons)
 
 
-def test_clipping_that_was_not_told(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0)
+def clipped_by_value(model: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("clip", [0.3, 0.0], ids=["norm", "value"])
+def test_clipping_that_was_not_named_is_replayed(clip: float, tmp_path: Path) -> None:
+    change = {} if clip else {"change": clipped_by_value}
+    path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0, clip=clip, **change)
+    assert np.isnan(open_run(path).clip_coef.values[1:]).all() == (clip == 0)
+    assert not left_out(path)
+    assert replay(path).variables["W"].steps == 20
+
+
+def test_an_unknown_factor_of_a_gradient_before_clipping(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0, clip=0.0, change=clipped_by_value)
+    flip(path, "grad", (3, 1, 1), 20)
     ((reason, steps),) = left_out(path).items()
     assert "clip_coef is NaN" in reason
-    assert steps == (20, 1, 20)
+    assert steps == (1, 3, 3)
 
 
 def test_runs_without_gradients(tmp_path: Path) -> None:

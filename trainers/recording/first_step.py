@@ -1,0 +1,99 @@
+"""The check at the first step: what a recording will not be able to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trajstore.trainers.recording.parameters import gradient_of, rate_of
+from trajstore.trainers.recording.torch_internals import name_outside_compile
+
+__all__ = ["FirstStep"]
+
+_LOOKED_AT = 4096  # elements of each parameter
+_SHOWN = 3
+
+
+class FirstStep:
+    """Looks at the first step with a learning rate above 0.
+
+    Parameters
+    ----------
+    model : Module
+        Not wrapped.
+    optimizer : Optimizer
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.is_over = False
+
+    def begin(self) -> None:
+        """Copy some elements of each parameter that the step may change."""
+        if self.is_over:
+            return
+        self._before = {}
+        trained = set()
+        for group in self._optimizer.param_groups:
+            rate = rate_of(group)
+            if rate is not None and rate.item() > 0:
+                trained |= {id(parameter) for parameter in group["params"]}
+        for name, parameter in self._model.named_parameters():
+            gradient = gradient_of(parameter) if id(parameter) in trained else None
+            if gradient is not None:
+                used = (_part(gradient) != 0).any()
+                self._before[name_outside_compile(name)] = _part(parameter).clone(), used
+
+    def notes(self) -> Iterator[str]:
+        """Yield sentences about the step, once."""
+        if not self._before:
+            return
+        self.is_over = True
+        now = {name_outside_compile(name): p for name, p in self._model.named_parameters()}
+        stuck = [
+            name
+            for name, (before, used) in self._before.items()
+            if bool(used) and torch.equal(before, _part(now[name]))
+        ]
+        self._before = None
+        if stuck:
+            yield (
+                f"the first step changed nothing in {_named(stuck)}, which had a gradient: the "
+                "updates round away in the type of the weights"
+            )
+        known = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        outside = [name for name, p in now.items() if p.requires_grad and id(p) not in known]
+        if outside:
+            yield (
+                f"the optimizer lacks {len(outside)} parameters with requires_grad=True "
+                f"({outside[0]}); if another optimizer trains them, call its step before that of "
+                "this one"
+            )
+        group = self._optimizer.param_groups[0]
+        if "scheduled_lr" in group or "ScheduleFree" in type(self._optimizer).__name__:
+            yield (
+                f"{type(self._optimizer).__name__} computes its own rate from lr during warm-up; "
+                "lr is that of the group"
+            )
+        state: Mapping[str, Any] = next(
+            (kept for kept in self._optimizer.state.values() if kept), {}
+        )
+        if "exp_avg" in state and not {"exp_avg_sq", "max_exp_avg_sq", "exp_inf"} & state.keys():
+            yield (
+                f"exp_avg is what {type(self._optimizer).__name__} keeps under this name, and may "
+                "not be Adam's first moment"
+            )
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten()[:_LOOKED_AT]
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more parameters" if more > 0 else "")
