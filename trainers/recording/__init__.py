@@ -3,9 +3,10 @@
 The path of the tensors of one step:
 
 1. A hook receives the tensor. ``forward_values`` handles the forward passes, ``step_examples``
-   single examples; ``hidden_states`` passes the hidden states to both. ``step_hooks`` handles the
-   gradient at the end of the backward pass, and W and the moments right after the optimizer's
-   step.
+   single examples; ``hidden_states`` passes the hidden states to both. ``step_gradients`` takes the
+   gradients at the end of a backward pass, and compares them with what the optimizer consumes.
+   ``step_hooks`` takes W and the moments right after the optimizer's step. ``module_hooks`` and
+   ``watched_calls`` call them.
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
    ``model_state`` takes all parameters with their gradients and moments, joined by
@@ -17,6 +18,7 @@ The path of the tensors of one step:
 Before the first step ``capture`` sets this up; ``hf_callback`` calls it for a `Trainer`.
 ``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
 the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
+``first_step`` looks for what the recording cannot answer, and ``run_notes`` collects such notes.
 ``data_set_tokens`` counts the tokens of a Trainer's data set; ``trainer_facts`` describes the
 Trainer, so that its steps can be repeated. ``numeric_advice`` reports types in
 which the optimizer has no effect. ``torch_threads`` sets the number of threads, on which the bits

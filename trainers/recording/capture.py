@@ -257,7 +257,7 @@ def capture(
                 "them later with trajstore annotate"
             )
         yield recorder
-    if recorder.step == first_step and _is_first_process() and not recorder.notes():
+    if recorder.writer is None and not recorder.has_failed and _is_first_process():
         raise RecordingError(
             f"no optimizer step was taken, so {path} was not written; call optimizer.step() inside "
             "the with block"

@@ -150,6 +150,8 @@ class Recorder:
         Optimizer steps taken, with those before the recording.
     loss : tensor, ()
         Loss of the last step; NaN if there is none.
+    has_failed : bool
+        True if an error in a hook has ended the recording.
     """
 
     def __init__(
@@ -199,6 +201,7 @@ class Recorder:
             max_grad_norm=loop.max_grad_norm,
             on_note=notes.mention,
         )
+        self.has_failed = False
         self._first_step = FirstStep(inner, self._optimizer)
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
         self._backwards: list[BackwardPass] = []  # those that the step has used
@@ -355,6 +358,7 @@ class Recorder:
 
         That is so for an interruption, a failed disk, and every error if `strict` is set.
         """
+        self.has_failed = True
         shown = str(error) or type(error).__name__
         self._notes.mention(
             f"the recording ended in step {self.step + 1}: {shown}; the run keeps its complete rows"

@@ -207,7 +207,7 @@ def test_settings_take_effect(
         stopped, tmp_path / "other.zarr", at=6, settings=settings, on_note=notes.append
     )  # fmt: skip
     assert parts(whole, other)["W"] in (7, 8)
-    told = [sentence for sentence in notes if "rounds back" not in sentence]
+    told = [sentence for sentence in notes if "round" not in sentence]
     assert [bool(note)] == [bool(told)]
     assert note is None or note in told[0]
     attributes = xr.open_zarr(other).attrs
