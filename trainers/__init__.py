@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trajstore.trainers.config import RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if
     from trajstore.trainers.evaluations.evaluate import evaluate
+    from trajstore.trainers.float32_products import float32_products
     from trajstore.trainers.presets import PRESETS, preset
     from trajstore.trainers.recording.capture import capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
@@ -34,6 +35,7 @@ __all__ = [
     "checkout",
     "evaluate",
     "fetch",
+    "float32_products",
     "fork",
     "model_at",
     "models",
@@ -55,6 +57,7 @@ _HOME = {
     "checkout": "trajstore.trainers.step_models.checkout",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "fetch": "trajstore.trainers.texts.fetch",
+    "float32_products": "trajstore.trainers.float32_products",
     "fork": "trajstore.trainers.runs.fork",
     "model_at": "trajstore.trainers.step_models.step_model",
     "models": "trajstore.trainers.step_models.step_model",

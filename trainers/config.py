@@ -219,6 +219,9 @@ class TrainingConfig(_Section):
     """Global norm to which gradients are clipped; 0 disables clipping."""
     autocast: Literal["none", "bfloat16", "float16"] = "bfloat16"
     """Mixed precision of the forward pass; float16 adds a gradient scaler."""
+    products: Literal["auto", "native", "float32"] = "auto"
+    """Products of 16-bit matrices on the CPU: of torch, or in float32 and rounded once. auto times
+    one of each, and chooses float32 where torch is slower. A run records the choice."""
     seed: int = Field(default=42, ge=0)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
 
@@ -305,6 +308,15 @@ class RunConfig(_Section):
             return cls.model_validate({_RENAMED.get(n, n): v for n, v in values.items()})
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
+
+    @classmethod
+    def of_run(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that a run or a checkpoint holds.
+
+        Runs from before the choice of products have torch's own.
+        """
+        training = {"products": "native", **values.get("training", {})}
+        return cls.parse({**values, "training": training})
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["RecordingProgress"]
 
 
+_SOON = 3.0  # seconds from the first line to the second
 _WIDE = 120  # columns of a terminal that fit all columns and a bar
 
 
@@ -96,8 +97,12 @@ class RecordingProgress(Bar):
         self._first = self._first or self._last
         if now < self._next and recorder.step != self._steps:
             return
-        self._next = now + self._interval
+        # The second line comes soon, because only it can estimate the time.
+        self._next = now + (self._interval if self._first != self._last else _SOON)
         state = f"loss {recorder.loss.item():.3f}"
+        if self.rate is not None and recorder.step < self._steps and not err.is_terminal:
+            left = (self._steps - recorder.step) / self.rate
+            state = f"{format_duration(left)} left, {state}"
         writer = recorder.writer
         if writer is not None:
             state += self._written(writer)

@@ -18,10 +18,12 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.trainers.config import RunConfig
 from trajstore.trainers.evaluations.function_source import load_function
 from trajstore.trainers.evaluations.result import step_dataset
 from trajstore.trainers.evaluations.result_store import ResultStore
 from trajstore.trainers.evaluations.worker_processes import in_processes
+from trajstore.trainers.float32_products import float32_products
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import Constructor, StepModel
 
@@ -184,6 +186,9 @@ class Evaluator:
         build = load_function(constructor) if isinstance(constructor, str) else constructor
         self._stored = RunParameters(run)
         self._model = StepModel(self._stored, build)
+        config = self._stored.attributes.get("config")
+        products = RunConfig.of_run(config).training.products if config else "native"
+        self._in_float32 = products == "float32"
 
     def __call__(self, steps: Sequence[int]) -> Iterator[xr.Dataset]:
         """Yield the results of steps, in increasing order.
@@ -199,7 +204,8 @@ class Evaluator:
 
     def _result(self, step: int) -> Any:
         try:
-            return self._function(self._model.module, step)
+            with float32_products(self._in_float32):
+                return self._function(self._model.module, step)
         except InvalidArgument as error:  # of a ready-made evaluation
             raise InvalidArgument(f"step {step}: {error}") from error
         except Exception as error:  # any code of the user

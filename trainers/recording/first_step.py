@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.float32_products import are_in_float32, choose_products
 from trajstore.trainers.recording.parameters import gradient_of, rate_of
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 
@@ -49,8 +50,14 @@ class FirstStep:
                 used = (_part(gradient) != 0).any()
                 self._before[name_outside_compile(name)] = _part(parameter).clone(), used
 
-    def notes(self) -> Iterator[str]:
-        """Yield sentences about the step, once."""
+    def notes(self, kinds_of_autocast: Set[torch.dtype] = frozenset()) -> Iterator[str]:
+        """Yield sentences about the step, once.
+
+        Parameters
+        ----------
+        kinds_of_autocast : set of torch.dtype
+            Types that autocast has chosen in forward passes on the CPU.
+        """
         if not self._before:
             return
         self.is_over = True
@@ -73,6 +80,14 @@ class FirstStep:
                 f"the optimizer lacks {len(outside)} parameters with requires_grad=True "
                 f"({outside[0]}); if another optimizer trains them, call its step before that of "
                 "this one"
+            )
+        kinds = {p.dtype for p in now.values()} | kinds_of_autocast
+        device = next(iter(now.values())).device
+        if not are_in_float32() and choose_products(kinds, device)[0] == "float32":
+            yield (
+                "this processor multiplies 16-bit matrices slowly; train inside "
+                "trajstore.trainers.float32_products(), or with training.products=float32, to be "
+                "several times as fast"
             )
         group = self._optimizer.param_groups[0]
         if "scheduled_lr" in group or "ScheduleFree" in type(self._optimizer).__name__:

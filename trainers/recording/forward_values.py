@@ -107,6 +107,8 @@ class ForwardPasses:
     ----------
     current : ForwardPass or None
         Pass of the model that runs now, if it may be differentiated.
+    autocast_types : set of torch.dtype
+        Types that autocast has chosen on the CPU.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class ForwardPasses:
         on_note: Callable[[str], None],
     ) -> None:
         self.current: ForwardPass | None = None
+        self.autocast_types: set[torch.dtype] = set()
         self._logits_mode = logits_mode
         self._vocabularies = frozenset(vocabularies)
         self._on_use = on_use
@@ -235,6 +238,8 @@ class ForwardPasses:
 
     def _begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not in_backward()
+        if counts and torch.is_autocast_enabled("cpu"):
+            self.autocast_types.add(torch.get_autocast_dtype("cpu"))
         self.current = ForwardPass(next(self._numbers)) if counts else None
 
     def _end(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

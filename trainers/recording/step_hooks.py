@@ -567,7 +567,7 @@ class Recorder:
                 if value is not None:
                     rows.set(name, value)
             rows.end_row(self.step + 1, had_effect=not skipped and self._gradients.exist)
-        for note in self._first_step.notes():
+        for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)
         if self._forward.loss_looks_divided:
             self._notes.mention(_DIVIDED)

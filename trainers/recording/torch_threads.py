@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +11,10 @@ import torch
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["check_threads", "torch_threads"]
+__all__ = ["check_threads", "slower_threads", "torch_threads"]
+
+_SIZE = 512  # rows of the matrix that is multiplied
+_WORTH = 1.2  # ratio of times that is worth a note
 
 
 def check_threads(number: int | None) -> None:
@@ -39,3 +44,32 @@ def torch_threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def slower_threads() -> str | None:
+    """Return a note if torch multiplies matrices faster with one thread than with its own number.
+
+    That is so where other programs use the processors. Both are timed on a float32 product.
+    """
+    several = torch.get_num_threads()
+    if several == 1:
+        return None
+    matrix = torch.ones(_SIZE, _SIZE)
+    own = _seconds(matrix)
+    with torch_threads(1):
+        one = _seconds(matrix)
+    if own <= _WORTH * one:
+        return None
+    return (
+        f"one thread computes {own / one:.1f} times as fast as {several} threads now, so other "
+        "programs use the processors; --threads 1 would be faster, and changes the bits"
+    )
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        _ = matrix @ matrix
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -46,7 +46,7 @@ from trajstore.trainers.runs.resume_checks import (
 from trajstore.trainers.runs.retraining import explain_difference, train_again
 from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint, rows_hold_state
 from trajstore.trainers.runs.run_plan import numeric_advice
-from trajstore.trainers.runs.training_setup import build_training
+from trajstore.trainers.runs.training_setup import build_training, with_products
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
@@ -136,7 +136,7 @@ def fork(
     """
     check_threads(threads)
     source = _Source.open(run, at)
-    config = forked_config(source.config, settings)
+    config, _ = with_products(forked_config(source.config, settings))
     source.check_step(at, config)
     check_device(source.path, config, source.provenance)
     types = forked_types(source.types, source.config, config)

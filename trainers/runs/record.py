@@ -20,7 +20,7 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.recording.torch_threads import check_threads, torch_threads
+from trajstore.trainers.recording.torch_threads import check_threads, slower_threads, torch_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
@@ -29,12 +29,13 @@ from trajstore.trainers.runs.resume_checks import (
     ResumePoint,
     check_text,
     find_resume_point,
+    recorded_config,
     resume_notes,
 )
 from trajstore.trainers.runs.retraining import retrain_to_last_row
 from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
 from trajstore.trainers.runs.run_plan import numeric_advice
-from trajstore.trainers.runs.training_setup import build_training, find_device
+from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
 __all__ = ["record", "text_sources"]
@@ -143,6 +144,9 @@ def record(
     runs = existing or planned_runs(found, config)
     target = runs[0]
     resume = bool(existing)
+    if resume and config.training.products == "auto":
+        chosen = recorded_config(target).training.products
+        config = config.with_values([f"training.products={chosen}"])
     if resume:
         in_rows = holds_state(target, config)
         before = find_resume_point(existing, config, in_rows=in_rows)
@@ -170,6 +174,7 @@ def record(
                 "another path"
             )
         CheckpointFolder(target).check()
+    config, products = with_products(config)
     taken = before.taken if before is not None else None
     recorded = open_group(target).attrs.asdict() if resume else None
     sources = text_sources(taken, recorded, corpus=corpus, tokenizer=tokenizer)
@@ -199,12 +204,16 @@ def record(
         )
     if on_corpus is not None:
         on_corpus(text)
+    if products is not None:
+        report_notes([products], on_note)
     if threads is None and before is not None and resume:
         threads = recorded_threads(open_group(target).attrs.asdict(), before.last_step)
     with torch_threads(threads):
         if taken is not None:
             report_notes(resume_notes(target, config, taken), on_note)
         training = build_training(config, text)
+        if threads is None and training.device.type == "cpu":
+            report_notes(filter(None, [slower_threads()]), on_note)
         checkpointing = Checkpointing(
             training,
             target,

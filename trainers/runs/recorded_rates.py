@@ -33,7 +33,7 @@ def check_rates(run: Location, stretches: Sequence[Stretch]) -> None:
     steps = np.asarray(group["step"][...])
     rates = np.asarray(group["lr"][...])
     for stretch in stretches:
-        config = RunConfig.parse(stretch.config)
+        config = RunConfig.of_run(stretch.config)
         if config.training.autocast == "float16":
             continue
         rate = learning_rate(config)

@@ -107,7 +107,7 @@ def train_again(
             with torch_threads(stretch.threads):
                 reached = _train_stretch(
                     run,
-                    build_training(RunConfig.parse(stretch.config), text),
+                    build_training(RunConfig.of_run(stretch.config), text),
                     text,
                     reached,
                     stretch.last,

@@ -24,7 +24,7 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.matrix_runs import planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
-from trajstore.trainers.runs.training_setup import build_training, find_device
+from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
 __all__ = ["TimedSteps", "time_steps"]
@@ -109,6 +109,7 @@ def time_steps(
     if not seconds > 0:
         raise InvalidArgument(f"seconds: got {seconds}, expected more than 0")
     device = find_device(config.training.device)
+    config, _ = with_products(config)
     if device.type == "cpu":
         _check_memory(config)
     text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,13 +29,22 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.float32_products import choose_products, float32_products
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
 from trajstore.trainers.runs.batches import Batches
 from trajstore.trainers.runs.model import build_model, initialize
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = ["QUIET", "ExampleDataset", "Training", "build_training", "find_device", "train_after"]
+__all__ = [
+    "QUIET",
+    "ExampleDataset",
+    "Training",
+    "build_training",
+    "find_device",
+    "train_after",
+    "with_products",
+]
 
 QUIET: dict[str, Any] = {
     "dataloader_num_workers": 0,
@@ -132,10 +142,12 @@ class Training:
             For the plain loop: called after each step, when everything is ready for the next one;
             training stops if it returns True.
         """
-        if self.batches is not None:
-            self._run_plain(self.batches, first_step, on_step_end)
-            return
-        with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(float32_products(self.config.training.products == "float32"))
+            if self.batches is not None:
+                self._run_plain(self.batches, first_step, on_step_end)
+                return
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="trajstore-"))
             trainer = Trainer(
                 model=self.model,
                 args=_training_arguments(self.config, self.device, scratch),
@@ -228,6 +240,18 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
         dataset=dataset,
         batches=batches,
     )
+
+
+def with_products(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Return a configuration that says how its products are computed, and why if it was open."""
+    training = config.training
+    if training.products != "auto":
+        return config, None
+    names = {config.model.dtype, training.autocast} - {"none"}
+    kinds = {getattr(torch, name) for name in names}
+    chosen, why = choose_products(kinds, find_device(training.device))
+    note = f"Products of matrices: {chosen}, because {why}"
+    return config.with_values([f"training.products={chosen}"]), note
 
 
 def find_device(wanted: str) -> torch.device:

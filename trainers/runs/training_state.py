@@ -96,7 +96,7 @@ def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
     training.optimizer.load_state_dict({"state": values, "param_groups": groups})
     schedule = training.schedule
     schedule.load_state_dict(dict(state["schedule"]))
-    if RunConfig.parse(taken.config).decay_steps != training.config.decay_steps:
+    if RunConfig.of_run(taken.config).decay_steps != training.config.decay_steps:
         groups = training.optimizer.param_groups
         for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             group["lr"] = base * factor(schedule.last_epoch)
