@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from trajstore.trainers.config import RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if
     from trajstore.trainers.evaluations.evaluate import evaluate
-    from trajstore.trainers.float32_products import float32_products
     from trajstore.trainers.presets import PRESETS, preset
+    from trajstore.trainers.products import float32_products
     from trajstore.trainers.recording.capture import capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
     from trajstore.trainers.runs.fork import fork
@@ -57,7 +57,7 @@ _HOME = {
     "checkout": "trajstore.trainers.step_models.checkout",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
     "fetch": "trajstore.trainers.texts.fetch",
-    "float32_products": "trajstore.trainers.float32_products",
+    "float32_products": "trajstore.trainers.products",
     "fork": "trajstore.trainers.runs.fork",
     "model_at": "trajstore.trainers.step_models.step_model",
     "models": "trajstore.trainers.step_models.step_model",

@@ -23,7 +23,7 @@ from trajstore.trainers.evaluations.function_source import load_function
 from trajstore.trainers.evaluations.result import step_dataset
 from trajstore.trainers.evaluations.result_store import ResultStore
 from trajstore.trainers.evaluations.worker_processes import in_processes
-from trajstore.trainers.float32_products import float32_products
+from trajstore.trainers.products import float32_products
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import Constructor, StepModel
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.float32_products import are_in_float32, choose_products
+from trajstore.trainers.products import choose_products, modes_of_products
 from trajstore.trainers.recording.parameters import gradient_of, rate_of
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 
@@ -83,7 +83,7 @@ class FirstStep:
             )
         kinds = {p.dtype for p in now.values()} | kinds_of_autocast
         device = next(iter(now.values())).device
-        if not are_in_float32() and choose_products(kinds, device)[0] == "float32":
+        if not modes_of_products() and choose_products(kinds, device)[0] == "float32":
             yield (
                 "this processor multiplies 16-bit matrices slowly; train inside "
                 "trajstore.trainers.float32_products(), or with training.products=float32, to be "

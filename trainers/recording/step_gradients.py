@@ -21,7 +21,7 @@ from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of
 from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
-from trajstore.trainers.recording.torch_internals import version
+from trajstore.trainers.recording.torch_internals import counts_versions, version
 
 __all__ = ["StepGradients", "clip_coefficient"]
 
@@ -58,7 +58,7 @@ class _Mark(NamedTuple):
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         if gradient is None or not self.is_tensor(gradient):
             return False
-        return version(gradient) == self.version
+        return counts_versions() and version(gradient) == self.version
 
     def is_tensor(self, gradient: torch.Tensor | None) -> bool:
         return self.gradient() is gradient

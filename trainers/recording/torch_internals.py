@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.products import modes_of_products
+
 __all__ = [
     "copy_each",
+    "counts_versions",
     "differences",
     "found_overflow",
     "in_backward",
@@ -44,6 +47,15 @@ def version(tensor: torch.Tensor) -> int:
     Autograd checks its saved tensors by this number, which has no public name.
     """
     return tensor._version
+
+
+def counts_versions() -> bool:
+    """Return False inside a dispatch mode, such as one that counts operations.
+
+    There operations on lists of tensors, as of clipping, do not count their changes. Only a private
+    name tells whether a mode is active.
+    """
+    return torch._C._len_torch_dispatch_stack() == modes_of_products()
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -749,3 +749,15 @@ def test_an_interruption_in_a_hook(at: int, tiny: Any, tmp_path: Path, monkeypat
     kept = torch.stack(lists.rows["W"])[: ds.sizes["step"]]
     assert ds.step.values.tolist() == list(range(len(kept)))
     assert np.array_equal(ds.W.values, kept)
+
+
+def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any, tmp_path: Path) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    optimizer = adamw(tiny)
+    with FlopCounterMode(display=False), record(optimizer):
+        for _ in steps(tiny, optimizer):
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3, foreach=True)
+    ds = read(tmp_path)
+    expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
+    np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)

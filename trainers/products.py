@@ -19,7 +19,7 @@ import torch
 # There is no public name for a function that sees each operation, also those of a backward pass.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Products", "are_in_float32", "choose_products", "float32_products", "native_is_slow"]
+__all__ = ["Products", "choose_products", "float32_products", "modes_of_products", "native_is_slow"]
 
 Products = Literal["native", "float32"]
 
@@ -40,7 +40,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _SLOWER = 2.0  # native products are faster by a third, or slower by 10 and more
 _SIZE = 256
 
-_active: ContextVar[int] = ContextVar("active", default=0)
+_active: ContextVar[int] = ContextVar("float32_products", default=0)
 
 
 class _Mode(TorchDispatchMode):
@@ -54,7 +54,10 @@ class _Mode(TorchDispatchMode):
         elif func in _ATTENTION:
             results = _ATTENTION[func]
         else:
-            return func(*args, **kwargs or {})
+            found = func(*args, **kwargs or {})
+            if isinstance(args[0] if args else None, list) and func._schema.is_mutable:
+                _count_changes(func, args)
+            return found
         kind = args[0].dtype
         if kind not in _NARROW or args[0].device.type != "cpu":
             return func(*args, **kwargs or {})
@@ -63,6 +66,17 @@ class _Mode(TorchDispatchMode):
         if not results:
             return found.to(kind)
         return tuple(one.to(kind) if place < results else one for place, one in enumerate(found))
+
+
+def _count_changes(func: Any, args: tuple[Any, ...]) -> None:
+    """Count a change of each tensor of the lists that an operation changes in place.
+
+    Without a mode autograd does so, but for operations on lists not inside one.
+    """
+    for given, argument in zip(args, func._schema.arguments, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            tensors = given if isinstance(given, list) else [given]
+            torch.autograd.graph.increment_version(tensors)
 
 
 def _widened(value: Any) -> Any:
@@ -103,9 +117,9 @@ def float32_products(enabled: bool = True) -> Iterator[None]:
         _active.reset(token)
 
 
-def are_in_float32() -> bool:
-    """Return True inside `float32_products`."""
-    return _active.get() > 0
+def modes_of_products() -> int:
+    """Return the number of `float32_products` blocks around the call, which count all changes."""
+    return _active.get()
 
 
 @functools.cache

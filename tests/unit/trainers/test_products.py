@@ -1,0 +1,148 @@
+"""Products of 16-bit matrices in float32: the same rule, everywhere in a run that chose it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from list_recorder import TinyModel, batches  # noqa: E402
+
+from trajstore import open_run  # noqa: E402
+from trajstore.store.metadata.object_keys import DOCUMENT  # noqa: E402
+from trajstore.trainers import (  # noqa: E402
+    capture,
+    float32_products,
+    fork,
+    preset,
+    record,
+    recorded_config,
+)
+from trajstore.trainers.config import RunConfig  # noqa: E402
+from trajstore.trainers.products import modes_of_products  # noqa: E402
+from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.runs.proven_steps import prove_steps  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SLOW = "trajstore.trainers.products.native_is_slow"
+TINY = (
+    "model.hidden=16", "model.context=8", "training.batch_size=4", "training.steps=6",
+    "recording.record=[\"everything\"]",
+)  # fmt: skip
+
+
+def gradients(model: Any, enabled: bool, kind: Any) -> dict[str, Any]:
+    model.zero_grad()
+    with float32_products(enabled), torch.autocast("cpu", kind):
+        model(**batches(1)[0])["loss"].backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_product_is_rounded_once(kind: Any) -> None:
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(n, m).to(kind) for n, m in ((5, 70), (70, 6), (5, 6)))
+    expected = (a.double() @ b.double()).to(kind)
+    with float32_products():
+        assert torch.equal(a @ b, expected)
+        assert torch.equal((a[None] @ b[None])[0], expected)
+        assert torch.equal(a @ b[:, 0], expected[:, 0])
+        both = torch.addmm(c, a, b)
+        assert (a.float() @ b.float()).dtype == torch.float32
+    assert torch.equal(both, (c.double() + a.double() @ b.double()).to(kind))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_backward_passes_follow_the_same_rule(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = TinyModel()
+    native, wide = (gradients(model, enabled, kind) for enabled in (False, True))
+    for name, gradient in native.items():
+        scale = gradient.abs().max()
+        assert (wide[name] - gradient).abs().max() <= 8 * torch.finfo(kind).eps * scale, name
+
+
+def test_attention_follows_the_same_rule() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(2, 2, 9, 8).bfloat16().requires_grad_() for _ in range(3)]
+
+    def attend() -> list[Any]:
+        attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return [attended, *torch.autograd.grad(attended.float().sum(), parts)]
+
+    native = attend()
+    with float32_products():
+        wide = attend()
+    for one, other in zip(native, wide, strict=True):
+        assert other.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+
+
+def test_compiled_models_are_the_same_inside(tiny: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tiny.bfloat16(), backend="eager")
+    (batch,) = batches(1)
+    with float32_products():
+        assert torch.equal(compiled(**batch)["loss"], tiny(**batch)["loss"])
+    assert not modes_of_products()
+
+
+@pytest.mark.parametrize("loop", ["trainer", "plain"])
+def test_a_run_keeps_its_products(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resume, fork, replay and proof use the recorded choice, whatever the machine would choose."""
+    config = preset("gatsby").with_values([*TINY, f"training.loop={loop}"])
+    runs = {}
+    for chosen, slow in (("float32", True), ("native", False)):
+        notes: list[str] = []
+        monkeypatch.setattr(SLOW, lambda kind, slow=slow: slow)
+        whole = record(config, tmp_path / f"{chosen}.zarr", on_note=notes.append)
+        assert any(f"Products of matrices: {chosen}" in note for note in notes)
+        assert recorded_config(whole).training.products == chosen
+        monkeypatch.setattr(SLOW, lambda kind, slow=slow: not slow)
+        part = tmp_path / f"{chosen}-part.zarr"
+        with monkeypatch.context() as patched:
+            patched.setattr(SLOW, lambda kind, slow=slow: slow)
+            record(config.with_values(["training.steps=3", "schedule.steps=6"]), part)
+        record(config.with_values(["schedule.steps=6"]), part, resume=True)
+        forked = fork(whole, tmp_path / f"{chosen}-fork.zarr", at=3)
+        W = open_run(whole).W.values
+        for other in (part, forked):
+            assert np.array_equal(open_run(other).W.values[-3:], W[-3:]), other
+        assert not replay(whole).findings
+        proof = prove_steps(whole)
+        assert proof.clean
+        runs[chosen] = W
+    assert not np.array_equal(runs["float32"], runs["native"])
+
+
+def test_runs_from_before_the_choice_have_native_products(tmp_path: Path) -> None:
+    path = record(preset("gatsby").with_values([*TINY, "training.products=native"]), tmp_path / "r")
+    document = json.loads((path / DOCUMENT).read_bytes())
+    del document["attributes"]["config"]["training"]["products"]
+    config = RunConfig.of_run(document["attributes"]["config"])
+    assert config == recorded_config(path)
+    assert RunConfig.parse({}).training.products == "auto"
+
+
+def test_a_loop_of_ones_own_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SLOW, lambda kind: True)
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = TinyModel(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        notes: list[str] = []
+        path = tmp_path / "run.zarr"
+        with (
+            float32_products(inside),
+            capture(model, optimizer, path, overwrite=True, on_note=notes.append),
+        ):
+            model(**batches(1)[0])["loss"].backward()
+            optimizer.step()
+        assert any("float32_products()" in note for note in notes) != inside
