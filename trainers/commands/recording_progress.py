@@ -75,6 +75,10 @@ class RecordingProgress(Bar):
             f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
         )
 
+    def show_products(self, sentence: str) -> None:
+        """Print how products of matrices are computed, and why."""
+        err.print(Text(f"{sentence}."))
+
     def show_note(self, note: str) -> None:
         """Print a note about the run."""
         err.print(Text(f"Note: {note}."))

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.products import choose_products, modes_of_products
 from trajstore.trainers.recording.parameters import gradient_of, rate_of
+from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 
 __all__ = ["FirstStep"]
@@ -106,7 +107,9 @@ class FirstStep:
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten()[:_LOOKED_AT]
+    """Return the first elements, or those of this process."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local.detach().flatten()[:_LOOKED_AT]
 
 
 def _named(names: list[str]) -> str:

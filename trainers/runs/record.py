@@ -55,6 +55,7 @@ def record(
     threads: int | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
+    on_products: Callable[[str], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     on_retrain: Callable[[int, int], None] | None = None,
@@ -90,9 +91,10 @@ def record(
     stop : callable
         Called after every recorded step. If it returns True, the run is closed as ``interrupted``,
         with a checkpoint of that step.
-    on_corpus, on_step, on_note : callable, optional
-        Called with the `Corpus` when the recording starts, with the `Recorder` after every step,
-        and with notes about a resumed run and about the numerics. Without `on_note` the notes are
+    on_corpus, on_products, on_step, on_note : callable, optional
+        Called with the `Corpus` when the recording starts, with a sentence about the choice of
+        ``training.products`` if it was ``auto``, with the `Recorder` after every step, and with
+        notes about a resumed run and about the numerics. Without `on_note` the notes are
         logged.
     on_retrain : callable, optional
         Called after every repeated step, with the step and the last one to repeat.
@@ -204,8 +206,8 @@ def record(
         )
     if on_corpus is not None:
         on_corpus(text)
-    if products is not None:
-        report_notes([products], on_note)
+    if products is not None and on_products is not None:
+        on_products(products)
     if threads is None and before is not None and resume:
         threads = recorded_threads(open_group(target).attrs.asdict(), before.last_step)
     with torch_threads(threads):

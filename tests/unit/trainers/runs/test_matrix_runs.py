@@ -28,7 +28,7 @@ from trajstore.trainers.sweeps.sweep_folder import committed_rows, is_done  # no
 pytestmark = pytest.mark.torch
 
 STEPS = 9
-CONFIG = small_config(["gatsby"], "model.tied=false", steps=STEPS)
+CONFIG = small_config(["gatsby"], "model.tied=false", "training.products=native", steps=STEPS)
 BOTH = ("run.lm_head.weight.zarr", "run.transformer.wte.weight.zarr")
 
 
