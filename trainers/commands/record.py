@@ -143,8 +143,8 @@ def record(
                 "on_retrain": progress.show_retrain,
             }
             if source is None or at is None:
-                chosen = {"on_products": progress.show_products}
-                trainers.record(config, path, resume=resume, **chosen, **common)
+                common["on_products"] = progress.show_products
+                trainers.record(config, path, resume=resume, **common)
             else:
                 trainers.fork(source, path, at=at, settings=changes, **common)
     from trajstore.store.reading.run_info import information

@@ -102,7 +102,7 @@ def test_a_run_keeps_its_products(
     for chosen, slow in (("float32", True), ("native", False)):
         notes: list[str] = []
         monkeypatch.setattr(SLOW, lambda kind, slow=slow: slow)
-        whole = record(config, tmp_path / f"{chosen}.zarr", on_note=notes.append)
+        whole = record(config, tmp_path / f"{chosen}.zarr", on_products=notes.append)
         assert any(f"Products of matrices: {chosen}" in note for note in notes)
         assert recorded_config(whole).training.products == chosen
         monkeypatch.setattr(SLOW, lambda kind, slow=slow: not slow)
