@@ -2,7 +2,7 @@
 
 python benchmarks/products.py [--preset NAME …] [--rounds N] [--corpus PATH] [--tokenizer PATH]
 
-Wordybird and Duckling train on `--corpus` with `--tokenizer`, Gatsby on its embedded text.
+Wordybird trains on `--corpus` with `--tokenizer`, the others on embedded text.
 
 For each preset and for one and two threads, trains in alternating order with both ways, each time
 in a new process, and prints the smallest seconds of a step. Then multiplies matrices, random and of
@@ -53,7 +53,7 @@ def step_seconds(preset: str, *settings: Any) -> float:
 def speeds(presets: list[str], rounds: int, text: dict[str, str]) -> Iterator[list[Any]]:
     """Yield rows of the table of speeds."""
     for preset in presets:
-        own = {} if preset.startswith("gatsby") else text
+        own = text if preset.startswith("wordybird") else {}
         for threads in (1, 2):
             found: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(rounds):
