@@ -43,7 +43,7 @@ class FirstStep:
         trained = set()
         for group in self._optimizer.param_groups:
             rate = rate_of(group)
-            if rate is not None and rate.item() > 0:
+            if rate is None or rate.item() > 0:
                 trained |= {id(parameter) for parameter in group["params"]}
         for name, parameter in self._model.named_parameters():
             gradient = gradient_of(parameter) if id(parameter) in trained else None

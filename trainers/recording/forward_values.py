@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
+from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.torch_internals import in_backward
 
 __all__ = [
@@ -139,29 +138,30 @@ class ForwardPasses:
         self._spread = HiddenSpread()
 
     def watch(
-        self, model: torch.nn.Module, head: torch.nn.Module | None, variables: set[str]
-    ) -> list[RemovableHandle]:
-        """Register the hooks that the variables need, before those of others.
+        self,
+        hooks: ModuleHooks,
+        model: torch.nn.Module,
+        head: torch.nn.Module | None,
+        variables: set[str],
+    ) -> None:
+        """Add the hook on the unembedding, if a variable needs it.
 
         Parameters
         ----------
+        hooks : ModuleHooks
         model : Module
         head : Module or None
             Module that multiplies hidden states by a recorded parameter.
         variables : set of str
         """
         self._variables = frozenset(variables)
-        handles = []
         if head is not None and "logits" in variables and _makes_logits(model, head):
-            handles.append(add_forward_hook(head, self._on_head_output))
-        return handles
+            hooks.after(head, self._on_head_output)
 
-    def watch_model(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """Register the hooks that begin and end a pass; the others' hooks lie between them."""
-        return [
-            add_forward_pre_hook(model, self._begin, first=True),
-            add_forward_hook(model, self._end),
-        ]
+    def watch_model(self, hooks: ModuleHooks, model: torch.nn.Module) -> None:
+        """Add the hooks that begin and end a pass; those of others lie between them."""
+        hooks.before(model, self._begin, first=True)
+        hooks.after(model, self._end)
 
     @contextlib.contextmanager
     def of(self, output: Any) -> Iterator[ForwardPass | None]:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.nearest_name import did_you_mean
 from trajstore.trainers.recording.forward_values import ForwardPass, ForwardPasses
-from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
+from trajstore.trainers.recording.module_hooks import ModuleHooks
 
 __all__ = ["OF_HIDDEN_STATES", "HiddenStates"]
 
@@ -55,12 +54,17 @@ class HiddenStates:
         self._are_observed = False
 
     def watch(
-        self, model: torch.nn.Module, head: torch.nn.Module | None, source: str | None
-    ) -> list[RemovableHandle]:
-        """Register the hook on the module that has the states, if there is one.
+        self,
+        hooks: ModuleHooks,
+        model: torch.nn.Module,
+        head: torch.nn.Module | None,
+        source: str | None,
+    ) -> None:
+        """Add the hook on the module that has the states, if there is one.
 
         Parameters
         ----------
+        hooks : ModuleHooks
         model : Module
         head : Module or None
             Module whose input they are.
@@ -73,7 +77,9 @@ class HiddenStates:
             If the model has no such module, or its output has another order of dimensions.
         """
         if source is None:
-            return [] if head is None else [add_forward_pre_hook(head, self._on_head_input)]
+            if head is not None:
+                hooks.before(head, self._on_head_input)
+            return
         modules = {name: module for name, module in model.named_modules() if name}
         if source not in modules:
             raise RecordingError(
@@ -92,7 +98,7 @@ class HiddenStates:
                 else:
                     self._on_note(f"{self._unfit(f'hidden_from={source!r}', states)}; not recorded")
 
-        return [add_forward_hook(modules[source], on_output)]
+        hooks.after(modules[source], on_output)
 
     def observe(self, states: torch.Tensor) -> None:
         """Use the states of a micro-batch from the loop, in place of those from the hook.

@@ -16,14 +16,13 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.flat_vectors import check_joinable, join, joint_type, same_bits
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
-from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
+from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import (
     RecordedParameter,
     gradient_of,
@@ -247,15 +246,12 @@ class ModelState:
 
     # A step --------------------------------------------------------------------------------------
 
-    def watch(self, model: torch.nn.Module, passes: ForwardPasses) -> list[RemovableHandle]:
-        """Register the hooks that take the state of the random generator."""
-        if "random_state" not in self._variables:
-            return []
-        self._passes = passes
-        return [
-            add_forward_pre_hook(model, self._before_forward, first=True),
-            add_forward_hook(model, self._after_forward),
-        ]
+    def watch(self, hooks: ModuleHooks, model: torch.nn.Module, passes: ForwardPasses) -> None:
+        """Add the hooks that take the state of the random generator."""
+        if "random_state" in self._variables:
+            self._passes = passes
+            hooks.before(model, self._before_forward, first=True)
+            hooks.after(model, self._after_forward)
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._passes.current is not None:

@@ -13,7 +13,45 @@ from torch.utils.hooks import RemovableHandle
 
 from trajstore.trainers.recording.torch_internals import outside_compile
 
-__all__ = ["add_forward_hook", "add_forward_pre_hook"]
+__all__ = ["ModuleHooks"]
+
+Failure = Callable[[BaseException], None]
+
+
+class ModuleHooks:
+    """The hooks of one recording on modules.
+
+    Parameters
+    ----------
+    on_error : callable
+        Called with an error of a hook, which the forward pass need not see.
+    """
+
+    def __init__(self, on_error: Failure) -> None:
+        self._on_error = on_error
+        self._handles: list[RemovableHandle] = []
+
+    def after(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        """Call a function with (module, args, kwargs, output) after each forward pass."""
+        hook = _ModuleHook(module, call, self._on_error)
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def before(
+        self, module: torch.nn.Module, call: Callable[..., Any], *, first: bool = False
+    ) -> None:
+        """Call a function with (module, args, kwargs) before each forward pass.
+
+        With `first`, it is called before all hooks so far.
+        """
+        hook = _ModuleHook(module, call, self._on_error)
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 class _ModuleHook:
@@ -22,9 +60,11 @@ class _ModuleHook:
     A copy of the module holds the same hook, which does nothing there.
     """
 
-    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, call: Callable[..., Any], on_error: Failure
+    ) -> None:
         self._module = weakref.ref(module)
-        self._call = outside_compile(call)
+        self._call = outside_compile(_safe(call, on_error))
 
     def __call__(self, module: torch.nn.Module, *values: Any) -> Any:
         return self._call(module, *values) if module is self._module() else None
@@ -35,17 +75,13 @@ class _ModuleHook:
         return functools.partial, (sys.audit, "trajstore.removed_hook")
 
 
-def add_forward_hook(module: torch.nn.Module, call: Callable[..., Any]) -> RemovableHandle:
-    """Call a function with (module, args, kwargs, output) after each forward pass of a module."""
-    return module.register_forward_hook(_ModuleHook(module, call), with_kwargs=True)
+def _safe(call: Callable[..., Any], on_error: Failure) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def safe(*values: Any) -> Any:
+        try:
+            return call(*values)
+        except BaseException as error:
+            on_error(error)
+            return None
 
-
-def add_forward_pre_hook(
-    module: torch.nn.Module, call: Callable[..., Any], *, first: bool = False
-) -> RemovableHandle:
-    """Call a function with (module, args, kwargs) before each forward pass of a module.
-
-    With `first`, it is called before all hooks so far.
-    """
-    hook = _ModuleHook(module, call)
-    return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
+    return safe

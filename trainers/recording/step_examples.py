@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
-from trajstore.trainers.recording.module_hooks import add_forward_hook, add_forward_pre_hook
+from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.sharding import is_distributed
 
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
@@ -57,19 +56,21 @@ class StepExamples:
         self._observed: set[str] = set()
 
     def watch(
-        self, model: torch.nn.Module, passes: ForwardPasses, on_note: Callable[[str], None]
-    ) -> list[RemovableHandle]:
-        """Register the hooks that the variables need, inside the pass of the model.
+        self,
+        hooks: ModuleHooks,
+        model: torch.nn.Module,
+        passes: ForwardPasses,
+        on_note: Callable[[str], None],
+    ) -> None:
+        """Add the hooks that the variables need, inside the pass of the model.
 
         `on_note` is called with a sentence about values that cannot be recorded.
         """
         self._passes, self._on_note = passes, on_note
-        handles: list[RemovableHandle] = []
         if "batch" in self.variables:
-            handles.append(add_forward_pre_hook(model, self._on_model_input))
+            hooks.before(model, self._on_model_input)
         if "example_loss" in self.variables:
-            handles.append(add_forward_hook(model, self._on_model_output))
-        return handles
+            hooks.after(model, self._on_model_output)
 
     def observe(self, *, batch: Any, example_loss: Any) -> None:
         """Use values from the loop in place of those from the hooks.

@@ -164,7 +164,9 @@ class StepGradients:
         gradient = gradient_of(one)
         if gradient is None or mark is None or not mark.is_tensor(one.grad):
             return gradient is None
-        return not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
+        # A read of a gradient on a device would wait for it; there zeros count as a change.
+        on_host = gradient.device.type == "cpu"
+        return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
 
     def forget(self) -> None:
         """Forget the gradients of the backward passes so far, which were discarded."""

@@ -48,6 +48,7 @@ from trajstore.trainers.recording.forward_values import (
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
+from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of, unwrap
@@ -219,16 +220,17 @@ class Recorder:
     ) -> None:
         """Register all hooks."""
         before, after = outside_compile(self._before_step), outside_compile(self._on_step_end)
-        self._handles = _watch_steps(self._optimizer, before, after)
+        hooks = ModuleHooks(self._fail)
         watched = {name for rows in self._parameters for name in rows.watched}
-        self._handles += self._examples.watch(model, self._forward, self._notes.add)
+        self._examples.watch(hooks, model, self._forward, self._notes.add)
         if not watched.union(self._examples.variables).isdisjoint(OF_HIDDEN_STATES):
-            self._handles += self._hidden.watch(model, head, hidden_from)
+            self._hidden.watch(hooks, model, head, hidden_from)
         if self._parameters:
-            self._handles += self._forward.watch(model, head, watched)
+            self._forward.watch(hooks, model, head, watched)
             if self._state is not None:
-                self._handles += self._state.watch(model, self._forward)
-        self._handles += self._forward.watch_model(model)
+                self._state.watch(hooks, model, self._forward)
+        self._forward.watch_model(hooks, model)
+        self._handles = [hooks, *_watch_steps(self._optimizer, before, after)]
         BACKWARD.listen(self._on_backward)
         SCALER_STEP.listen(self._on_scaler_step)
 
@@ -333,8 +335,6 @@ class Recorder:
         """Remove all hooks and commit all complete rows; further calls have no effect."""
         if not self._handles:
             return
-        if self._parameters:
-            self._check_last_weights()
         atexit.unregister(self.close)
         for handle in self._handles:
             handle.remove()
@@ -345,13 +345,15 @@ class Recorder:
         with contextlib.ExitStack() as closing:  # closes each, also if another fails
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
+            closing.callback(self._check_last_weights)
 
     def _check_last_weights(self) -> None:
         for rows in self._parameters:
             unchanged = rows.is_W_unchanged()
             if unchanged is not None and not unchanged:
                 self._notes.mention(_AT_END.format(name=rows.parameter.name))
-        self._gradients.last_note()
+        if self._parameters:
+            self._gradients.last_note()
 
     def _fail(self, error: BaseException) -> None:
         """End the recording after an error in a hook; raise it if the training has to know it.
@@ -392,18 +394,21 @@ class Recorder:
         if thread in self._passes or not self.is_recording:  # checkpointing calls it inside
             yield
             return
-        before = self._begin_backward()
-        frame = self._passes[thread] = self._with_root(tensors, grad_tensors)
+        begun = self._begin_backward(tensors, grad_tensors)
+        if begun is None:
+            yield
+            return
+        frame, before = begun
+        self._passes[thread] = frame
         try:
             yield
         finally:
             del self._passes[thread]
-        if before is not None:
-            self._end_backward(frame, before)
+        self._end_backward(frame, before)
 
     @_guarded
-    def _begin_backward(self) -> Any:
-        """Return the gradients before a pass; None if the step does not use the pass."""
+    def _begin_backward(self, tensors: Any, grad_tensors: Any) -> Any:
+        """Return a new pass and the gradients before it; None if the step does not use it."""
         if self._gradients.are_discarded():
             if self._in_step and self._backwards:
                 self._is_several = True
@@ -412,7 +417,9 @@ class Recorder:
                 self._gradients.forget()
         if self._backwards and not self._in_step:
             self._check_weights(quick=True)
-        return None if self._is_several else self._gradients.marks()
+        if self._is_several:
+            return None
+        return self._with_root(tensors, grad_tensors), self._gradients.marks()
 
     @_guarded
     def _end_backward(self, frame: BackwardPass, before: Any) -> None:
@@ -524,6 +531,8 @@ class Recorder:
     def _skip_step(self) -> None:
         """End a step in which the scaler has not called the optimizer."""
         self._notes.step = self.step + 1
+        for rows in self._parameters:
+            self._find_again(rows)
         self._rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._gradients.settle(may_be_assigned=False)
         self._gradients.set_unknown_factor()
