@@ -255,10 +255,12 @@ class ParameterRows:
     def _close_run(self, writer: RowTarget, *, complete: bool) -> None:
         with self._disk_errors():
             try:
-                if self._whole_step is not None:
-                    self._store_row(self._whole_step)
-                if self._transfer is not None:  # None if it could not be opened
-                    self._transfer.close()
+                try:
+                    if self._whole_step is not None:
+                        self._store_row(self._whole_step)
+                finally:
+                    if self._transfer is not None:  # None if it could not be opened
+                        self._transfer.close()
             finally:
                 writer.close("complete" if complete else "interrupted")
 
