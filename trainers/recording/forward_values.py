@@ -156,7 +156,7 @@ class StepLoss:
     def add(self, loss: torch.Tensor, *, share: bool) -> None:
         """Add the loss of a micro-batch: its mean, or its share of the mean over the step."""
         if not self._is_observed:
-            self._values.append(loss.detach())
+            self._values.append(loss.detach().clone())  # a loop may change it in place
             self._shares = share
 
     def observe(self, loss: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ class StepLoss:
         if not self._is_observed:
             self._is_observed, self._shares = True, False
             self._values.clear()
-        self._values.append(loss.detach())
+        self._values.append(loss.detach().clone())  # a loop may change it in place
         self._quotients += loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
 
     @property

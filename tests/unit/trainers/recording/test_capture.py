@@ -664,3 +664,15 @@ def test_a_loss_that_is_not_seen_or_divided_is_told_once(
     about = [note for note in notes if "loss" in note]
     assert [told in note for note in about] == ([True] if told else [])
     assert ("loss" in open_run(tmp_path / "run.zarr")) == (parts > 1)
+
+
+def test_a_loss_that_the_loop_divides_in_place(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with capture(tiny, optimizer, path):
+        loss = tiny(**batches(1)[0])["loss"]
+        whole = loss.item()
+        loss /= 4
+        loss.backward()
+        optimizer.step()
+    assert float(xr.open_zarr(path).loss[-1]) == pytest.approx(whole)
