@@ -412,9 +412,9 @@ class Recorder:
                 expected = recorded * candidate
                 same = ((expected == seen) | (expected.isnan() & seen.isnan())).all()
             else:
-                after = torch.linalg.vector_norm(consumed).double()
-                before = raw.norm.double()
-                same = torch.isclose(after, before * candidate.double(), rtol=1e-2, atol=0)
+                after = torch.linalg.vector_norm(consumed).float()  # MPS has no float64
+                before = raw.norm.float()
+                same = torch.isclose(after, before * candidate.float(), rtol=1e-2, atol=0)
             factor = torch.where(agreed(same, parameter), candidate, factor)
         return factor
 

@@ -13,6 +13,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
+from no_float64 import OnMps  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
@@ -676,3 +677,23 @@ def test_a_loss_that_the_loop_divides_in_place(tiny: Any, tmp_path: Path) -> Non
         loss.backward()
         optimizer.step()
     assert float(xr.open_zarr(path).loss[-1]) == pytest.approx(whole)
+
+
+def test_clipping_on_a_device_without_float64(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    for module in model:
+        for name, tensor in module.named_parameters():
+            there = torch.nn.Parameter(tensor.detach().as_subclass(OnMps))
+            module._parameters[name] = there
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    path, ids = tmp_path / "run.zarr", torch.arange(5)
+    with capture(model, optimizer, path, parameter="0.weight", max_grad_norm=0.01) as run:
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(model(ids), ids.flip(0))
+            loss.backward()
+            run.observe(loss=loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    ds = xr.open_zarr(path)
+    assert (ds.clip_coef[1:] < 1).all()
