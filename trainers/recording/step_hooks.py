@@ -387,6 +387,8 @@ class Recorder:
     def _set_learning_rates(self) -> None:
         for rows in self._parameters:
             rate = rows.parameter.group["lr"]
+            if isinstance(rate, torch.Tensor) and rate.device.type == "mps":
+                rate = rate.cpu()  # MPS has no float64
             rows.set("lr", torch.as_tensor(rate, dtype=torch.float64))
             if self._state is not None:
                 self._state.before_step(rows)
