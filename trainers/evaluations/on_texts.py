@@ -161,7 +161,7 @@ class TextLoss:
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), reduction="none"
             )
-            total += float(losses.double().sum())
+            total += float(_double(losses).sum())
             count += losses.numel()
         mean = total / count
         return {
@@ -195,7 +195,7 @@ class HiddenCosine:
         sums: list[torch.Tensor] = []
 
         def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            sums.append(inputs[0].flatten(0, -2).double().sum(0))
+            sums.append(_double(inputs[0].flatten(0, -2)).sum(0))
 
         handle = head.register_forward_pre_hook(add)
         try:
@@ -204,7 +204,7 @@ class HiddenCosine:
         finally:
             handle.remove()
         mean = torch.stack(sums).sum(0) / len(self.ids)
-        W = head.weight.double()
+        W = _double(head.weight)
         cosine = torch.nn.functional.cosine_similarity(W, mean[None], dim=1)
         return {
             "hidden_mean_cosine": xr.DataArray(
@@ -214,6 +214,11 @@ class HiddenCosine:
             ),
             "hidden_mean_norm": float(mean.norm()),
         }
+
+
+def _double(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float64, on the CPU if they are on MPS, which has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 def _identity(ids: npt.NDArray[np.int64]) -> str:

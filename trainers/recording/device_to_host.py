@@ -115,19 +115,27 @@ class DeferredTransfer:
         self._staging = {
             name: torch.empty_like(place, device=device) for name, place in shapes.items()
         }
+        self._host: dict[str, torch.Tensor] = {}  # values of the row that the host has
         self._carried: torch.cuda.Event | None = None
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(_SLOTS):
             self._free.put(slot)
-        self._filled: queue.SimpleQueue[tuple[int, int, torch.cuda.Event | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._filled: queue.SimpleQueue[
+            tuple[int, int, dict[str, torch.Tensor], torch.cuda.Event | None] | None
+        ] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._store, name="trajstore-transfer", daemon=True)
         self._thread.start()
 
     def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy a value as `DirectTransfer.put`; the copy is on the device."""
+        """Copy a value as `DirectTransfer.put`; the copy is on the device of the value.
+
+        A value of the host does not cross to the device and back, as the training would wait.
+        """
+        if value.device.type == "cpu" != self._device.type:
+            chosen = value.detach() if ids is None else value.detach().index_select(0, ids)
+            self._host[name] = chosen.clone()
+            return self._host[name]
         place = self.place(name)
         _fill(place, value, ids)
         return place
@@ -138,6 +146,7 @@ class DeferredTransfer:
             # The device waits, not the host, and only if the last row is still in transit.
             torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
+        self._host.pop(name, None)
         return self._staging[name]
 
     def commit(self, step: int) -> None:
@@ -159,10 +168,11 @@ class DeferredTransfer:
                 self._carry(number)
                 event = self._carried = torch.cuda.Event()
                 event.record()
-        self._filled.put((step, number, event))
+        self._filled.put((step, number, self._host, event))
+        self._host = {}
 
     def close(self) -> None:
-        """Wait until all rows are in their blocks.
+        """Wait until all rows are in their blocks, and release the memory of the rows.
 
         Raises
         ------
@@ -171,21 +181,25 @@ class DeferredTransfer:
         """
         self._filled.put(None)
         self._thread.join()
+        self._slots.clear()
+        self._staging.clear()
+        self._host = {}
         self._check()
 
     def _carry(self, number: int) -> None:
         for name, place in self._slots[number].items():
-            place.copy_(self._staging[name], non_blocking=True)
+            if name not in self._host:
+                place.copy_(self._staging[name], non_blocking=True)
 
     def _store(self) -> None:
         while (item := self._filled.get()) is not None:
-            step, number, event = item
+            step, number, host, event = item
             try:
                 if self._failure is None:
                     if event is not None:
                         event.synchronize()
                     for name, place in _places(self._writer).items():
-                        place.copy_(self._slots[number][name])
+                        place.copy_(host[name] if name in host else self._slots[number][name])
                     self._writer.commit_row(step)
             except BaseException as error:
                 self._failure = error  # raised in the thread that trains

@@ -76,7 +76,9 @@ class BackwardPass:
     Attributes
     ----------
     root : tensor, () or None
-        The differentiated value without the scaler's factor; None if it is not one number.
+        The differentiated value; None if it is not one number.
+    scale : float
+        Factor of a gradient scaler in it.
     source : ForwardPass or None
         Pass whose loss the root is, or a multiple of it.
     passes : list of ForwardPass
@@ -84,6 +86,7 @@ class BackwardPass:
     """
 
     root: torch.Tensor | None = None
+    scale: float = 1.0
     source: ForwardPass | None = None
     passes: list[ForwardPass] = field(default_factory=list)
 
@@ -136,6 +139,11 @@ class ForwardPasses:
         self._logits_are_observed = False
         self._hidden = WeightedMean()
         self._spread = HiddenSpread()
+
+    def release(self) -> None:
+        """Forget who is called: graphs of the loop, which refer to this, may live on."""
+        self._on_use = lambda one: None
+        self._on_note = lambda sentence: None
 
     def watch(
         self,
@@ -322,8 +330,7 @@ class StepLoss:
         """
         if self._observed:
             return _mean(self._observed)
-        roots = [one.root for one in backwards if one.root is not None]
-        if not roots or len(roots) < len(backwards):
+        if not backwards or any(one.root is None for one in backwards):
             return None
         losses = [
             one.source.loss.reshape(())
@@ -332,12 +339,17 @@ class StepLoss:
             and one.source.loss is not None
             and not one.source.loss_is_share
         ]
+        if len(losses) == len(backwards) == 1:
+            return losses[0]
+        roots = [
+            one.root if one.scale == 1 else one.root / one.scale
+            for one in backwards
+            if one.root is not None
+        ]
         total = roots[0] if len(roots) == 1 else torch.stack(roots).sum()
         if len(losses) < len(roots):
             return total
-        if len(losses) == 1:
-            return losses[0]
-        factors = torch.stack(roots).double() / torch.stack(losses).double()
+        factors = torch.stack(roots).float() / torch.stack(losses).float()
         spread = factors.max() - factors.min()
         same = ~(spread > _SAME_FACTOR * factors.abs().max())  # also if a loss is NaN
         return torch.where(same, _mean(losses), total.to(losses[0].dtype))

@@ -21,6 +21,7 @@ from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import DirectTransfer, Transfer, open_transfer
+from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
@@ -263,16 +264,14 @@ class ParameterRows:
         """Return the value of the current step for the recorded tokens; None if it was not set."""
         return self._row.get(name)
 
-    def is_W_unchanged(self) -> torch.Tensor | None:
-        """Return whether W has the bits of the last complete step; None if that is not known."""
-        if self._written_W is None:
-            return None
-        now = self.recorded_tokens(self.parameter.tensor)
-        written = self._written_W.to(now.device)
-        if now.shape != written.shape or now.dtype != written.dtype:
-            return torch.tensor(False)
-        integer = getattr(torch, f"int{8 * now.itemsize}")
-        return (now.view(integer) == written.view(integer)).all()
+    def is_W_unchanged(self, *, waits: bool = False) -> bool:
+        """Return False if W has other bits than at the end of the last step.
+
+        A device would have to be waited for. Without `waits`, True is returned for it.
+        """
+        if self._written_W is None or (self.parameter.tensor.device.type != "cpu" and not waits):
+            return True
+        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), self._written_W.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
@@ -308,16 +307,19 @@ class ParameterRows:
             if self.writer is not None:
                 self._close_run(self.writer, complete=complete)
         finally:
+            self._row, self._last_W, self._transfer = {}, None, None
             if self._planned.share is not None:
                 self._planned.share.close()
 
     def _close_run(self, writer: RowTarget, *, complete: bool) -> None:
         with self._disk_errors():
             try:
-                if self._whole_step is not None:
-                    self._store_row(self._whole_step)
-                if self._transfer is not None:  # None if it could not be opened
-                    self._transfer.close()
+                try:
+                    if self._whole_step is not None:
+                        self._store_row(self._whole_step)
+                finally:
+                    if self._transfer is not None:  # None if it could not be opened
+                        self._transfer.close()
             finally:
                 writer.close("complete" if complete else "interrupted")
 

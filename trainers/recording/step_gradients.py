@@ -317,6 +317,12 @@ class StepGradients:
                 unknown = torch.full_like(self.total_norm, float("nan"))
                 rows.set("clip_coef", self.as_norm(unknown))
 
+    def release(self) -> None:
+        """Release all tensors."""
+        self.begin_step()
+        self._parameters, self._rows = (), ()
+        self._whole = self._state = None
+
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""
         if int(self._changed):

@@ -209,6 +209,7 @@ class Recorder:
         self._new_roots: set[int] = set()  # addresses of the roots of the step
         self._has_closure = False
         self._rates: list[Any] = []
+        self._scale = 1.0  # factor of the loss in the last backward pass
         self._handles: list[Any] = []
         self._begin_step()
         self._is_idle = False
@@ -341,16 +342,23 @@ class Recorder:
         self._handles.clear()
         BACKWARD.ignore(self._on_backward)
         SCALER_STEP.ignore(self._on_scaler_step)
-        self._backwards.clear()
         with contextlib.ExitStack() as closing:  # closes each, also if another fails
+            closing.callback(self._release)
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
             closing.callback(self._check_last_weights)
 
+    def _release(self) -> None:
+        """Release all tensors: the hooks refer to the recorder, and it to them."""
+        self._begin_step()
+        self._versions.clear()
+        self._whole = self._state = None
+        self._gradients.release()
+        self._forward.release()
+
     def _check_last_weights(self) -> None:
         for rows in self._parameters:
-            unchanged = rows.is_W_unchanged()
-            if unchanged is not None and not unchanged:
+            if not rows.is_W_unchanged(waits=True):
                 self._notes.mention(_AT_END.format(name=rows.parameter.name))
         if self._parameters:
             self._gradients.last_note()
@@ -429,21 +437,21 @@ class Recorder:
         self._is_idle = False
         self._backwards.append(frame)
         if self._accumulation is None or self._accumulation.sync_gradients:
-            self._gradients.take(self._unscale())
+            self._gradients.take(1.0 / self._scale)
 
     def _with_root(self, tensors: Any, grad_tensors: Any) -> BackwardPass:
+        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is not None or any(root.numel() != 1 for root in roots):
             return BackwardPass()
         values = [root.detach().reshape(()) for root in roots]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
         source = self._forward.source_of(roots[0]) if len(roots) == 1 else None
-        scale = self._unscale()
+        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         self._new_roots.update(root.data_ptr() for root in roots)
-        return BackwardPass(root=value.clone() if scale == 1 else value * scale, source=source)
-
-    def _unscale(self) -> float:
-        return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+        return BackwardPass(
+            root=value / self._scale if self._scale != 1 else value.clone(), source=source
+        )
 
     # The optimizer's step ------------------------------------------------------------------------
 
@@ -470,9 +478,9 @@ class Recorder:
         self._scaler = scaler
         self._gradients.forget()
         self._was_adopted = True
+        self._scale = scaler.get_scale()
         for one in self._backwards:
-            if one.root is not None:
-                one.root = one.root / scaler.get_scale()
+            one.scale = self._scale
         self._notes.mention(
             "the loop uses a GradScaler that was not passed as scaler=; the gradient of its first "
             "step is recorded as the optimizer got it"
@@ -504,7 +512,7 @@ class Recorder:
             self._gradients.forget()
         fused = hasattr(self._optimizer, "grad_scale")
         self._gradients.settle(
-            self._unscale() if fused else 1.0, may_be_assigned=not self._was_adopted
+            1.0 / self._scale if fused else 1.0, may_be_assigned=not self._was_adopted
         )
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -551,7 +559,9 @@ class Recorder:
             **self._examples.values(),
             "grad_norm": None if total is None else self._gradients.as_norm(total),
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
-            "scale": self._scale(),
+            "scale": torch.tensor(self._scale, dtype=torch.float64)
+            if self._scaler is not None and self._state is not None
+            else None,
         }
         if self._whole is not None:
             scalars |= self._whole.after_step(skipped=skipped)
@@ -591,7 +601,7 @@ class Recorder:
         self._backwards = []
         self._loose = BackwardPass()
         self._roots, self._new_roots = self._new_roots, set()
-        self._versions = self._present_versions()
+        self._versions: dict[torch.Tensor, int] = self._present_versions()
         self._is_idle = True
         self._in_step = self._is_several = self._was_adopted = False
 
@@ -637,8 +647,7 @@ class Recorder:
         for rows in self._parameters:
             if quick and version(rows.parameter.tensor) == self._version_of(rows):
                 continue
-            unchanged = rows.is_W_unchanged()
-            if unchanged is not None and unchanged.device.type == "cpu" and not unchanged:
+            if not rows.is_W_unchanged():
                 self._notes.mention(_OUTSIDE.format(name=rows.parameter.name))
 
     def _version_of(self, rows: ParameterRows) -> int | None:
@@ -656,12 +665,6 @@ class Recorder:
             self._state.take_initial()
         for rows in self._parameters:
             rows.take_initial()
-
-    def _scale(self) -> torch.Tensor | None:
-        """Return the factor by which the scaler multiplied the loss of the step."""
-        if self._scaler is None or self._state is None:
-            return None
-        return torch.tensor(self._scaler.get_scale(), dtype=torch.float64)
 
 
 def _is_on(scaler: Any) -> bool:

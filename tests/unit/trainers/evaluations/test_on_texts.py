@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from trajstore.errors import InvalidArgument
 
 torch = pytest.importorskip("torch")
+from no_float64 import OnMps  # noqa: E402
 from recorded_models import OwnModel, gpt2  # noqa: E402
 
-from trajstore.trainers.evaluations import hidden_cosine, loss  # noqa: E402
+from trajstore.trainers.evaluations import hidden_cosine, loss, on_texts  # noqa: E402
 from trajstore.trainers.evaluations.on_texts import HiddenCosine, TextLoss  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -53,6 +55,24 @@ def test_cosines_to_the_mean_of_the_hidden_states() -> None:
     assert found["hidden_mean_norm"] == pytest.approx(float(mean.norm()), rel=1e-5)
     with pytest.raises(InvalidArgument, match="OwnModel has no get_output_embeddings"):
         HiddenCosine(ids=IDS)(OwnModel(), 0)
+
+
+class Bigrams(torch.nn.Sequential):
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self[1]
+
+
+def test_evaluations_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Bigrams(torch.nn.Embedding(128, 3), torch.nn.Linear(3, 128))
+    there = copy.deepcopy(plain)
+    for module in there:
+        for name, tensor in module.named_parameters():
+            module._parameters[name] = tensor.detach().as_subclass(OnMps)
+    windows_of = on_texts._windows
+    monkeypatch.setattr(on_texts, "_windows", lambda ids, model: windows_of(ids, plain))
+    for evaluation in (TextLoss(ids=IDS, offset=1), HiddenCosine(ids=IDS)):
+        found, expected = evaluation(there, 0), evaluation(plain, 0)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_text_is_read_with_the_tokenizer_of_the_run(

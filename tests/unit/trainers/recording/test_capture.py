@@ -498,10 +498,22 @@ def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
         attempt(tiny)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deferred: bool, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trajstore.store.writing import block_writer
+    from trajstore.trainers.recording import parameter_rows
+    from trajstore.trainers.recording.device_to_host import DeferredTransfer
+
+    opened: list[Any] = []
+    if deferred:
+
+        def deferred_transfer(*args: Any) -> Any:
+            opened.append(DeferredTransfer(*args))
+            return opened[-1]
+
+        monkeypatch.setattr(parameter_rows, "open_transfer", deferred_transfer)
 
     real = block_writer.put_all
 
@@ -522,6 +534,10 @@ def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == list(range(8))
     assert np.isfinite(ds.W.values).all()
+    for transfer in opened:
+        assert not transfer._thread.is_alive()
+        assert not transfer._slots
+        assert not transfer._staging
 
 
 def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:

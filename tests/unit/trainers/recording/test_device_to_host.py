@@ -8,9 +8,11 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
+from lazy_streams import LazyTorch, OnDevice, Streams  # noqa: E402
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 
 from trajstore import RecordingError, RunWriter  # noqa: E402
+from trajstore.trainers.recording import device_to_host  # noqa: E402
 from trajstore.trainers.recording.device_to_host import DeferredTransfer, DirectTransfer  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -76,6 +78,58 @@ def test_a_failure_behind_the_back_of_training_is_raised_in_it(tmp_path: Path) -
         transfer.close()
     run.close("interrupted")
     assert xr.open_zarr(tmp_path / "run.zarr").step.values.tolist() == [5]
+
+
+def rows_are_right(
+    path: Path, monkeypatch: pytest.MonkeyPatch, streams: Streams, steps: int, ids: Any = None
+) -> bool:
+    """Record a matrix of the device and a number of the host; compare each row with its step."""
+    monkeypatch.setattr(device_to_host, "torch", LazyTorch(streams))
+    token = np.arange(VOCAB) if ids is None else ids.numpy()
+    kept = []
+    with RunWriter.create(
+        path, token=token, hidden=HIDDEN, variables={"W": "float32", "loss": "float32"}
+    ) as run:
+        transfer = DeferredTransfer(run, torch.device("cuda"))
+        for step in range(steps):
+            W = torch.full((VOCAB, HIDDEN), float(step)) + torch.arange(VOCAB)[:, None]
+            transfer.put("W", W.as_subclass(OnDevice), ids)
+            loss = torch.tensor(float(step))
+            transfer.put("loss", loss)
+            before = len(streams.training.work)
+            transfer.put("loss", loss)
+            assert len(streams.training.work) == before  # the device has no part in it
+            loss.mul_(2)  # as a loop may
+            kept.append(W[token].numpy())
+            transfer.commit(step)
+        streams.released.set()
+        transfer.close()
+    ds = xr.open_zarr(path)
+    assert ds.loss.values.tolist() == list(range(steps))
+    return bool((ds.W.values == np.stack(kept)).all())
+
+
+@pytest.mark.parametrize("ids", [None, torch.tensor([2, 5])], ids=["all", "some"])
+@pytest.mark.parametrize("lazy", ["training", "copying", "none"])
+def test_rows_are_right_on_late_streams(
+    lazy: str, ids: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(lazy)
+    streams.released.set()
+    assert rows_are_right(tmp_path / "run.zarr", monkeypatch, streams, 11, ids)
+
+
+@pytest.mark.parametrize(
+    ("without", "lazy"),
+    [("wait_event", "copying"), ("wait_stream", "training"), ("synchronize", "copying")],
+)
+def test_each_wait_is_needed(
+    without: str, lazy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As many rows as slots: the thread stores none before all are committed.
+    for wait, right in ((None, True), (without, False)):
+        path = tmp_path / f"{wait}.zarr"
+        assert rows_are_right(path, monkeypatch, Streams(lazy, wait), 3) is right
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
+from no_float64 import OnMps  # noqa: E402
 from recorded_models import record_own  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 from transformers import (  # noqa: E402
@@ -32,7 +34,7 @@ from trajstore import (  # noqa: E402
 )
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
-from trajstore.trainers.recording.model_state import OPTIMIZER_STATE  # noqa: E402
+from trajstore.trainers.recording.model_state import OPTIMIZER_STATE, ModelState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -380,3 +382,22 @@ def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(tmp_path: P
     exact = one.traj.exact_moments().exact_exp_avg
     np.testing.assert_allclose(exact, one.exp_avg.values[-exact.sizes["step"] :], atol=1e-8)
     assert "skipped" not in open_run(seldom).traj.parameter("head.weight")
+
+
+def test_rates_and_counts_on_a_device_without_float64() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    model = torch.nn.ParameterList([weight])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1).as_subclass(OnMps))
+    optimizer.state[weight]["step"] = torch.tensor(3.0).as_subclass(OnMps)
+    recorded = SimpleNamespace(tensor=weight)
+    state = ModelState(model, optimizer, recorded, ["params_lr", "params_count"])  # type: ignore[arg-type]
+    found: dict[str, Any] = {}
+    rows = SimpleNamespace(
+        variables=("params_lr", "params_count"), writer=None, set=found.__setitem__
+    )
+    state.set_rates(rows)  # type: ignore[arg-type]
+    state.after_step(rows)  # type: ignore[arg-type]
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "params_lr": [float(np.float32(0.1))],
+        "params_count": [3.0],
+    }
