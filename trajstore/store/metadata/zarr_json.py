@@ -16,12 +16,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Self
 
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP, VARIABLES, entry_of
 from trajstore.store.metadata.document_form import Status
 from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, Fingerprint
 from trajstore.strict_json import utc_now
 
-__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status"]
+__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status", "is_outgrown"]
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
@@ -39,7 +39,9 @@ class RunMetadata:
     """
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
-        self._arrays = dict(arrays)
+        self._arrays = {
+            name: array for name, array in arrays.items() if not is_outgrown(name, array)
+        }
         copy = json.dumps(dict(attributes), allow_nan=False)
         self._attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
         self._stored_step = step = self._arrays[STEP.name]
@@ -116,6 +118,11 @@ class RunMetadata:
         if name not in self._series:
             return document
         return document | {"shape": [rows, *document["shape"][1:]]}
+
+
+def is_outgrown(name: str, array: Mapping[str, Any]) -> bool:
+    """True for an array of a user along ``step``, which contradicts a run with other rows."""
+    return entry_of(name) is None and STEP.name in (array.get("dimension_names") or ())
 
 
 def _dump(document: Mapping[str, Any]) -> bytes:
