@@ -16,18 +16,18 @@ import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.export_layout import layout_file
+from trajstore.exchange.exporting.export_layout import layout_file, without_step_0
 from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.layouts import Layout, layout_of
-from trajstore.exchange.selection import Steps, Tokens, select
+from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
-from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
@@ -169,9 +169,11 @@ def export(
             "several, flannel-2 both matrices of untied weights"
         )
     opened = [open_tiled(each) for each in given]
-    runs = [
+    runs: Sequence[tuple[TiledRun, Selection]] = [
         (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
     ]
+    if described is not None and described.begins_late:
+        described, runs = without_step_0(described, runs)
     recorded, selection = runs[0]
     notes: Sequence[str] = ()
     omitted: tuple[str, ...] = ()

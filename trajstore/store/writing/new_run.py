@@ -85,7 +85,7 @@ def token_coordinates(
                 f"with a new name that begins with {POPULATION}"
             )
     if others.get("is_dead") is None and others.get("token_count") is not None:
-        others["is_dead"] = np.equal(others["token_count"], 0)
+        others["is_dead"] = np.asarray(others["token_count"]) == 0
     given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
     for name, values in given.items():
         if values is None:
