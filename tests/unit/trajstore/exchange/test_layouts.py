@@ -743,6 +743,18 @@ def test_every_key_of_a_layout_is_understood(layout: str) -> None:
         assert (kind and kind.name) == column.kind, column.key
 
 
+def test_the_page_leads_to_every_layout_and_lists_the_marks() -> None:
+    page = (Path(__file__).parents[4] / "docs/reference/layouts.md").read_text("utf-8")
+    table = page.partition("### Find the layout")[2].partition("### Content")[0]
+    assert [name for name in LAYOUTS if f"`{name}`" not in table] == []
+    listed = page.partition("#### Allowed marks")[2].partition("\n## ")[0]
+    alike = {"untrained_": "dead_", "trained_": "live_"}  # "the same with untrained"
+    for name in MARKS:
+        prefix = next((prefix for prefix in alike if name.startswith(prefix)), "")
+        other = alike.get(prefix, "") + name.removeprefix(prefix)
+        assert f"`{name}`" in listed or f"`{other}`" in listed, name
+
+
 def test_sgd_has_moments_of_zero_as_their_files_had(tmp_path: Path) -> None:
     variables = {name: kind for name, kind in ALL.items() if not name.startswith("exp_avg")}
     optimizer = {"class": "torch.optim.sgd.SGD", "hyperparameters": {"lr": 0.1, "momentum": 0.0}}
