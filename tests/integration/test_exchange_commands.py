@@ -128,6 +128,20 @@ def test_the_last_line_of_1_12a(
     assert close(file["loss"][-1], summary["loss"].sel(when="last"))
 
 
+def test_like_a_file_with_a_key_that_a_run_lacks(
+    trajstore_cli: Cli, run: Path, tmp_path: Path
+) -> None:
+    center = np.zeros(8, "f4")
+    save_file({"W": np.zeros((2, 3, 8), "f4"), "bh_center": center}, tmp_path / "theirs")
+    done = trajstore_cli("export", run, "--like", tmp_path / "theirs", "-o", tmp_path / "f.mine")
+    words = " ".join(done.stdout.split())
+    assert "layout theirs, 41 rows" in words
+    assert "bh_center omitted: a run has nothing of this name, type and rank" in words
+    assert {key: array.dtype for key, array in load_file(tmp_path / "f.mine").items()} == {
+        "W": np.float32
+    }
+
+
 @pytest.mark.parametrize("form", ["safetensors", "run"])
 def test_out_and_in_with_json(trajstore_cli: Cli, run: Path, tmp_path: Path, form: str) -> None:
     back = tmp_path / "back.zarr"

@@ -62,8 +62,8 @@ def straight(tmp_path: Path, text: Path) -> Callable[[str, int], Path]:
 
 
 def line_after_notes(stream: IO[str]) -> str:
-    """The first line that is no note."""
-    return next(line for line in stream if not line.startswith("Note: "))
+    """The first line that is neither a note nor the choice of products."""
+    return next(line for line in stream if not line.startswith(("Note: ", "Products ")))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +32,8 @@ __all__ = [
     "IMPORT_LAYOUTS",
     "KEPT_ATTRIBUTES",
     "LAYOUTS",
+    "MARKS",
     "MASKS",
-    "POPULATIONS",
     "RECORDED",
     "Column",
     "Layout",
@@ -56,9 +56,9 @@ class Column:
         True if the file holds the bits of that type as uint16.
     blank : {'zero', 'nan'}
         Value in the row of step 0, where a run has NaN.
-    time : {'after', 'before', 'change', 'ulps'}
-        The value after the step, the value before it, the difference, or the difference in units of
-        the spacing at the value before it.
+    time : {'after', 'before', 'change', 'ulps', 'initial'}
+        The value after the step, the value before it, the difference, the difference in units of
+        the spacing at the value before it, or one value: that of step 0.
     first_row : {0, 1}
         1 if the file omits the first row.
     tokens : {'all', 'dead', 'live'}
@@ -70,14 +70,14 @@ class Column:
     dtype: str
     as_bits: bool = False
     blank: Literal["zero", "nan"] = "zero"
-    time: Literal["after", "before", "change", "ulps"] = "after"
+    time: Literal["after", "before", "change", "ulps", "initial"] = "after"
     first_row: int = 0
     tokens: Literal["all", "dead", "live"] = "all"
 
     @property
     def kind(self) -> str | None:
         """Variable that an import reads from it; None if it is derived."""
-        return {"change": "delta", "ulps": None}.get(self.time, self.variable)
+        return {"change": "delta", "ulps": None, "initial": None}.get(self.time, self.variable)
 
     @property
     def has_tokens(self) -> bool:
@@ -109,7 +109,7 @@ class Layout:
         How a file holds several runs: along a first axis, under keys ``run_0_…``, or as both
         matrices of an untied model, ``…_E`` and ``…_W``. None for one run.
     populations : tuple of str
-        Keys that mark the dead tokens, from `POPULATIONS`.
+        Keys that mark the dead tokens, or count tokens, from `MARKS`.
     numbers : tuple of str
         Numbers besides the arrays: of `COUNTS`, of the table of kinds (in the plural: one per run),
         ``n_runs``, ``base_seed``, or ``recorded_KEY`` (true if the file holds the array).
@@ -119,6 +119,8 @@ class Layout:
         Rows of a chunk in HDF5.
     gzip : int
         Level of compression in HDF5; 0 for none.
+    types : dict of str to str
+        Types of steps, marks and numbers that are not the usual ones.
     """
 
     name: str
@@ -132,6 +134,12 @@ class Layout:
     texts: tuple[str, ...] = ()
     chunk_rows: int = 1
     gzip: int = 0
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def begins_late(self) -> bool:
+        """True if no array has a row of step 0."""
+        return bool(self.columns) and all(column.first_row for column in self.columns)
 
     @property
     def only(self) -> str | None:
@@ -146,21 +154,12 @@ class Layout:
         return bool(self.populations or by_rows or not COUNTS.keys().isdisjoint(self.numbers))
 
 
-POPULATIONS: dict[str, tuple[Literal["mask", "ids"], bool]] = {
-    "dead_mask": ("mask", True),
-    "live_mask": ("mask", False),
-    "untrained_mask": ("mask", True),
-    "trained_mask": ("mask", False),
-    "dead_ids": ("ids", True),
-    "live_ids": ("ids", False),
-    "dead_token_ids": ("ids", True),
-    "live_token_ids": ("ids", False),
-    "dead_indices": ("ids", True),
-    "live_indices": ("ids", False),
-    "untrained_indices": ("ids", True),
-    "trained_indices": ("ids", False),
+MARKS: dict[str, str] = {
+    name: kind
+    for kind in ("dead_mask", "live_mask", "dead_ids", "live_ids", "token_count")
+    for name in ARRAY_KINDS[kind].names
 }
-"""Form of each key (mask or ids), and True if it marks the dead tokens, False for the live ones."""
+"""Kind of each key that can mark or count tokens."""
 
 COUNTS = {"n_live": False, "n_dead": True, "n_trained": False, "n_untrained": True}
 """Names of the numbers of dead (True) and live tokens."""
@@ -171,7 +170,7 @@ RECORDED = "recorded_"
 _OF_RUNS = ("n_runs", "base_seed")
 _TYPES = {
     **dict.fromkeys(("vocab_size", "hidden_dim", "n_layers", "n_heads", "num_steps"), "int64"),
-    **dict.fromkeys(("batch_size", "seed"), "int64"),
+    **dict.fromkeys(("batch_size", "seed", "init_seed"), "int64"),
     "init_method_code": "int32",
     "tied_weights": "bool",
 }
@@ -191,7 +190,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "format": ("safetensors", "hdf5"),
     "type": ("bfloat16", "float16", "float32", "float64"),
     "tokens": ("all", "dead", "live"),
-    "time": ("after", "before", "change", "ulps"),
+    "time": ("after", "before", "change", "ulps", "initial"),
     "row0": ("zero", "nan"),
     "first_row": (0, 1),
     "bits": (False, True),
@@ -215,7 +214,7 @@ def _layout(name: str, table: Mapping[str, Any]) -> Layout:
         if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
             raise InvalidArgument(f"{name}: got {key} = {names!r}, expected a list of names")
     for key in table.get("marks", ()):
-        _check_word(name, "marks", key, POPULATIONS)
+        _check_word(name, "marks", key, MARKS)
     for key in (*table.get("numbers", ()), *table.get("texts", ())):
         if number_type(key) is None:
             raise InvalidArgument(

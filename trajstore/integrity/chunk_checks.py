@@ -43,6 +43,8 @@ class CheckedChunks:
     Attributes
     ----------
     problems : list of Problem
+    relabeled : list of Problem
+        Shards that another program wrote. Without a matching fingerprint they are problems, too.
     row0 : list of str
         Sentences on unusual values in row 0, if it is the state before any step.
     notes : list of str
@@ -57,6 +59,7 @@ class CheckedChunks:
     """
 
     problems: list[Problem] = field(default_factory=list)
+    relabeled: list[Problem] = field(default_factory=list)
     row0: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     steps: dict[int, Array] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class CheckedChunks:
     def add(self, other: CheckedChunks) -> None:
         """Add the findings of another check; each sentence on row 0 once."""
         self.problems += other.problems
+        self.relabeled += other.relabeled
         self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
         self.notes += other.notes
         self.steps |= other.steps
@@ -245,7 +249,7 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     shard.label = found.labels[shard.place] = tail.label
     if tail.label.block == ANYWHERE:
         fault = "its label has no block; another program wrote it"
-        problems.append(shard.problem(fault, end, size, "none"))
+        found.relabeled.append(shard.problem(fault, end, size, "none"))
     needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
     if tail.label.rows < needed:
         short = f"it has {tail.label.rows} rows of the block, {needed} are committed"

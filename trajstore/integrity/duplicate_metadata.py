@@ -34,12 +34,11 @@ def choose_documents(found: CheckedMetadata) -> None:
     # Writers keep the order of the root, if it has one.
     for name in dict.fromkeys([*copies, *found.own]):
         own, copy = found.own.get(name), copies.get(name)
-        if copy is None and consolidated is not None:
-            if coordinate(name) is None and not is_series(name):
-                found.notes.append(f"{name} is an array that is not part of the run")
-                continue
-            if own is not None:
-                found.report(name, "the root's metadata do not have it", found.path / DOCUMENT)
+        if entry_of(name) is None and isinstance(own, dict):
+            found.notes.append(f"{name} is an array that is not part of the run")
+            continue
+        if copy is None and consolidated is not None and own is not None:
+            found.report(name, "the root's metadata do not have it", found.path / DOCUMENT)
         if name not in found.own:
             found.own[name] = None
             found.report(name, "its folder is missing")

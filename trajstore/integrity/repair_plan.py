@@ -32,7 +32,7 @@ from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.repairs import with_repairs, without_later_repairs
 from trajstore.store.metadata.shard import Shard
-from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.metadata.zarr_json import RunMetadata, is_outgrown
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
 from trajstore.version import __version__
@@ -306,6 +306,7 @@ def _changed_documents(
         name: entry
         for name, entry in listed.items()
         if name not in arrays and name not in dropped and not _is_dropped(metadata, name)
+        if rows == metadata.rows or not is_outgrown(name, entry)
     }
     order = dict.fromkeys([*listed, *targets])
     targets |= strange

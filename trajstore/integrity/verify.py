@@ -6,6 +6,7 @@ not end the check.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,6 +180,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     sound = not coordinates.problems
     fingerprint = check_fingerprint(metadata, chunks) if sound else []
     whole = sound and not metadata.problems and not chunks.problems
+    relabeled = [] if whole and not fingerprint else chunks.relabeled
     cells: list[Problem] = []
     if whole and "cells" in metadata.arrays:
         cells = _check_cells(metadata.path, metadata.attributes)
@@ -186,6 +188,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         path=metadata.path,
         problems=(
             *metadata.problems,
+            *relabeled,
             *chunks.problems,
             *coordinates.problems,
             *fingerprint,
@@ -197,6 +200,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
             *_repair_notes(metadata, chunks),
             *leftovers.notes(),
             *chunks.notes,
+            *(() if relabeled else _relabeled_notes(chunks)),
             *chunks.row0,
         ),
         rows=metadata.rows,
@@ -216,6 +220,12 @@ def _repair_notes(metadata: CheckedMetadata, chunks: CheckedChunks) -> Iterator[
     for name in dict.fromkeys(shard.array for shard in shards):
         where = in_steps(chunks, [shard.rows for shard in shards if shard.array == name])
         yield f"{name} has NaN in {where}: a repair filled what was damaged"
+
+
+def _relabeled_notes(chunks: CheckedChunks) -> Iterator[str]:
+    """Sentences about shards that another program wrote with the values of the run."""
+    for name, count in Counter(problem.array for problem in chunks.relabeled).items():
+        yield f"{name}: another program wrote {count} shards again, with the recorded values"
 
 
 def _check_cells(path: Location, attributes: Document) -> list[Problem]:

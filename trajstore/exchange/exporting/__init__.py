@@ -6,6 +6,8 @@
     Files in the layouts of the notebooks: tensors, numbers and strings.
 ``joined_runs``
     Arrays of several runs in one file.
+``layout_like``
+    The layout of a file that exists.
 ``layout_columns``
     Arrays of a file in a layout.
 ``export_native``

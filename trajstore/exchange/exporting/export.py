@@ -16,18 +16,19 @@ import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.export_layout import layout_file
+from trajstore.exchange.exporting.export_layout import layout_file, without_step_0
 from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
+from trajstore.exchange.exporting.layout_like import layout_like
 from trajstore.exchange.layouts import Layout, layout_of
-from trajstore.exchange.selection import Steps, Tokens, select
+from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
-from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
@@ -81,6 +82,7 @@ def export(
     *,
     format: str | None = None,
     layout: str = "native",
+    like: str | os.PathLike[str] | None = None,
     steps: Steps = None,
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
@@ -110,6 +112,9 @@ def export(
         the layouts of the notebooks' files, which ``trajstore import`` lists, or the path of a TOML
         file that describes a layout. Parts of a layout that the run does not hold are omitted, with
         a note.
+    like : path-like, optional
+        A safetensors file, in place of a layout. The export has the same keys, types and ranks, as
+        far as the run has values for them; a note names the other keys.
     steps : str, int, slice or iterable of int, optional
         Step numbers. ``0:200:10`` selects the recorded steps from 0 to 199 whose distance from 0 is
         a multiple of 10. Default: all.
@@ -140,6 +145,7 @@ def export(
     InvalidArgument
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
         If there are several runs, and the layout holds one, or they have other steps or tokens.
+        If both `layout` and `like` are given, or the file of `like` holds nothing of a run.
     VariableNotRecorded, StepNotFound
         If the run lacks a variable or step of the layout or the selection.
     MissingExtra
@@ -156,7 +162,13 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
+    notes: Sequence[str] = ()
     described = layout_of(layout)
+    if like is not None:
+        if described is not None:
+            raise InvalidArgument(f"got layout {layout} and a file to export like; give one")
+        described, notes = layout_like(like)
+        layout = described.name
     format = _checked_format(format, layout, described, block_rows, encoding)
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
@@ -169,11 +181,12 @@ def export(
             "several, flannel-2 both matrices of untied weights"
         )
     opened = [open_tiled(each) for each in given]
-    runs = [
+    runs: Sequence[tuple[TiledRun, Selection]] = [
         (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
     ]
+    if described is not None and described.begins_late:
+        described, runs = without_step_0(described, runs)
     recorded, selection = runs[0]
-    notes: Sequence[str] = ()
     omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
@@ -195,7 +208,7 @@ def export(
             content = (hdf5_file if format == "hdf5" else native_file)(recorded, selection)
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
-        notes = (*content.notes, *_on_rounding(rounded, layout))
+        notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
         omitted = content.omitted
     written = selection.along_token(recorded.coordinates["token"])
     if described is not None and described.only is not None:

@@ -18,7 +18,7 @@ from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.exporting.joined_runs import check_number, joined, step_labels
 from trajstore.exchange.exporting.layout_columns import columns_of, is_sgd
 from trajstore.exchange.guessing.kind_table import Scalar, named, scalar_of
-from trajstore.exchange.layouts import COUNTS, POPULATIONS, RECORDED, Layout, number_type
+from trajstore.exchange.layouts import COUNTS, MARKS, RECORDED, Layout, number_type
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
 from trajstore.schema import VARIABLES
@@ -26,7 +26,7 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.version import __version__
 
-__all__ = ["layout_file", "numbers_of", "population"]
+__all__ = ["layout_file", "numbers_of", "population", "without_step_0"]
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +51,18 @@ class _Part:
     def steps(self) -> Array:
         steps: Array = self.run.steps[self.selection.rows]
         return steps
+
+
+def without_step_0(
+    layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]
+) -> tuple[Layout, Sequence[tuple[TiledRun, Selection]]]:
+    """The layout and the selections of a file that begins with step 1."""
+    columns = tuple(replace(column, first_row=0) for column in layout.columns)
+    later = [
+        (run, replace(selection, rows=selection.rows[run.steps[selection.rows] > 0]))
+        for run, selection in runs
+    ]
+    return replace(layout, columns=columns), later
 
 
 def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> ExportedFile:
@@ -98,29 +110,39 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
         "steps": "optimizer",
     }
     if layout.texts:
-        metadata = _texts(layout, first.run) | metadata
+        metadata = _texts(layout, first) | metadata
     as_attributes = layout.format == "hdf5"
     tensors = [
         *(step_labels(layout, [part.steps for part in parts]) if layout.columns else ()),
         *_token_labels(layout, first),
         *joined(layout, columns),
         *(
-            constant(key, number_type(key) or "float32", value)
+            constant(key, layout.types.get(key) or number_type(key) or "float32", value)
             for key, value in numbers.items()
             if not as_attributes
         ),
     ]
-    _check_keys(layout, [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())])
+    keys = [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())]
+    _check_keys(layout, keys)
     return ExportedFile(
-        tensors=tuple(tensors),
+        tensors=tuple(_typed(layout, tensor) for tensor in tensors),
         texts={} if as_attributes else metadata,
         attributes=metadata | numbers if as_attributes else {},
         chunk_rows=layout.chunk_rows,
         gzip=layout.gzip,
         float16_as_bits=any(column.as_bits for column in layout.columns),
         omitted=tuple(name for name in placeless if name in VARIABLES),
-        notes=tuple(dict.fromkeys((*notes, *_notes(layout, first, held), *unknown))),
+        notes=tuple(dict.fromkeys((*notes, *_notes(layout, first, held, keys), *unknown))),
     )
+
+
+def _typed(layout: Layout, tensor: Tensor) -> Tensor:
+    """The tensor in the type that the layout gives its key; only constants have one."""
+    dtype = layout.types.get(tensor.key, tensor.dtype)
+    if dtype == tensor.dtype:
+        return tensor
+    (part,) = tensor.parts()
+    return constant(tensor.key, dtype, part.read()[0])
 
 
 def _in_order(
@@ -157,6 +179,7 @@ def _without_place(layout: Layout, part: _Part) -> list[str]:
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
         held.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
+    known |= {MARKS[key] for key in layout.populations} & {"token_count"}
     return [
         *(name for name in part.selection.variables if name not in held),
         *(name for name in part.run.coordinates if name not in known),
@@ -196,6 +219,10 @@ def _token_labels(layout: Layout, part: _Part) -> Iterator[Tensor]:
     ids = part.selection.along_token(part.run.coordinates["token"])
     if not np.array_equal(ids, np.arange(len(ids))):
         yield constant("token", "int32", ids)
+    for key in layout.populations:
+        if MARKS[key] == "token_count" and MARKS[key] in part.run.coordinates:
+            counts = part.selection.along_token(part.run.coordinates["token_count"])
+            yield constant(key, "int64", counts)
     if "is_dead" in part.run.coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
         is_dead = part.selection.along_token(part.run.coordinates["is_dead"]).astype(bool)
@@ -210,7 +237,7 @@ def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
             f"layout {layout.name} marks the tokens of its rows in the order of their ids, but the "
             "Dataset has another order; sort it: ds.sortby('token')"
         )
-    size = max(int(_number("vocab_size", part.run) or 0), int(ids[-1]) + 1)
+    size = max(int(_number("vocab_size", part) or 0), int(ids[-1]) + 1)
     is_dead, selected = np.zeros((2, size), bool)
     is_dead[ids] = part.run.coordinates["is_dead"]
     selected[part.selection.along_token(ids)] = True
@@ -246,14 +273,16 @@ def population(
     Parameters
     ----------
     keys : collection of str
-        Keys of `trajstore.exchange.layouts.POPULATIONS`.
+        Keys of `trajstore.exchange.layouts.MARKS`; those of counts are omitted.
     is_dead : ndarray of bool, (token,)
     selected : ndarray of bool, (token,), optional
         Tokens to mark. Default: all.
     """
     for key in keys:
-        form, marks_dead = POPULATIONS[key]
-        mask = is_dead == marks_dead
+        name, _, form = MARKS[key].partition("_")
+        if form == "count":
+            continue
+        mask = is_dead == (name == "dead")
         mask = mask if selected is None else mask & selected
         yield (
             constant(key, "bool", mask) if form == "mask"
@@ -285,13 +314,13 @@ def _numbers(
         elif key == "n_runs":
             numbers[key] = len(parts)
         else:
-            values = [_number(key, part.run) for part in parts]
+            values = [_number(key, part) for part in parts]
             if key == "tied_weights" and layout.runs == "matrices":
                 values = [False] * len(parts)
             if key == "base_seed" and None in values:
                 values = [
                     None if seed is None else seed - number
-                    for number, seed in enumerate(_number("seed", part.run) for part in parts)
+                    for number, seed in enumerate(_number("seed", part) for part in parts)
                 ]
             if None in values:
                 unknown.append(key)
@@ -323,22 +352,34 @@ def _count(layout: Layout, part: _Part, *, marks_dead: bool) -> int | None:
     return int(np.count_nonzero(is_dead == marks_dead))
 
 
-def _number(key: str, run: TiledRun) -> int | float | None:
+def _number(key: str, part: _Part) -> int | float | None:
     """A number of a run; of an imported one, also under a name that only its file had."""
-    value = next((value for _, value in numbers_of([key], run)), None)
-    other = attribute(run.attributes, "config", "scalars", key)
+    value = next((value for _, value in numbers_of([key], part.run, part.selection)), None)
+    other = attribute(part.run.attributes, "config", "scalars", key)
     return other if value is None and isinstance(other, int | float) else value
 
 
-def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int | float]]:
-    """Numbers from the attributes of a run.
+def numbers_of(
+    keys: Collection[str], run: TiledRun, selection: Selection
+) -> Iterator[tuple[str, int | float]]:
+    """Numbers from the attributes of a run, and lengths of what is selected.
+
+    The number of steps is that of the rows after the first, so that ``W[num_steps]`` is the last.
 
     Parameters
     ----------
     keys : collection of str
         Names from `trajstore.exchange.guessing.kind_table.SCALARS`.
     run : TiledRun
+    selection : Selection
     """
+    lengths = {"num_steps": len(selection.rows) - 1}
+    matrices = [each.shape for each in run.series.values() if each.dims == VARIABLES["W"].dims]
+    if matrices:
+        lengths["hidden_dim"] = matrices[0][2]
+    ids = run.coordinates["token"]
+    if np.array_equal(ids, np.arange(len(ids))):
+        lengths["vocab_size"] = len(ids)
     for key in keys:
         scalar = scalar_of(key)
         if scalar is None:
@@ -346,8 +387,8 @@ def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int 
         value = _value_of(run.attributes, scalar)
         if value is None and scalar.name in ("adam_beta1", "adam_beta2") and is_sgd(run):
             value = 0.0
-        if value is None and scalar.name == "num_steps":
-            value = int(run.steps[-1]) if len(run.steps) else None
+        if value is None or scalar.name == "num_steps":
+            value = lengths.get(scalar.name)
         if value is not None:
             yield key, value
 
@@ -363,9 +404,10 @@ def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
     return None
 
 
-def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
+def _texts(layout: Layout, part: _Part) -> dict[str, str]:
     """Metadata of 1.12a, as far as they are known."""
-    known = dict(numbers_of(layout.texts, run))
+    run = part.run
+    known = dict(numbers_of(layout.texts, run, part.selection))
     metadata = {key: str(value) for key, value in known.items()}
     if "vocab_size" in metadata:
         metadata["model"] = "GPT2"
@@ -375,10 +417,16 @@ def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
     return metadata
 
 
-def _notes(layout: Layout, part: _Part, columns: Collection[str]) -> Iterator[str]:
+def _notes(
+    layout: Layout, part: _Part, columns: Collection[str], keys: Collection[str]
+) -> Iterator[str]:
+    marks = [key for key in layout.populations if MARKS[key] != "token_count"]
     if layout.marks_dead and "is_dead" not in part.run.coordinates:
-        known = [*layout.populations, *(key for key in layout.numbers if key in COUNTS)]
+        known = [*marks, *(key for key in layout.numbers if key in COUNTS)]
         yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"
+    for key in {*layout.populations} - {*marks, *keys}:
+        why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"
+        yield f"{key} omitted: {why}"
     late = [column.key for column in layout.columns if column.first_row and column.key in columns]
     if late and part.steps[0] != 0:
         yield f"{', '.join(late)} begin with the row after step {part.steps[0]}"

@@ -45,7 +45,7 @@ def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
         for name in selection.variables
     ]
     tensors.append(constant("recorded_steps", "int64", run.steps[selection.rows]))
-    attributes: dict[str, Any] = dict(numbers_of(_NUMBERS, run))
+    attributes: dict[str, Any] = dict(numbers_of(_NUMBERS, run, selection))
     for name, values in run.coordinates.items():
         if name in run.populations:  # their names may have another meaning in the file
             continue

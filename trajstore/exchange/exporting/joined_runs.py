@@ -73,10 +73,12 @@ def joined(layout: Layout, runs: Sequence[Mapping[str, Tensor]]) -> Iterator[Ten
         for number, arrays in enumerate(runs):
             yield from (replace(each, key=f"run_{number}_{key}") for key, each in arrays.items())
     elif layout.runs == "axis":
+        initial = [column.key for column in layout.columns if column.time == "initial"]
         for key in runs[0]:
             tensors = [arrays[key] for arrays in runs if key in arrays]
+            once = key in initial and len(runs) == 1
             if len(tensors) == len(runs):
-                yield _stacked(layout, tensors)
+                yield tensors[0] if once else _stacked(layout, tensors)
     elif layout.runs == "matrices":
         matrices = {column.key for column in layout.columns if column.is_matrix}
         shared: dict[str, Tensor] = {}

@@ -129,6 +129,8 @@ def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection)
         blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
         tensor = _with_zeros(tensor, steps) if blank else tensor
         return replace(tensor, dtype=_stored(column))
+    if column.time == "initial":
+        return _initial(column, variable, run, selection)
     # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
     before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
     if (before < 0).any():
@@ -140,6 +142,30 @@ def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection)
         tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
         return replace(tensor, dtype=_stored(column))
     return _change(column, variable, rows, before, selection.tokens)
+
+
+def _initial(
+    column: Column, variable: TiledVariable, run: TiledRun, selection: Selection
+) -> Tensor:
+    """The value of step 0, without an axis of steps."""
+    row = positions(run.steps, np.zeros(1, np.int64))
+    if row[0] < 0:
+        raise InvalidArgument(
+            f"{column.key} is the value of step 0, which the run does not hold; use another layout"
+        )
+    dtype = native_type(column.dtype)
+    tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=row)
+
+    def parts() -> Iterator[Part]:
+        for part in tensor.parts():
+            yield Part(where=part.where[1:], read=partial(_first_row, part))
+
+    return replace(tensor, dtype=_stored(column), shape=tensor.shape[1:], parts=parts)
+
+
+def _first_row(part: Part) -> tuple[Array, int]:
+    bits, rounded = part.read()
+    return bits[0], rounded
 
 
 def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:

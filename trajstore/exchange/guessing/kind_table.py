@@ -85,7 +85,7 @@ _NAMES = {
     "trained_token_ids trained_indices trained_tokens trained_token_indices",
     "token_ids": "token_ids tokens ids indices token_indices",
     "token_count": "token_count token_counts counts count occurrences frequencies "
-    "token_frequencies token_frequency appearances vocab_counts",
+    "token_frequencies token_frequency token_occurrence_counts appearances vocab_counts",
 }
 """Common names. Other variables are known by their own name only, in lower case."""
 
@@ -309,7 +309,8 @@ SCALARS: dict[str, Scalar] = {
             bfloat16=1,
             point=0,
         ),
-        _scalar("seed random_seed fixed_seed", "config.training.seed"),
+        _scalar("seed random_seed fixed_seed train_seed", "config.training.seed"),
+        _scalar("init_seed", f"{_INIT}.seed config.training.seed"),
         _scalar("vocab_size n_vocab vocabulary_size", f"{_MODEL}.vocab_size"),
         _scalar("hidden_dim hidden_size d_model n_embd", f"{_MODEL}.hidden"),
         _scalar("n_layers n_layer num_layers", f"{_MODEL}.layers"),

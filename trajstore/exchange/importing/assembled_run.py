@@ -419,7 +419,11 @@ class RunReading:
                     f"{self.file.path}: {key} is {size}, but {self.anchor.key} has shape "
                     f"{self.anchor.shape}; omit it with --map ignore={key}"
                 )
-        return attributes_of(self.file.path, self.part.numbers, self.options.mapped)
+        numbers = dict(self.part.numbers)
+        for key, number in self._sizes("num_steps").items():
+            if number == self.rows - 1:  # it counts the rows, of which not every step has one
+                numbers[key] = int(self.steps[-1])
+        return attributes_of(self.file.path, numbers, self.options.mapped)
 
     def _sizes(self, name: str) -> dict[str, int]:
         """Numbers that are a given size of the table of scalars, by their keys."""

@@ -17,12 +17,20 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP, VARIABLES, entry_of
 from trajstore.store.metadata.document_form import Status
 from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, NOTES, Fingerprint
 from trajstore.strict_json import utc_now
 
-__all__ = ["CHANGING", "COPY", "OF_THE_STORE", "RunMetadata", "Status", "notes_of"]
+__all__ = [
+    "CHANGING",
+    "COPY",
+    "OF_THE_STORE",
+    "RunMetadata",
+    "Status",
+    "is_outgrown",
+    "notes_of",
+]
 
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
@@ -46,7 +54,9 @@ class RunMetadata:
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
         self.notes: list[dict[str, Any]] = []
-        self._arrays = dict(arrays)
+        self._arrays = {
+            name: array for name, array in arrays.items() if not is_outgrown(name, array)
+        }
         copy = json.dumps(dict(attributes), allow_nan=False)
         self._attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
         self._stored_step = step = self._arrays[STEP.name]
@@ -153,6 +163,11 @@ def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not sound:
         raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
     return [dict(one) for one in found]
+
+
+def is_outgrown(name: str, array: Mapping[str, Any]) -> bool:
+    """True for an array of a user along ``step``, which contradicts a run with other rows."""
+    return entry_of(name) is None and STEP.name in (array.get("dimension_names") or ())
 
 
 def _dump(document: Mapping[str, Any]) -> bytes:

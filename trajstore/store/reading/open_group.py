@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zarr
+from zarr.storage import ZipStore
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound, TrajstoreError
@@ -24,17 +26,24 @@ from trajstore.store.reading.checked_documents import (
     root_document,
 )
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
+from trajstore.strict_json import LARGEST_DOCUMENT, too_large
 from trajstore.threads import in_parallel
 
 __all__ = ["ends", "open_group", "run_identity", "similar_runs"]
 
 
-def open_group(path: RunPath) -> zarr.Group:
+def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
     """Open the root group of a run, read-only, at its last commit, and check its documents.
 
     The root is checked before zarr reads it, with its copies of the arrays' documents. The arrays'
     own documents are read only if it has no copies, or by writers (`check_own_documents`). The
     declared shapes are compared with the stored objects.
+
+    Parameters
+    ----------
+    path : path-like, str or RemotePath
+    zipped : bool
+        True if it may be a zip file with the content of a run, whose values zarr reads.
 
     Raises
     ------
@@ -50,7 +59,8 @@ def open_group(path: RunPath) -> zarr.Group:
     place = location(path)
     if isinstance(place, Path) and not place.exists():
         raise RunNotFound(f"there is no run at {path}{similar_runs(place)}")
-    document = root_document(place)
+    in_zip = zipped and isinstance(place, Path) and place.suffix == ".zip" and place.is_file()
+    document = _zipped_root(place) if in_zip else root_document(place)
     attributes, arrays = checked_root(place, document)
     runs = run_identity(attributes)
     group, opened = _zarr_group(place, document, arrays)
@@ -117,6 +127,21 @@ def similar_runs(path: Path) -> str:
     return did_you_mean(path.name, near)
 
 
+def _zipped_root(path: Location) -> bytes:
+    """Bytes of the document of the root in a zip file."""
+    try:
+        with zipfile.ZipFile(str(path)) as file:
+            size = file.getinfo(DOCUMENT).file_size
+            if size > LARGEST_DOCUMENT:
+                raise FormatError(f"{path} is not a run: {DOCUMENT}: {too_large(size)}")
+            return file.read(DOCUMENT)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FormatError(
+            f"{path} is not a zip file, or has no {DOCUMENT} at its top; pack a run from inside "
+            f"its folder: zip -0r ../{path.name} ."
+        ) from error
+
+
 def _zarr_group(
     place: Location, document: bytes, arrays: Mapping[str, Any]
 ) -> tuple[zarr.Group, tuple[tuple[str, Any], ...]]:
@@ -126,7 +151,8 @@ def _zarr_group(
             store = place.zarr_store({(place / DOCUMENT).key: document})
             group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
         else:
-            group = zarr.open_group(str(place), mode="r", zarr_format=3)
+            stored = ZipStore(place, mode="r") if place.is_file() else str(place)
+            group = zarr.open_group(stored, mode="r", zarr_format=3)
         return group, tuple(group.arrays())
     except ObjectStoreError:
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import dask.array as da
@@ -17,12 +16,13 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from trajstore.argument_types import checks_types
+from trajstore.codec.block_codec import local_folder
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import LARGEST_TASK
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.xarray_engine import run_dataset
-from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.store.storage.remote_path import RunPath
 from trajstore.threads import default_threads
 
 __all__ = ["StoredReader", "open_run"]
@@ -40,7 +40,8 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     Parameters
     ----------
     path : path-like or str
-        A local folder, or an address such as ``s3://bucket/run.zarr``, with the extra ``s3``.
+        A local folder, an address such as ``s3://bucket/run.zarr``, with the extra ``s3``, or a
+        zip file of the content of a run, ``run.zarr.zip``.
     chunks : 'blocks' or None
         With ``'blocks'``, the default, variables are dask arrays, for computations over many steps
         and tokens. A dask chunk is one block along ``step``, and one stored object along ``token``,
@@ -76,11 +77,11 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     """
     if chunks not in ("blocks", None):
         raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
-    group = open_group(path)
+    group = open_group(path, zipped=True)
     # Coordinates are not dask arrays, as xarray could not group by or look up values in these.
     ds = run_dataset(group, path)
     ds.encoding["source"] = str(path)  # as xarray's own readers set it
-    local = isinstance(location(path), Path)
+    local = local_folder(group.store) is not None
     if chunks is None and not local:
         return ds
     data = {}

@@ -19,6 +19,7 @@ import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
 from trajstore.accessor_registration import register_accessors
+from trajstore.codec.block_codec import local_folder
 from trajstore.errors import FormatError, TrajstoreError
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
@@ -73,7 +74,7 @@ def _dataset(
             steps = _steps_from_ends(array)
         else:
             stored = stored_array(place, STEP.name, array)
-            if stored is not None:
+            if stored is not None and local_folder(group.store) is not None:
                 steps = replace(stored, threads=default_threads()).values(())
     if steps is None:
         return reader(store, drop_variables=dropped)
@@ -115,7 +116,7 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.reading.open_group.open_group`.
         """
-        group = open_group(filename_or_obj)
+        group = open_group(filename_or_obj, zipped=True)
         reader = StoreBackendEntrypoint().open_dataset  # the caller creates the indices
         return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 

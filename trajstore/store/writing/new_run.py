@@ -55,6 +55,8 @@ def token_coordinates(
 ) -> dict[str, npt.ArrayLike]:
     """Coordinates along ``token`` of a new run, without those that are None.
 
+    Without ``is_dead``, tokens whose ``token_count`` is 0 are dead.
+
     Parameters
     ----------
     token : array_like of int, (token,)
@@ -82,6 +84,8 @@ def token_coordinates(
                 f"populations: got {name!r} of {np.asarray(mask).dtype}, expected bool values "
                 f"with a new name that begins with {POPULATION}"
             )
+    if others.get("is_dead") is None and others.get("token_count") is not None:
+        others["is_dead"] = np.asarray(others["token_count"]) == 0
     given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
     for name, values in given.items():
         if values is None:

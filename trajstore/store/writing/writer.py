@@ -181,7 +181,7 @@ class RunWriter:
         examples, positions : int, optional
             Lengths of ``example`` and ``position``, if a variable has them.
         is_dead, token_count, token_text : array_like, (token,), optional
-            Coordinates.
+            Coordinates. Without `is_dead`, tokens that occur 0 times are dead.
         parameter : sequence of str, optional
             Names of the model's parameters, if there are variables of them.
         lengths : mapping of str to int, optional

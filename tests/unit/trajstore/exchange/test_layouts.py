@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import trajstore
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.guessing.kind_table import named
-from trajstore.exchange.layouts import LAYOUTS, MASKS, POPULATIONS
+from trajstore.exchange.layouts import LAYOUTS, MARKS, MASKS
 
 ALL = {
     "W": "bfloat16",
@@ -339,11 +339,16 @@ def test_dead_and_live_tokens_in_arrays_of_their_own(run: Any, tmp_path: Path) -
     W, grad = f4(values["W"]), f4(values["grad"])
     for name, tokens in (("dead", DEAD), ("live", live)):
         assert file[f"{name}_token_ids"].tolist() == tokens
-        assert (file[f"{name}_grads"][1:] == grad[1:, tokens]).all()
-        assert (file[f"{name}_deltas"][1:] == (W[1:] - W[:-1])[:, tokens]).all()
+        # Row 0 is the first step.
+        assert (file[f"{name}_grads"] == grad[1:, tokens]).all()
+        assert (file[f"{name}_deltas"] == (W[1:] - W[:-1])[:, tokens]).all()
+    assert file["recorded_steps"].tolist() == list(range(1, ROWS))
+    done = trajstore.export(path, tmp_path / "later", layout="14.1a-split", steps="3:6")
+    assert load_file(tmp_path / "later")["recorded_steps"].tolist() == [3, 4, 5]
+    assert done.rows == 3
     back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
     ds = trajstore.open_run(back.path).load()
-    assert (ds.delta.values[1:] == W[1:] - W[:-1]).all()
+    assert (ds.delta.values == W[1:] - W[:-1]).all()
     assert ds.token.values[ds.is_dead.values].tolist() == DEAD
 
 
@@ -476,6 +481,75 @@ def test_runs_along_a_first_axis(two_runs: list[Path], tmp_path: Path) -> None:
     assert (one["W"][0] == file["W"][0]).all()
     assert one["fixed_seed"] == 42
     assert not one["recorded_grads"]
+
+
+def test_flannel_7_has_other_keys_than_flannel_5(two_runs: list[Path], tmp_path: Path) -> None:
+    trajstore.export(two_runs[0], tmp_path / "f", layout="flannel-7")
+    file = load_file(tmp_path / "f")
+    shape = (1, ROWS, TOKENS, 3)
+    types = {"W": "bfloat16", "grad_W": "bfloat16", "momentum_W": "float32"}
+    for key, dtype in (types | {"variance_W": "float32"}).items():
+        assert (file[key].shape, str(file[key].dtype)) == (shape, dtype)
+    assert (file["losses"].shape, str(file["losses"].dtype)) == (shape[:2], "float32")
+    assert file["W_initial"].tobytes() == file["W"][0, 0].tobytes()
+    assert file["W_initial"].shape == shape[2:]
+    assert (file["batch_size"], file["init_seed"], file["train_seed"]) == (32, 42, 42)
+    assert file["init_scale"] == np.float32(0.01)
+    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    assert back.layout == "flannel-7"
+    besides = ("token_count", "token_text", "logits", "is_dead")
+    ds, again = (trajstore.open_run(each).drop_vars(besides, errors="ignore")
+                 for each in (two_runs[0], back.path))  # fmt: skip
+    for name in ds.data_vars:
+        assert again[name].values.tobytes() == ds[name].values.tobytes(), name
+    trajstore.export(two_runs, tmp_path / "g", layout="flannel-7")
+    both = load_file(tmp_path / "g")
+    assert both["W_initial"].tobytes() == both["W"][:, 0].tobytes()
+    with pytest.raises(InvalidArgument, match="W_initial is the value of step 0"):
+        trajstore.export(_later(tmp_path), tmp_path / "h", layout="flannel-7")
+
+
+def _later(tmp_path: Path) -> Path:
+    """A run that begins with step 3."""
+    with trajstore.RunWriter.create(
+        tmp_path / "later.zarr", token=[0], hidden=1, variables={"W": "bfloat16"}
+    ) as run:
+        run.append(3, W=np.zeros((1, 1), "f4"))
+    return tmp_path / "later.zarr"
+
+
+@pytest.mark.parametrize("steps", [None, ":7", "::5"])
+def test_num_steps_and_sizes_fit_the_rows(tmp_path: Path, steps: str | None) -> None:
+    """Without a configuration, and with one that announces other steps."""
+    for name, config in (("none", {}), ("stopped", {"training": {"steps": 10_000}})):
+        run = tmp_path / name
+        write_run(run, ALL, rows=ROWS, tokens=TOKENS, hidden=3, config=config)
+        trajstore.export(run, run / "f", layout="thimble-4", steps=steps)
+        file = load_file(run / "f")
+        assert file["num_steps"] == len(file["W"]) - 1
+        assert (file["vocab_size"], file["hidden_dim"]) == (TOKENS, 3)
+        trajstore.export(run, run / "g", layout="1.12a", steps=":7")
+        with safe_open(run / "g", "np") as opened:
+            assert opened.metadata()["n_steps"] == "6"
+        back = trajstore.import_file(run / "f", run / "back.zarr")
+        stated = trajstore.open_run(back.path).attrs["config"]["training"]["steps"]
+        assert stated == back.last_step
+
+
+def test_counts_of_tokens_in_a_file_of_masks(run: Any, tmp_path: Path) -> None:
+    trajstore.export(run[0], tmp_path / "f", layout="token-counts")
+    file = load_file(tmp_path / "f")
+    counts = trajstore.open_run(run[0]).token_count.values
+    assert file["token_occurrence_counts"].tolist() == counts.tolist()
+    assert file["live_indices"].tolist() == np.flatnonzero(counts).tolist()
+    assert set(file) == {"dead_mask", "live_mask", "dead_indices", "live_indices",
+                         "token_occurrence_counts"}  # fmt: skip
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr", token=[0, 1], hidden=1, variables={"W": "float32"}, is_dead=[0, 1]
+    ):
+        pass
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="token-counts")
+    assert done.notes == ("token_occurrence_counts omitted: the run has no counts",)
 
 
 def test_runs_under_numbered_keys(two_runs: list[Path], tmp_path: Path) -> None:
@@ -657,7 +731,7 @@ def test_every_layout_goes_out_and_comes_back(run: Any, tmp_path: Path, layout: 
             if column.key in first:
                 assert first[column.key].tobytes() == second[column.key].tobytes(), column.key
         for key in LAYOUTS[layout].populations:
-            if POPULATIONS[key] == ("ids", True):
+            if MARKS[key] == "dead_ids":
                 assert first[key].tolist() == second[key].tolist() == DEAD
 
 
@@ -667,11 +741,18 @@ def test_every_key_of_a_layout_is_understood(layout: str) -> None:
     for column in LAYOUTS[layout].columns:
         kind = named(column.key).kind
         assert (kind and kind.name) == column.kind, column.key
-    for key in LAYOUTS[layout].populations:
-        form, marks_dead = POPULATIONS[key]
-        kind = named(key).kind
-        assert kind is not None
-        assert kind.name == f"{'dead' if marks_dead else 'live'}_{form}"
+
+
+def test_the_page_leads_to_every_layout_and_lists_the_marks() -> None:
+    page = (Path(__file__).parents[4] / "docs/reference/layouts.md").read_text("utf-8")
+    table = page.partition("### Find the layout")[2].partition("### Content")[0]
+    assert [name for name in LAYOUTS if f"`{name}`" not in table] == []
+    listed = page.partition("#### Allowed marks")[2].partition("\n## ")[0]
+    alike = {"untrained_": "dead_", "trained_": "live_"}  # "the same with untrained"
+    for name in MARKS:
+        prefix = next((prefix for prefix in alike if name.startswith(prefix)), "")
+        other = alike.get(prefix, "") + name.removeprefix(prefix)
+        assert f"`{name}`" in listed or f"`{other}`" in listed, name
 
 
 def test_sgd_has_moments_of_zero_as_their_files_had(tmp_path: Path) -> None:

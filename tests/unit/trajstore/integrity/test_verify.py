@@ -357,6 +357,28 @@ def test_what_a_crash_leaves_is_a_note(run: Path) -> None:
     assert found.notes[2] == "notes.txt is not part of the run"
 
 
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_variable_that_a_user_adds_with_xarray_is_a_note(run: Path) -> None:
+    ds = open_run(run)
+    ds.assign(mine=ds.W.mean("hidden"))[["mine"]].to_zarr(run, mode="a")  # and step, again
+    found = verify(run)
+    assert found.clean, found.problems
+    assert found.notes == (
+        "mine is an array that is not part of the run",
+        "step: another program wrote 3 shards again, with the recorded values",
+    )
+    assert open_run(run).mine.dims == ("step", "token")
+    # A longer run no longer lists it: its rows would contradict those of the run.
+    last = {str(name): ds[name].values[-1] for name in ds.data_vars}
+    with RunWriter.resume(run) as writer:
+        writer.append(step=11, **last)
+    assert "mine" not in open_run(run)
+    assert verify(run).clean
+    # The same shards are problems if the values are not those of the run.
+    set_with_zarr(run, "W", 3, 0)
+    assert {problem.array for problem in verify(run).problems} == {"step", "W", None}
+
+
 def test_numbers_before_the_first_step_are_a_note(small_run: tuple[Path, Any]) -> None:
     found = verify(small_run[0])
     assert found.clean

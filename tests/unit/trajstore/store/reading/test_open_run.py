@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from zarr.storage import ZipStore
 
 from trajstore import (
     FormatError,
@@ -17,6 +19,7 @@ from trajstore import (
     RunWriter,
     VariableNotRecorded,
     analysis,
+    export,
     open_run,
 )
 from trajstore.schema import FORMAT
@@ -76,6 +79,31 @@ def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
     tokens = ds.W.chunksizes["token"]
     assert all(length % inner[1] == 0 for length in tokens[:-1])
     assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 16 << 20
+
+
+def test_a_zip_file_of_a_run_is_what_the_folder_is(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    packed = Path(shutil.make_archive(str(path), "zip", path))
+    folder = open_run(path)
+    for chunks in ("blocks", None):
+        ds = open_run(packed, chunks=chunks)
+        xr.testing.assert_identical(ds, folder)
+        assert ds.W[5].values.tobytes() == folder.W[5].values.tobytes()
+    xr.testing.assert_identical(ds, xr.open_zarr(ZipStore(packed, mode="r")))
+    xr.testing.assert_identical(ds, xr.open_dataset(packed, engine="trajstore"))
+    xr.testing.assert_identical(ds.traj.grad_norms(), folder.traj.grad_norms())
+
+
+def test_a_zip_file_that_is_not_the_content_of_a_run(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    outside = shutil.make_archive(str(path.parent / "outside"), "zip", path.parent, path.name)
+    with pytest.raises(FormatError, match=r"no.*zarr\.json at its top; pack .*zip -0r"):
+        open_run(outside)
+    path.with_suffix(".zip").write_bytes(b"text")
+    with pytest.raises(FormatError, match="not a zip file"):
+        open_run(path.with_suffix(".zip"))
+    with pytest.raises(FormatError, match="unpack a zip file first"):
+        export(outside, outside + ".safetensors")
 
 
 def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:

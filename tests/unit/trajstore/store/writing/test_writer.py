@@ -345,6 +345,15 @@ def test_a_closed_writer_says_so(tmp_path: Path) -> None:
         run.append(**row(1))
 
 
+def test_tokens_that_occur_0_times_are_dead_unless_told_otherwise(tmp_path: Path) -> None:
+    counts = [0, 7, 0, 1, 2]
+    create(tmp_path / "a", token_count=counts).close()
+    create(tmp_path / "b", token_count=counts, is_dead=np.zeros(5, bool)).close()
+    assert trajstore.open_run(tmp_path / "a").is_dead.values.tolist() == [True, False] * 2 + [False]
+    assert not trajstore.open_run(tmp_path / "b").is_dead.any()
+    assert "is_dead" not in trajstore.open_run(create(tmp_path / "c").path)
+
+
 def test_a_run_is_never_overwritten_unasked(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     before = {name: (path / name).read_bytes() for name in names_below(path)}

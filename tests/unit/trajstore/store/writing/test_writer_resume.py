@@ -290,7 +290,7 @@ def test_a_leftover_of_ones_own_process_number_is_no_obstacle(tmp_path: Path) ->
 def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run.zarr", 11)
     group = zarr.open_group(path, mode="a", use_consolidated=False)
-    mask = group.create_array("mask", shape=(3,), dtype="int64", dimension_names=["step"])
+    mask = group.create_array("mask", shape=(3,), dtype="int64", dimension_names=["place"])
     mask[...] = [7, 8, 9]
     zarr.consolidate_metadata(path)
     (path / "W" / "c.copy").write_bytes(b"mine")
