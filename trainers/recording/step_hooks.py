@@ -447,11 +447,8 @@ class Recorder:
         values = [root.detach().reshape(()) for root in roots]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
         source = self._forward.source_of(roots[0]) if len(roots) == 1 else None
-        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         self._new_roots.update(root.data_ptr() for root in roots)
-        return BackwardPass(
-            root=value / self._scale if self._scale != 1 else value.clone(), source=source
-        )
+        return BackwardPass(root=value.clone(), scale=self._scale, source=source)
 
     # The optimizer's step ------------------------------------------------------------------------
 
