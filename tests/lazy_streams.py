@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+import pytest
+
+torch = pytest.importorskip("torch")
 
 
 class Streams:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_map
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.utils._pytree import tree_map  # noqa: E402
 
 
 class OnMps(torch.Tensor):

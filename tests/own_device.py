@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils import cpp_extension
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.utils import cpp_extension  # noqa: E402
 
 __all__ = ["NAME", "load", "run_branch"]
 

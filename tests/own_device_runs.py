@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import own_device
-import torch
+import pytest
 import xarray as xr
+
+torch = pytest.importorskip("torch")
 
 STEPS, WARM = 8, 3
 SMALL_NORM = 0.05
