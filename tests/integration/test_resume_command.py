@@ -118,7 +118,7 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
         "def wait(*arguments, **options):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    threading.Event().wait(600)\n"
-        "StepLoss.add = wait\n"
+        "StepLoss.value = wait\n"
         "main(sys.argv[1:])\n"
     )
     call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
