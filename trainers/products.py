@@ -91,6 +91,8 @@ def float32_products(enabled: bool = True) -> Iterator[None]:
     Inside the ``with`` block, matrix products and attention follow this rule, in forward and
     backward passes and under `torch.autocast`. Tensors on other devices are not affected. A model
     that `torch.compile` has compiled runs uncompiled there.
+    Layers and attention inside `torch.inference_mode`, and products with ``out=``, keep torch's own
+    products; use `torch.no_grad` for evaluations.
 
     Parameters
     ----------
