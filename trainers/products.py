@@ -54,6 +54,12 @@ class _Mode(TorchDispatchMode):
         elif func in _ATTENTION:
             results = _ATTENTION[func]
         else:
+            if torch.is_inference_mode_enabled():
+                # There autograd does not split operations such as linear into products.
+                with self:
+                    found = func.decompose(*args, **kwargs or {})
+                if found is not NotImplemented:
+                    return found
             found = func(*args, **kwargs or {})
             if isinstance(args[0] if args else None, list) and func._schema.is_mutable:
                 _count_changes(func, args)
@@ -91,8 +97,7 @@ def float32_products(enabled: bool = True) -> Iterator[None]:
     Inside the ``with`` block, matrix products and attention follow this rule, in forward and
     backward passes and under `torch.autocast`. Tensors on other devices are not affected. A model
     that `torch.compile` has compiled runs uncompiled there.
-    Layers and attention inside `torch.inference_mode`, and products with ``out=``, keep torch's own
-    products; use `torch.no_grad` for evaluations.
+    Products with ``out=`` and those in place keep torch's own.
 
     Parameters
     ----------

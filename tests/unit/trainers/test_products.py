@@ -83,6 +83,23 @@ def test_attention_follows_the_same_rule() -> None:
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
 
 
+def test_inference_mode_follows_the_same_rule() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 512, dtype=torch.bfloat16)
+    states, heads = torch.randn(64, 256).bfloat16(), torch.randn(1, 4, 64, 32).bfloat16()
+
+    def computed() -> list[Any]:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return [layer(states), states @ layer.weight.T, attend(heads, heads, heads)]
+
+    with float32_products(), torch.no_grad():
+        expected = computed()
+    with float32_products(), torch.inference_mode():
+        found = computed()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_compiled_models_are_the_same_inside(tiny: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(tiny.bfloat16(), backend="eager")
