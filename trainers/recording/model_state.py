@@ -25,6 +25,7 @@ from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffe
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import (
     RecordedParameter,
+    as_float64,
     gradient_of,
     rate_of,
     unwrap,
@@ -399,7 +400,7 @@ class ModelState:
         ]
         if all(count is None for count in counts):
             return None
-        found = [_as_float64(0.0 if count is None else count) for count in counts]
+        found = [as_float64(0.0 if count is None else count) for count in counts]
         if len({count.device for count in found}) > 1:
             found = [count.to(self._matrix.device) for count in found]
         return torch.stack([count.reshape(()) for count in found])
@@ -433,13 +434,6 @@ def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
             "a model that contains them, or record all instead of everything"
         )
-
-
-def _as_float64(number: float | torch.Tensor) -> torch.Tensor:
-    """Return a number as float64 on its device; on the CPU for MPS, which has no float64."""
-    if not isinstance(number, torch.Tensor):
-        return torch.tensor(number, dtype=torch.float64)
-    return (number.cpu() if number.device.type == "mps" else number).to(torch.float64)
 
 
 def _type_name(dtype: torch.dtype) -> str:

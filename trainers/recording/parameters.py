@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
-__all__ = ["RecordedParameter", "find_group", "find_parameters", "gradient_of", "rate_of", "unwrap"]
+__all__ = [
+    "RecordedParameter",
+    "as_float64",
+    "find_group",
+    "find_parameters",
+    "gradient_of",
+    "rate_of",
+    "unwrap",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,18 +171,17 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def rate_of(group: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the learning rate of a group, float64 of shape (); None if it is not one number.
+def as_float64(number: float | torch.Tensor) -> torch.Tensor:
+    """Return a copy of a number in float64 on its device; on the CPU for MPS, which has none."""
+    if not isinstance(number, torch.Tensor):
+        return torch.tensor(number, dtype=torch.float64)
+    number = number.detach()
+    return (number.cpu() if number.device.type == "mps" else number).to(torch.float64, copy=True)
 
-    A rate that is a tensor stays on its device.
-    """
+
+def rate_of(group: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the learning rate of a group, float64 of shape (); None if it is not one number."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor):
-        if rate.numel() != 1:
-            return None
-        rate = rate.detach()
-        rate = rate.cpu() if rate.device.type == "mps" else rate  # which has no float64
-        return rate.to(torch.float64, copy=True).reshape(())
-    if isinstance(rate, int | float):
-        return torch.tensor(rate, dtype=torch.float64)
-    return None
+        return as_float64(rate).reshape(()) if rate.numel() == 1 else None
+    return as_float64(rate) if isinstance(rate, int | float) else None

@@ -116,7 +116,7 @@ class StepGradients:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
+        """Forget the gradients so far: a step begins, or the loop has discarded them."""
         self.total_norm: torch.Tensor | None = None
         self._norms: dict[torch.Tensor, torch.Tensor] = {}  # of the raw gradients
         self._taken: Marks = {}  # all gradients at the end of the last backward pass
@@ -167,10 +167,6 @@ class StepGradients:
         # A read of a gradient on a device would wait for it; there zeros count as a change.
         on_host = gradient.device.type == "cpu"
         return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
-
-    def forget(self) -> None:
-        """Forget the gradients of the backward passes so far, which were discarded."""
-        self.begin_step()
 
     def take(self, unscale: float) -> None:
         """Take all gradients before they can be clipped; `unscale` multiplies them."""

@@ -49,6 +49,7 @@ from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenS
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.optimizer_hooks import watch_steps
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of, unwrap
@@ -231,7 +232,7 @@ class Recorder:
             if self._state is not None:
                 self._state.watch(hooks, model, self._forward)
         self._forward.watch_model(hooks, model)
-        self._handles = [hooks, *_watch_steps(self._optimizer, before, after)]
+        self._handles = [hooks, *watch_steps(self._optimizer, before, after)]
         BACKWARD.listen(self._on_backward)
         SCALER_STEP.listen(self._on_scaler_step)
 
@@ -422,7 +423,7 @@ class Recorder:
                 self._is_several = True
             else:
                 self._backwards.clear()
-                self._gradients.forget()
+                self._gradients.begin_step()
         if self._backwards and not self._in_step:
             self._check_weights(quick=True)
         if self._is_several:
@@ -473,7 +474,7 @@ class Recorder:
     def _adopt(self, scaler: Any) -> None:
         """Use a scaler that was not passed, or that replaces the one that was."""
         self._scaler = scaler
-        self._gradients.forget()
+        self._gradients.begin_step()
         self._was_adopted = True
         self._scale = scaler.get_scale()
         for one in self._backwards:
@@ -506,7 +507,7 @@ class Recorder:
     def _settle(self) -> None:
         if self._gradients.are_discarded():
             self._backwards.clear()
-            self._gradients.forget()
+            self._gradients.begin_step()
         fused = hasattr(self._optimizer, "grad_scale")
         self._gradients.settle(
             1.0 / self._scale if fused else 1.0, may_be_assigned=not self._was_adopted
@@ -642,13 +643,11 @@ class Recorder:
     def _check_weights(self, *, quick: bool = False) -> None:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""
         for rows in self._parameters:
-            if quick and version(rows.parameter.tensor) == self._version_of(rows):
+            parameter = rows.parameter.tensor
+            if quick and version(parameter) == self._versions.get(parameter):
                 continue
             if not rows.is_W_unchanged():
                 self._notes.mention(_OUTSIDE.format(name=rows.parameter.name))
-
-    def _version_of(self, rows: ParameterRows) -> int | None:
-        return self._versions.get(rows.parameter.tensor)
 
     def _present_versions(self) -> dict[torch.Tensor, int]:
         """Return the versions of the recorded parameters, before the first row of all."""
@@ -670,33 +669,3 @@ def _is_on(scaler: Any) -> bool:
 
 def _is_number(rate: Any) -> bool:
     return isinstance(rate, int | float)
-
-
-class _WrappedStep:
-    """Calls hooks around the `step` of an optimizer that has no place for hooks."""
-
-    def __init__(self, optimizer: Any, before: Callable[..., Any], after: Callable[..., Any]):
-        self._optimizer = optimizer
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            before(optimizer, (optimizer, *args), kwargs)
-            result = original(*args, **kwargs)
-            after(optimizer, (optimizer, *args), kwargs)
-            return result
-
-        optimizer.step = step
-
-    def remove(self) -> None:
-        """Give the optimizer its own method again."""
-        del self._optimizer.step
-
-
-def _watch_steps(
-    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-) -> list[Any]:
-    """Call functions before and after each step."""
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it does not call Optimizer.__init__
-        return [_WrappedStep(optimizer, before, after)]
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
@@ -16,6 +17,7 @@ from trajstore import open_run  # noqa: E402
 from trajstore.store.metadata.object_keys import DOCUMENT  # noqa: E402
 from trajstore.trainers import (  # noqa: E402
     capture,
+    evaluate,
     float32_products,
     fork,
     preset,
@@ -137,6 +139,19 @@ def test_a_run_keeps_its_products(
         assert proof.clean
         runs[chosen] = W
     assert not np.array_equal(runs["float32"], runs["native"])
+
+
+def products_in_use(model: Any, step: int) -> dict[str, float]:
+    return {"blocks": float(modes_of_products())}
+
+
+@pytest.mark.parametrize("products", ["native", "float32"])
+def test_an_evaluation_uses_the_products_of_its_run(products: str, tmp_path: Path) -> None:
+    config = preset("gatsby").with_values([*TINY, f"training.products={products}"])
+    run = record(config, tmp_path / "run.zarr")
+    evaluate(run, products_in_use, tmp_path / "results.zarr", steps=[2])
+    found = xr.open_zarr(tmp_path / "results.zarr")
+    assert found.blocks.values.tolist() == [products == "float32"]
 
 
 def test_runs_from_before_the_choice_have_native_products(tmp_path: Path) -> None:
