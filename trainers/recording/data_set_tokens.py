@@ -144,8 +144,9 @@ def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int)
 
 
 def _add_texts(facts: TokenFacts, texts: tuple[str, ...], rows: int) -> None:
-    if len(texts) <= rows:  # further rows pad the matrix
-        facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]
+    if len(texts) > rows:
+        raise NotCounted(f"the tokenizer has {len(texts)} tokens, and the matrix {rows} rows")
+    facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]  # the rest pads the matrix
 
 
 def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...]) -> int | None:
