@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -761,3 +764,42 @@ def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any, tmp_path: Path)
     ds = read(tmp_path)
     expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
+
+
+# 21. The end of the interpreter ------------------------------------------------------------------
+
+GENERATOR = """
+import torch
+from list_recorder import TinyModel, batches
+from trajstore.trainers import capture
+
+
+def losses(model, optimizer):
+    with capture(model, optimizer, "run.zarr"):
+        for batch in batches(9):
+            loss = model(**batch)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+
+model = TinyModel()
+left_open = losses(model, torch.optim.AdamW(model.parameters()))
+for _ in range(4):
+    next(left_open)
+"""
+
+
+def test_a_generator_that_is_left_open(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATOR],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
+    ds = read(tmp_path)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4])
