@@ -44,8 +44,9 @@ def run_dataset(
     """Dataset of the group of a run, without dask.
 
     The variables have no encoding but their preferred chunks, because the blocks of a run cannot
-    store other shapes, such as a selection that the user writes with ``to_zarr``. Steps are read without zarr, whose overhead for their small blocks is large. In an object store,
-    only the first and last step are read, if they show that all steps between them were recorded.
+    store other shapes, such as a selection that the user writes with ``to_zarr``. Steps are read
+    without zarr, whose overhead for their small blocks is large. In an object store, only the first
+    and last step are read, if they show that all steps between them were recorded.
 
     Raises
     ------
