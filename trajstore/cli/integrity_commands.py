@@ -38,7 +38,7 @@ __all__ = ["repair", "verify"]
     "--gradients",
     is_flag=True,
     help="With --replay: train each step again from the row before it, and compare all "
-    "variables. For runs with everything, of presets or of a Trainer.",
+    "variables. For runs of `trajstore record` with everything.",
 )
 @click.option("--steps", metavar="A:B:K", help="With --gradients: only these steps, such as 0:500.")
 @click.option(
@@ -53,13 +53,6 @@ __all__ = ["repair", "verify"]
     metavar="PATH",
     help="With --gradients: folder of the run's tokenizer. Default: as recorded.",
 )
-@click.option(
-    "--dataset",
-    type=click.Path(),
-    metavar="PATH",
-    help="With --gradients: data set of a Trainer's run: a folder of Dataset.save_to_disk, or "
-    "input_ids as .safetensors, .npz or .npy.",
-)
 @JSON
 @sentences
 def verify(
@@ -69,7 +62,6 @@ def verify(
     steps: str | None,
     corpus: str | None,
     tokenizer: str | None,
-    dataset: str | None,
     as_json: bool,
 ) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
@@ -82,11 +74,10 @@ def verify(
       trajstore verify gatsby.zarr
       trajstore verify gatsby.zarr --replay
       trajstore verify gatsby.zarr --replay --gradients --steps 0:200
-      trajstore verify trainer.zarr --replay --gradients --dataset examples.npz
     """
     if gradients and not with_replay:
         raise InvalidArgument("--gradients needs --replay; give both")
-    chosen = {"steps": steps, "corpus": corpus, "tokenizer": tokenizer, "dataset": dataset}
+    chosen = {"steps": steps, "corpus": corpus, "tokenizer": tokenizer}
     for name, value in chosen.items():
         if value is not None and not gradients:
             raise InvalidArgument(f"--{name} needs --gradients; leave it out or give both")
