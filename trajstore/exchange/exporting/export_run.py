@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
+from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
-from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
+from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE, notes_of
 from trajstore.store.reading.tiled_reader import Tile, TiledRun
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
@@ -31,6 +32,7 @@ def write_run(
     block_rows: int | None,
     memory: int | str,
     encoding: Encoding | None = None,
+    damaged: DamagedChunks | None = None,
     on_note: Callable[[str], None],
     on_progress: Progress | None = None,
 ) -> None:
@@ -51,6 +53,8 @@ def write_run(
         Memory for the buffer of the writer and the rows held in between.
     encoding : {'delta', 'replay'}, optional
         Default: the encoding of `run`.
+    damaged : DamagedChunks, optional
+        The source of `run`, if damaged values become NaN. The attribute ``notes`` lists them.
     on_note : callable
         As for `RunWriter.create`.
     on_progress : callable, optional
@@ -87,6 +91,8 @@ def write_run(
         **coordinates,
     ) as new:
         _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
+        filled = [] if damaged is None else damaged.notes(selection)
+        new.notes = [*notes_of(run.attributes), *filled]
 
 
 def _copy(
