@@ -421,13 +421,7 @@ class _Source:
         sources: dict[str, str],
         on_note: Callable[[str], None] | None,
     ) -> _ForkPoint:
-        """Return the state after a step from its row, and compare the steps to the next row.
-
-        Raises
-        ------
-        NothingToResume
-            If a repair filled the row.
-        """
+        """Return the state after a step from its row, and compare the steps to the next row."""
         checkpoint = row_checkpoint(self.path, at, text, sources=sources)
         following = [step for step in self.steps if step > at][:1]
         for step in following:

@@ -1,5 +1,7 @@
 """Export of runs for other programs.
 
+``damaged_chunks``
+    Damaged inner chunks of a run, exported as NaN.
 ``export``
     The public function: a run, or part of it, to safetensors, HDF5, Zarr or a new run.
 ``export_layout``

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.lock import is_written_to
-from trajstore.store.storage.remote_path import location
+from trajstore.store.storage.remote_path import RunPath
 
 __all__ = ["DamagedChunks"]
 
@@ -31,8 +29,8 @@ class DamagedChunks:
 
     Parameters
     ----------
-    run : path-like
-        A local run that no process is writing to.
+    run : path-like, str or RemotePath
+        A run that no process is writing to.
 
     Attributes
     ----------
@@ -48,22 +46,20 @@ class DamagedChunks:
     RunLocked
         If a process is writing to the run.
     InvalidArgument
-        If the run is not local, or another program changed its layout.
+        If it is a Dataset, or another program changed the layout of an array.
     """
 
-    def __init__(self, run: str | os.PathLike[str] | xr.Dataset) -> None:
-        place = None if isinstance(run, xr.Dataset) else location(run)
-        if not isinstance(place, Path):
+    def __init__(self, run: RunPath | xr.Dataset) -> None:
+        if isinstance(run, xr.Dataset):
             raise InvalidArgument(
-                "damaged chunks of a Dataset or an address cannot be filled; give the path of a "
-                "local run"
+                "got a Dataset, whose damaged chunks cannot be found; give the path of the run"
             )
-        if is_written_to(place):
+        if is_written_to(run):
             raise RunLocked(f"another process is writing to {run}; wait for it, or end it")
         self.left_out: list[str] = []
-        self._path = place
+        self._path = run
         self._lost: list[tuple[TiledVariable, Where]] = []
-        opened = open_tiled(place, on_lost=self._leave_out)
+        opened = open_tiled(run, on_lost=self._leave_out)
         foreign = [name for name, each in opened.series.items() if not each.chunk]
         if foreign:
             raise InvalidArgument(

@@ -130,7 +130,7 @@ def export(
         Encoding of a ``run``. Default: the encoding of the exported run.
     fill_damaged : bool
         Write NaN in place of the values of damaged inner chunks, and leave out damaged coordinates
-        other than ``token``. For the format ``run`` of a local run. The attribute ``notes`` of the
+        other than ``token``. For the format ``run``. The attribute ``notes`` of the
         copy, and the notes of the result, list what was filled.
     memory : int or str, default 320 MiB
         Memory for the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of
@@ -150,7 +150,7 @@ def export(
         If `file` exists and `overwrite` is not set, or it is of another kind.
     InvalidArgument
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
-        If `fill_damaged` is set, and the format is not ``run``, or the run is not local.
+        If `fill_damaged` is set, and the format is not ``run``, or the run is a Dataset.
         If there are several runs, and the layout holds one, or they have other steps or tokens.
         If both `layout` and `like` are given, or the file of `like` holds nothing of a run.
     VariableNotRecorded, StepNotFound

@@ -166,12 +166,13 @@ def open_tiled(
 
 def _of_path(path: RunPath, on_lost: Callable[[str, FormatError], None] | None = None) -> TiledRun:
     group = open_group(path)
-    local = isinstance(location(path), Path)
+    # Of an object store zarr reads parts of objects; to find damage, they are read as a whole.
+    whole_objects = isinstance(location(path), Path) or on_lost is not None
     arrays: dict[str, Any] = dict(group.arrays())
     series = {}
     for name in (name for name in VARIABLES if name in arrays):
         array = arrays[name]
-        fast = stored_array(path, name, array) if local else None
+        fast = stored_array(path, name, array) if whole_objects else None
         native = array.attrs.get("native_dtype", str(array.dtype))
         series[name] = _series(
             name,

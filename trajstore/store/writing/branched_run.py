@@ -25,7 +25,6 @@ from trajstore.schema import STEP, coordinate, row_lengths
 from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
@@ -206,7 +205,7 @@ class _Branch:
             path=path,
             metadata=RunMetadata(
                 {name: arrays[name] for name in stored_metadata if name in arrays},
-                without_later_repairs(fixed, stored.rows),
+                fixed,
             ),
             kept=kept,
             changed=changed,
