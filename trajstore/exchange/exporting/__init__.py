@@ -1,5 +1,7 @@
 """Export of runs for other programs.
 
+``branched_run``
+    A new run from the first rows of another one: with its blocks, or written again.
 ``damaged_chunks``
     Damaged inner chunks of a run, exported as NaN.
 ``export``

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,8 @@ def write_run(
     memory: int | str,
     encoding: Encoding | None = None,
     damaged: DamagedChunks | None = None,
-    on_note: Callable[[str], None],
+    status: Literal["complete", "interrupted"] = "complete",
+    on_note: Callable[[str], None] | None,
     on_progress: Progress | None = None,
 ) -> None:
     """Write a selection as a new run.
@@ -55,7 +56,8 @@ def write_run(
         Default: the encoding of `run`.
     damaged : DamagedChunks, optional
         The source of `run`, if damaged values become NaN. The attribute ``notes`` lists them.
-    on_note : callable
+    status : {'complete', 'interrupted'}
+    on_note : callable, optional
         As for `RunWriter.create`.
     on_progress : callable, optional
 
@@ -92,7 +94,10 @@ def write_run(
     ) as new:
         _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
         filled = [] if damaged is None else damaged.notes(selection)
-        new.notes = [*notes_of(run.attributes), *filled]
+        last = run.steps[selection.rows].max(initial=-1)
+        kept = [one for one in notes_of(run.attributes) if one["first_step"] <= last]
+        new.notes = [*kept, *filled]
+        new.close(status)
 
 
 def _copy(
