@@ -24,8 +24,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, coordinate
-from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
+from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.atomic import refuse_links
@@ -169,7 +168,7 @@ def _units(stored: ResumedRun) -> list[ComputedUnit]:
 def _link(
     stored: ResumedRun, path: Path, types: Mapping[str, str], changed: dict[str, Any]
 ) -> None:
-    root = json.loads((stored.path / DOCUMENT).read_bytes())
+    source = stored.metadata
     blocks = -(-stored.rows // stored.layout.block_rows)
     # Linked blocks keep their identity. A source that was cut may have entries beyond.
     runs = (
@@ -177,14 +176,14 @@ def _link(
         (blocks, new_identity()),
     )
     documents = {
-        name: _with_runs(document, runs)
-        for name, document in root["consolidated_metadata"]["metadata"].items()
+        name: _with_runs(json.loads(source.array(name, stored.rows)), runs)
+        for name in source.names()
         if name == STEP.name or name in types or coordinate(name)
     }
-    fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
-    metadata = RunMetadata(documents, fixed | changed | {"runs": [list(entry) for entry in runs]})
+    identity = {"runs": [list(entry) for entry in runs]}
+    metadata = RunMetadata(documents, source.attributes | changed | identity)
     last = stored.last_step()
-    metadata.notes = [one for one in stored.metadata.notes if one["first_step"] <= last]
+    metadata.notes = [one for one in source.notes if one["first_step"] <= last]
     assert isinstance(stored.path, Path)
     keys = [
         f"{name}/{file.name}"
