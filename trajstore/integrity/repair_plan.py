@@ -153,7 +153,13 @@ def _whole(metadata: CheckedMetadata, damaged: dict[str, str]) -> tuple[str, ...
 
 def _exports(checked: CheckedRun, damaged: dict[str, str]) -> tuple[str, ...]:
     """Options of `trajstore export --format run` that copy more than the repair keeps."""
-    if not damaged or {STEP.name, "token", "parameter"} & damaged.keys():
+    # A run is not opened if a coordinate has no values at all. Broken values have a place.
+    is_closed = any(
+        problem.remedy == "none" and problem.block is None and coordinate(problem.array)
+        for problem in checked.found.problems
+        if problem.array is not None
+    )
+    if not damaged or is_closed or {STEP.name, "token", "parameter"} & damaged.keys():
         return ()
     found = []
     whole = [name for name in _whole(checked.metadata, damaged) if name != STEP.name]

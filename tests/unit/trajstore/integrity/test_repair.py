@@ -69,6 +69,11 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     assert found.exports == ("--vars W,exp_avg", "--fill-damaged")
     flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
     assert repair(run).exports == ("--fill-damaged",)
+    (run / "token_text" / "c.0").unlink()  # then no export opens the run
+    assert repair(run).exports == ()
+
+
+def test_no_copy_holds_more_if_steps_are_damaged(run: Path) -> None:
     flip(run / "step" / "c.2", 99)
     assert repair(run).exports == ()
 
