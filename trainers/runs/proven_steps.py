@@ -26,7 +26,6 @@ from trajstore.errors import (
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.metadata.repairs import filled_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
@@ -250,7 +249,6 @@ class _Proofs:
         self._attributes = attributes
         self._steps = steps
         self._train = train
-        self._filled = filled_rows(attributes, len(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
     def prove(self, rows: list[int]) -> Iterator[int]:
@@ -299,8 +297,6 @@ class _Proofs:
         return True
 
     def _check(self, row: int) -> None:
-        if not self._filled.isdisjoint((row - 1, row)):
-            raise CannotReplay("a repair filled damaged values with NaN")
         if self._steps[row] <= self._other_optimizer_until:
             raise CannotReplay(
                 "another optimizer or type trained it, before the run was forked; prove the source "

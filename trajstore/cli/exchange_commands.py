@@ -54,6 +54,11 @@ _MEMORY = partial(
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables to write; default: all.")
 @click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
 @ENCODING(help="Encoding of the run to write, delta or replay; default: that of RUN.")
+@click.option(
+    "--fill-damaged",
+    is_flag=True,
+    help="With --format run: write NaN in place of damaged values, and list them.",
+)
 @_MEMORY(help="Memory of the row buffer, for zarr and run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
@@ -77,6 +82,8 @@ def export(
       trajstore export gatsby.zarr --format zarr -o anywhere.zarr
       trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
       trajstore export gatsby.zarr --encoding replay -o small.zarr
+      trajstore export damaged.zarr --format run --vars W,loss -o undamaged.zarr
+      trajstore export damaged.zarr --format run --fill-damaged -o filled.zarr
     """
     from trajstore.exchange.exporting.export import export as write
     from trajstore.store.reading.run_paths import run_paths

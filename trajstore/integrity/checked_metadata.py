@@ -35,8 +35,6 @@ class CheckedMetadata:
         Copy of the root's fixed attributes in `step`.
     announced : bool
         True if the document of `step` announces new attributes.
-    dropped : set of str
-        Arrays that a repair dropped, as the root records.
     rows : int
         Committed rows.
     arrays : dict
@@ -55,7 +53,6 @@ class CheckedMetadata:
     attributes: Document = field(default_factory=dict)
     copy: Document | None = None
     announced: bool = False
-    dropped: set[str] = field(default_factory=set)
     rows: int = 0
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

@@ -24,7 +24,6 @@ from trajstore.integrity.root_attribute_checks import check_attributes, settle_a
 from trajstore.schema import EXPORTED, OF_PARAMETERS, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.repairs import dropped_arrays
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
@@ -64,10 +63,8 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     found.root = _read(found, None)
     if found.root is not None:
         _check_root(found)
-    found.dropped = dropped_arrays(found.attributes) - (found.consolidated() or {}).keys()
     for name in folders:
-        if name not in found.dropped:  # remains of an interrupted repair
-            found.own[name] = _read(found, name)
+        found.own[name] = _read(found, name)
     settle_announced(found)
     choose_documents(found)
     _check_rows(found)

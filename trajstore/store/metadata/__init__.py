@@ -10,8 +10,6 @@
     Optimizers of a fork's steps, from its provenance.
 ``object_keys``
     Names of the objects of a run, and of the files next to it.
-``repairs``
-    Values and arrays that repairs removed from a run.
 ``schema_check``
     Comparison of the arrays' metadata with the schema, so that values are read as recorded.
 ``shard``

@@ -6,7 +6,7 @@ zarr-python writes both into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ __all__ = [
     "coordinate_objects",
     "new_run",
     "parameter_coordinate",
-    "series_metadata",
     "token_coordinates",
 ]
 
@@ -181,25 +180,13 @@ def new_run(
     }
     for fault in attribute_faults(fixed):
         raise InvalidArgument(f"invalid attributes of a run: {fault}")
-    own, chunks = coordinate_objects(coordinates)
-    return RunMetadata(series_metadata(layout, coordinates) | own, fixed), chunks
-
-
-def series_metadata(layout: Layout, coordinates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Metadata of the arrays that grow with the rows of a run, by name.
-
-    Parameters
-    ----------
-    layout : Layout
-    coordinates : iterable of str
-        Names of all coordinates of the run.
-    """
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
     auxiliary = [name for name in along_token(coordinates) if name != "token"]
     for name, array in layout.arrays.items():
         _create(root, name, array, auxiliary, layout.runs)
-    return _metadata_and_chunks(objects)[0]
+    own, chunks = coordinate_objects(coordinates)
+    return RunMetadata(_metadata_and_chunks(objects)[0] | own, fixed), chunks
 
 
 def coordinate_objects(
