@@ -149,11 +149,6 @@ def _format_of(output: str) -> str:
     help="Step of the first row if the file labels none; default: 0.",
 )
 @click.option(
-    "--schedule",
-    metavar="SCHEDULE",
-    help="Compute lr from the file's learning rate: constant or linear:N.",
-)
-@click.option(
     "--layout", help="Layout of FILE, such as native or hdf5, or a TOML file; default: detected."
 )
 @click.option(

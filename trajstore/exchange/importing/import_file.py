@@ -102,7 +102,7 @@ def preview_import(
     file : path-like
     memory : int or str
     **options
-        Options of `import_file`: layout, map, bits, labels, first_row, masks, schedule.
+        Options of `import_file`: layout, map, bits, labels, first_row, masks.
 
     Raises
     ------
@@ -146,7 +146,6 @@ def import_file(
     labels: Mapping[str, str] | None = None,
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
-    schedule: str | None = None,
     block_rows: int | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
@@ -179,9 +178,6 @@ def import_file(
         Step of the first row of a file without labels. Each row is the state after its step.
     masks : path-like, optional
         File that labels the dead tokens, or counts tokens.
-    schedule : str, optional
-        ``constant`` or ``linear:N``: compute ``lr`` from the file's learning rate, and complete the
-        optimizer's rule with defaults. The attribute ``imported`` records the given values.
     block_rows : int, optional
         Rows of a block. Default: planned from `memory`.
     memory : int or str, default 320 MiB
@@ -229,7 +225,6 @@ def import_file(
         labels=labels,
         first_row=first_row,
         masks=masks,
-        schedule=schedule,
     )
 
     def check(labels: Iterable[str]) -> None:
@@ -313,11 +308,8 @@ def _origin(
         origin["run"] = run.label
     if masks is not None:
         origin["masks"] = Path(masks).name
-    earlier = dict(run.attributes.get("imported", {}))
-    if "given" in earlier and "file" not in earlier:
-        origin["given"] = earlier.pop("given")
-    if earlier:
-        origin["earlier"] = earlier
+    if run.attributes.get("imported"):
+        origin["earlier"] = run.attributes["imported"]
     return origin
 
 

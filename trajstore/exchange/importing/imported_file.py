@@ -80,10 +80,8 @@ class ImportedVariable:
         Number of rows in the file.
     row_shape : tuple of int
         Shape of a row in the run.
-    file : ArrayFile, optional
+    file : ArrayFile
     sources : tuple of Source
-    given : ndarray, optional
-        Bits of a variable that no file holds.
     single : bool
         True if the file holds one state, without an axis of steps.
     time : {'after', 'before'}
@@ -98,9 +96,8 @@ class ImportedVariable:
     wanted: NativeType
     rows: int
     row_shape: tuple[int, ...]
-    file: ArrayFile | None = None
-    sources: tuple[Source, ...] = ()
-    given: Array | None = None
+    file: ArrayFile
+    sources: tuple[Source, ...]
     single: bool = False
     time: Time = "after"
     missing: bool = False
@@ -109,7 +106,7 @@ class ImportedVariable:
     @property
     def key(self) -> str:
         """Name in the file."""
-        return " and ".join(source.key for source in self.sources) or self.variable
+        return " and ".join(source.key for source in self.sources)
 
     @property
     def row_bytes(self) -> int:
@@ -118,9 +115,6 @@ class ImportedVariable:
 
     def read(self, start: int, stop: int) -> Array:
         """Bits of the rows of the file from `start` up to `stop`, in its native type."""
-        if self.given is not None:
-            return self.given[start:stop]
-        assert self.file is not None
         whole = np.empty((stop - start, *self.row_shape), self.native.bits)
         for source in self.sources:
             if self.single:

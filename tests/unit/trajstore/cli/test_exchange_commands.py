@@ -111,7 +111,6 @@ def test_runs_of_a_folder_go_into_one_file(tmp_path: Path) -> None:
         (["--dry-run", "--map", "W"], "expected KIND=NAME"),
         (["--dry-run", "--bits", "int8"], "got bits 'int8', expected bfloat16 or float16"),
         (["--dry-run", "--first-row", "2"], "got first row 2, expected step 0 or 1"),
-        (["--dry-run", "--schedule", "constant"], "holds no learning_rate"),
     ],
 )
 def test_wrong_calls_are_one_sentence(file: Path, arguments: list[str], message: str) -> None:
