@@ -8,7 +8,7 @@ difference between the file and the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from trajstore.threads import Progress
 from trajstore.values.native_types import STEP_TYPE
 from trajstore.version import __version__
 
-__all__ = ["Imported", "Preview", "import_file", "preview_import"]
+__all__ = ["Imported", "import_file", "preview_import"]
 
 Array = npt.NDArray[Any]
 
@@ -42,14 +42,19 @@ _FEWEST_MEMORY = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """Result of an import.
+    """Result of an import, or of its preview.
 
     Attributes
     ----------
-    path : Path
+    path : Path, optional
+        Path of the run; None in a preview.
+    label : str
+        Name among the runs of the file; empty for the only one.
     layout : str
         Layout of the file, or its format if it has no known layout.
-    rows, tokens : int
+    rows, tokens, hidden : int
+    dead : int, optional
+        Number of dead tokens; None if unknown.
     first_step, last_step : int
     variables : dict of str to str
         Native type of each variable.
@@ -61,10 +66,13 @@ class Imported:
         Further runs of a file that holds several.
     """
 
-    path: Path
+    path: Path | None
+    label: str
     layout: str
     rows: int
     tokens: int
+    hidden: int
+    dead: int | None
     first_step: int
     last_step: int
     variables: dict[str, str]
@@ -73,28 +81,9 @@ class Imported:
     others: tuple[Imported, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """Preview of an import.
-
-    Attributes
-    ----------
-    layout : str
-    runs : dict of str to dict
-        ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number; None
-        if unknown), ``variables`` and ``notes`` of each run, by its label. A single run has an
-        empty label.
-    table : tuple of Detection
-    """
-
-    layout: str
-    runs: dict[str, dict[str, Any]]
-    table: tuple[Detection, ...]
-
-
 def preview_import(
     file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **options: Any
-) -> Preview:
+) -> Imported:
     """Preview the result of `import_file`. Nothing is written.
 
     Parameters
@@ -117,23 +106,7 @@ def preview_import(
     [('momentum', 'exp_avg')]
     """
     with opened_file(file, import_options(**options), memory) as held:
-        return Preview(
-            layout=held.layout,
-            runs={
-                run.label: {
-                    "rows": len(run.steps),
-                    "tokens": len(run.token),
-                    "hidden": run.hidden,
-                    "first_step": int(run.steps[0]),
-                    "last_step": int(run.steps[-1]),
-                    "dead": _dead(run),
-                    "variables": _types(run),
-                    "notes": list(_notes(run)),
-                }
-                for run in held.runs
-            },
-            table=held.table,
-        )
+        return _imported(held, [None] * len(held.runs))
 
 
 def import_file(
@@ -243,8 +216,7 @@ def import_file(
             rows = block_rows or _block_rows(run, parse_bytes(memory))
             report = _reported(on_progress, sum(sizes[:number]), sum(sizes))
             _write(place, run, origin, report, {"memory": memory, "block_rows": rows})
-    done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
-    return replace(done[0], others=tuple(done[1:]))
+    return _imported(held, targets)
 
 
 def _block_rows(run: ImportedRun, memory: int) -> int | None:
@@ -265,18 +237,25 @@ def _target(path: Path, label: str) -> Path:
     return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
 
 
-def _imported(target: Path, held: ImportedFile, run: ImportedRun) -> Imported:
-    return Imported(
-        path=target,
-        layout=held.layout,
-        rows=len(run.steps),
-        tokens=len(run.token),
-        first_step=int(run.steps[0]),
-        last_step=int(run.steps[-1]),
-        variables=_types(run),
-        notes=tuple(_notes(run)),
-        table=held.table,
+def _imported(held: ImportedFile, targets: Sequence[Path | None]) -> Imported:
+    first, *others = (
+        Imported(
+            path=target,
+            label=run.label,
+            layout=held.layout,
+            rows=len(run.steps),
+            tokens=len(run.token),
+            hidden=run.hidden,
+            dead=_dead(run),
+            first_step=int(run.steps[0]),
+            last_step=int(run.steps[-1]),
+            variables=_types(run),
+            notes=tuple(_notes(run)),
+            table=held.table,
+        )
+        for run, target in zip(held.runs, targets, strict=True)
     )
+    return replace(first, others=tuple(others))
 
 
 def _types(run: ImportedRun) -> dict[str, str]:

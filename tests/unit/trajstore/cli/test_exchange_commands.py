@@ -59,6 +59,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json").stdout)
     assert {line["name"]: line["kind"] for line in facts["table"]}["x"] == "W"
+    assert (facts["path"], facts["tokens"], facts["others"]) == (None, 7, [])
 
 
 def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
