@@ -154,8 +154,7 @@ def import_file(
     block_rows : int, optional
         Rows of a block. Default: planned from `memory`.
     memory : int or str, default 320 MiB
-        Memory for the buffer of the writer. Compressed HDF5 chunks that must be read whole may take
-        as much again.
+        Memory for the buffer of the writer. Large compressed chunks of HDF5 may take as much again.
     overwrite : bool
         Replace an existing run.
     on_progress : callable, optional
