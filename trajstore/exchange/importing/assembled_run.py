@@ -345,8 +345,8 @@ class RunReading:
             and (shape[1] == tokens.vocabulary)
         ):
             pick, shape = tokens.token, (shape[0], here)
-        missing = len(shape) == len(dims) and shape[0] == self.rows - 1 and self.rows > 1
-        if not self.single and missing and shape[1:] == expected[1:]:
+        lacks_first = self.rows > 1 and shape == (self.rows - 1, *expected[1:])
+        if lacks_first:
             self.notes.append(
                 f"{one.key} has one row less than {self.anchor.key}: its first row is the second "
                 "row of the run"
@@ -358,8 +358,6 @@ class RunReading:
                 f"({', '.join(dims[1:] if self.single else dims)}), as {self.anchor.key} has shape "
                 f"{self.anchor.shape}"
             )
-        else:
-            missing = False
         if not all(expected):
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected no length of 0"
@@ -375,7 +373,7 @@ class RunReading:
             row_shape=(shape[0], self.tokens, *shape[2:])[1 : len(dims)] if "token" in dims
             else tuple(shape[1:]),
             single=self.single,
-            missing=missing,
+            shift=-1 if lacks_first else 0,
         )  # fmt: skip
 
     def _native(self, one: DetectedArray) -> NativeType:

@@ -294,7 +294,7 @@ def _origin(
 def _notes(run: ImportedRun) -> Iterator[str]:
     """Notes on differences between the file and the run, and on missing information."""
     yield from run.notes
-    shifted = [held.variable for held in run.variables if held.time == "before"]
+    shifted = [one.variable for one in run.variables if one.rows - one.shift < len(run.steps)]
     if shifted:
         yield (
             f"{', '.join(shifted)} are the values before the step of their row and were shifted by "
@@ -339,25 +339,16 @@ def _fill(run: RunWriter, imported: ImportedRun, report: Callable[[int], None]) 
     variables = {held.variable: held for held in imported.variables}
     for at, places in run.stretches(imported.steps, max(1, _BATCH // imported.row_bytes)):
         for name, place in places.items():
-            place[...] = _rows(variables[name], at.start, at.stop)
+            _copy(variables[name], at.start, at.stop, place)
         report(imported.row_bytes * at.stop)
 
 
-def _rows(held: ImportedVariable, start: int, stop: int) -> Array:
-    """Bits of the wanted type for rows of the run."""
-    shift = 1 if held.time == "before" else -1 if held.missing else 0
-    first, last = max(start + shift, 0), min(stop + shift, held.rows)
-    bits = np.empty((0, *held.row_shape), held.native.bits)
-    if last > first:
-        bits = held.read(first, last)
-    bits = held.wanted_bits(bits)
-    nan = np.full((1, *held.row_shape), held.wanted.nan_bits, held.wanted.bits)
-    if held.missing and start == 0:
-        bits = np.concatenate([nan, bits])
-    if len(bits) < stop - start:
-        # The file lacks the state after the last step: it holds states before steps.
-        bits = np.concatenate([bits, nan])
+def _copy(held: ImportedVariable, start: int, stop: int, place: Array) -> None:
+    """Write rows of the run from `start` up to `stop` to a place, as bits of the wanted type."""
+    first, last = max(start + held.shift, 0), min(stop + held.shift, held.rows)
+    before, count = first - held.shift - start, max(last - first, 0)
+    if count:
+        place[before : before + count] = held.wanted_bits(held.read(first, last))
+    place[:before] = place[before + count :] = held.wanted.nan_bits
     if held.blank and start == 0:
-        bits = bits if bits.flags.writeable else bits.copy()
-        bits[0] = held.wanted.nan_bits
-    return bits
+        place[0] = held.wanted.nan_bits

@@ -25,7 +25,6 @@ __all__ = [
     "ImportedRun",
     "ImportedVariable",
     "Source",
-    "Time",
     "checked_texts",
     "checked_tokens",
     "first_row_is_blank",
@@ -36,9 +35,6 @@ Array = npt.NDArray[Any]
 
 HalfForm = Literal["values", "bits", "either"]
 """float16 that holds values of bfloat16, that can only be bits of bfloat16, or that is all 0."""
-
-Time = Literal["after", "before"]
-"""Time of the state in a row: after its step, or before it."""
 
 _DEEPEST_JSON = 32
 _BATCH = 4 << 20
@@ -84,9 +80,9 @@ class ImportedVariable:
     sources : tuple of Source
     single : bool
         True if the file holds one state, without an axis of steps.
-    time : {'after', 'before'}
-    missing : bool
-        True if its first row in the file is the second row of the run.
+    shift : int
+        Rows of the file before the value of the first row of the run. 1 for values before the step
+        of their row, -1 if the file lacks the first row. Rows that the file lacks become NaN.
     blank : bool
         True if its first row becomes NaN in the run, whatever its value: no step produced it.
     """
@@ -99,8 +95,7 @@ class ImportedVariable:
     file: ArrayFile
     sources: tuple[Source, ...]
     single: bool = False
-    time: Time = "after"
-    missing: bool = False
+    shift: int = 0
     blank: bool = False
 
     @property
