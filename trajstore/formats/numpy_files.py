@@ -109,8 +109,22 @@ class _Member:
 class _NumpyFile(OpenedFile):
     """Base of the two files: members that are read one by one."""
 
-    _members: dict[str, _Member]
-    _opened: list[IO[bytes] | zipfile.ZipFile]  # in the order in which they are closed
+    format: str
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._members: dict[str, _Member] = {}
+        self._opened: list[IO[bytes] | zipfile.ZipFile] = []  # in the order of closing
+        try:
+            self._open()
+        except BaseException as error:
+            self._close()
+            if isinstance(error, _UNSOUND) and not isinstance(error, FormatError):
+                raise FormatError(f"{path} is not a valid .{self.format} file: {error}") from None
+            raise
+
+    def _open(self) -> None:
+        raise NotImplementedError
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -173,17 +187,10 @@ class NpyFile(_NumpyFile):
 
     format = "npy"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def _open(self) -> None:
         file = self.path.open("rb")
-        self._opened = [file]
-        try:
-            self._members = {self.path.stem: _Member(file, os.fstat(file.fileno()).st_size)}
-        except BaseException as error:
-            self._close()
-            if isinstance(error, _UNSOUND):
-                raise FormatError(f"{path} is not a valid .npy file: {error}") from None
-            raise
+        self._opened.append(file)
+        self._members[self.path.stem] = _Member(file, os.fstat(file.fileno()).st_size)
 
 
 class NpzFile(_NumpyFile):
@@ -210,27 +217,18 @@ class NpzFile(_NumpyFile):
 
     format = "npz"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self._members = {}
-        self._opened = []
-        try:
-            self._zip = zipfile.ZipFile(self.path)
-            self._opened.append(self._zip)
-            for info in self._zip.infolist():
-                name = info.filename.removesuffix(".npy")
-                try:
-                    self._members[name] = self._member(info)
-                except _Pickled as error:
-                    self.unread[name] = str(error)
-            check_expansion(self.path, sum(info.file_size for info in self._zip.infolist()))
-        except BaseException as error:
-            self._close()
-            if isinstance(error, _UNSOUND) and not isinstance(error, FormatError):
-                raise FormatError(f"{path} is not a valid .npz file: {error}") from None
-            raise
+    def _open(self) -> None:
+        archive = zipfile.ZipFile(self.path)
+        self._opened.append(archive)
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            try:
+                self._members[name] = self._member(archive, info)
+            except _Pickled as error:
+                self.unread[name] = str(error)
+        check_expansion(self.path, sum(info.file_size for info in archive.infolist()))
 
-    def _member(self, info: zipfile.ZipInfo) -> _Member:
+    def _member(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
         if not info.filename.endswith(".npy"):
             raise ValueError(f"it holds {info.filename!r}, which is not a NumPy array")
         size = self.path.stat().st_size
@@ -240,7 +238,7 @@ class NpzFile(_NumpyFile):
             )
         if info.filename.removesuffix(".npy") in self._members:
             raise ValueError(f"the name {info.filename} occurs twice in it")
-        opened = self._zip.open(info)
+        opened = archive.open(info)
         self._opened.insert(-1, opened)
         try:
             return _Member(opened, info.file_size)
