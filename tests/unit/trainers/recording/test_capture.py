@@ -18,6 +18,7 @@ from still_timer import StillTimer, commit_now  # noqa: E402
 from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers.recording import parameter_rows  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -560,6 +561,24 @@ def test_a_loop_without_a_step_is_an_error(tiny: Any, tmp_path: Path) -> None:
         capture(tiny, optimizer, tmp_path / "run.zarr"),
     ):
         pass
+
+
+def test_rows_in_transit_are_part_of_the_memory(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_rows, "memory_in_transit", lambda device, row: 5 << 20)
+    adam = torch.optim.AdamW(tiny.parameters())
+    options = {"memory": "10MiB", "record": "all", "strict": True}
+    with capture(tiny, adam, tmp_path / "run.zarr", **options) as run:
+        tiny(**batches(1)[0])["loss"].backward()
+        adam.step()
+        assert run.writer.layout.memory <= 5 << 20
+    options["memory"] = "9MiB"
+    loss = tiny(**batches(1)[0])["loss"]
+    with capture(tiny, adam, tmp_path / "other.zarr", **options):
+        loss.backward()
+        with pytest.raises(InvalidArgument, match="rows in transit from cpu take 5 MiB, expect"):
+            adam.step()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
