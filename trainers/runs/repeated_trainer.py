@@ -30,7 +30,7 @@ from trajstore.trainers.runs.retraining import Retrained
 from trajstore.trainers.runs.training_setup import QUIET, train_after
 from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
-from trajstore.trainers.step_models.restore import restore_from, set_generator
+from trajstore.trainers.step_models.restore import restore_from, set_generators
 from trajstore.trainers.step_models.step_model import Constructor, StepModel
 
 __all__ = ["GIVEN", "RepeatedTrainer"]
@@ -194,7 +194,7 @@ class _FromRows(TrainerCallback):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if "random_state" in self._stored:  # the last one, because the Trainer has drawn the data
-            set_generator(model, self._stored.value("random_state", step))
+            set_generators(model, self._stored.value("random_state", step))
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
