@@ -581,17 +581,18 @@ def test_rows_in_transit_are_part_of_the_memory(
             adam.step()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.device
 @pytest.mark.parametrize("tokens", ["all", [3, 16]])
-def test_every_row_on_cuda(tokens: Any, tiny: Any, tmp_path: Path) -> None:
-    tiny.bfloat16().cuda()
+def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, tmp_path: Path) -> None:
+    tiny.bfloat16().to(accelerator)
+    tiny.head.weight = tiny.embedding.weight
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     lists = Lists(tiny.embedding.weight)
     path = tmp_path / "run.zarr"
     with capture(tiny, optimizer, path, tokens=tokens, max_grad_norm=0.3):
         for batch in batches(40):
             optimizer.zero_grad()
-            tiny(**{name: ids.cuda() for name, ids in batch.items()})["loss"].backward()
+            tiny(**{name: ids.to(accelerator) for name, ids in batch.items()})["loss"].backward()
             lists.add(grad=lists.parameter.grad)
             torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
             optimizer.step()

@@ -17,6 +17,7 @@ from trajstore.trainers.recording.device_to_host import (  # noqa: E402
     DeferredTransfer,
     DirectTransfer,
     memory_in_transit,
+    open_transfer,
 )
 
 pytestmark = pytest.mark.torch
@@ -149,14 +150,13 @@ def test_the_memory_in_transit_is_what_torch_takes(
     assert memory_in_transit(CPU, row) == memory_in_transit(torch.device("mps"), row) == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_rows_arrive_whole(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    device = torch.device("cuda")
+@pytest.mark.device
+def test_rows_of_a_device_arrive_whole(accelerator: Any, tmp_path: Path) -> None:
+    path, device = tmp_path / "run.zarr", accelerator
     tensor = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16, device=device)
     kept = []
     with writer(path) as run:
-        transfer = DeferredTransfer(run, device)
+        transfer = open_transfer(run, device)
         for step in range(50):
             tensor += torch.randn(VOCAB, HIDDEN, device=device).bfloat16()
             transfer.put("W", tensor)
