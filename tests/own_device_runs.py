@@ -147,10 +147,6 @@ def train_with_trainer(
     counts = []
 
     class Keeping(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == WARM:
-                counts.append(waits())
-
         def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
             kept["lr"].append(torch.as_tensor(optimizer.param_groups[0]["lr"]))
 
@@ -158,7 +154,7 @@ def train_with_trainer(
             keep_state(kept, model, optimizer)
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == STEPS:
+            if state.global_step in (WARM, STEPS):
                 counts.append(waits())
 
     with tempfile.TemporaryDirectory() as scratch:
