@@ -100,6 +100,10 @@ hostile: .venv  ## Run commands on malicious stores and files; measure seconds, 
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	$(BIN)/python tools/hostile.py
 
+.PHONY: device
+device: .venv  ## Check the recorder on a GPU or a Mac; print tables to paste into an issue
+	$(BIN)/python tools/device.py
+
 .PHONY: bench
 bench: .venv  ## Run the benchmarks; the first run records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'

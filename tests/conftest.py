@@ -62,6 +62,17 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sample_run(tmp_path_factory.mktemp("sample") / "sample.zarr")
 
 
+@pytest.fixture(scope="session")
+def accelerator() -> Any:
+    """The device of the tests marked `device`."""
+    from trajstore.trainers.runs.training_setup import find_device
+
+    device = find_device(os.environ.get("TRAJSTORE_DEVICE", "auto"))
+    if device.type == "cpu" and "TRAJSTORE_DEVICE" not in os.environ:
+        pytest.skip("needs a CUDA or MPS device")
+    return device
+
+
 @pytest.fixture
 def small_run(
     tmp_path: Path, _small_run: tuple[Path, dict[str, np.ndarray]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +32,8 @@ class Streams:
     def Stream(self, device: Any) -> Stream:
         return Stream(self, "copying")
 
-    def Event(self) -> Event:
+    def Event(self, *, blocking: bool) -> Event:
+        assert blocking  # else the thread that waits keeps a core busy
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -109,11 +111,14 @@ class LazyTorch:
 
     def __init__(self, streams: Streams) -> None:
         self.cuda = OnDevice.streams = streams
+        self.pinned = 0  # bytes, with those that the allocator adds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty_like(self, place: torch.Tensor, **_: Any) -> OnDevice:
+    def empty_like(self, place: torch.Tensor, *, pin_memory: bool = False, **_: Any) -> OnDevice:
+        if pin_memory:
+            self.pinned += next(2**n for n in itertools.count() if 2**n >= place.nbytes)
         return torch.full_like(place, -1).as_subclass(OnDevice)
 
     def index_select(self, value: Any, dim: int, ids: torch.Tensor, *, out: OnDevice) -> OnDevice:

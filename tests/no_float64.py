@@ -9,17 +9,28 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.utils._pytree import tree_map  # noqa: E402
 
+_READS = (torch.equal, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
+
 
 class OnMps(torch.Tensor):
     """A tensor of the CPU that names mps as its device, and refuses float64."""
 
+    waits = 0  # of the host for values of the device
     device = torch.device("mps")  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        to_host = func is torch.Tensor.cpu or "cpu" in (*args[1:2], kwargs.get("device"))
+        if func is torch.Tensor.backward:  # its listeners see these tensors too
+            return torch.autograd.backward(args[0])
+        goal = [one for one in (*args[1:2], kwargs.get("device")) if isinstance(one, str)]
+        to_host = func is torch.Tensor.cpu or goal == ["cpu"]
         into_host = func is torch.Tensor.copy_ and not isinstance(args[0], cls)
+
+        if to_host or into_host or func in _READS:
+            cls.waits += 1
+        elif func is torch._foreach_copy_:
+            cls.waits += sum(not isinstance(place, cls) for place in args[0])
 
         def stays(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -37,9 +48,22 @@ class OnMps(torch.Tensor):
         )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            if func is torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
+            if func == torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
                 # A gradient is one object however often it is asked for.
                 if type(found) is torch.Tensor:
                     args[0].grad = stays(found)
                 return args[0].grad
             return tree_map(stays, found)
+
+
+def on_mps(model: Any) -> Any:
+    """Make the parameters and buffers of a model such tensors; return the model."""
+    there: dict[Any, Any] = {
+        tensor: torch.nn.Parameter(tensor.detach().as_subclass(OnMps), tensor.requires_grad)
+        for tensor in model.parameters()
+    }
+    there |= {tensor: tensor.as_subclass(OnMps) for tensor in model.buffers()}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: there.get(tensor) for name, tensor in tensors.items()})
+    return model

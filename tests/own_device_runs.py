@@ -1,7 +1,6 @@
 """Recordings on an accelerator of our own: one process for each branch of the recorder.
 
-``python own_device_runs.py BRANCH FOLDER`` prints what each configuration left, as JSON. BRANCH is
-plain, cuda or mps.
+``python tests/own_device_runs.py`` prints a table of all configurations.
 """
 
 from __future__ import annotations
@@ -9,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 
-STEPS, WARM = 8, 3
+STEPS, WARM, RESTORED = 8, 3, 5
 SMALL_NORM = 0.05
+BRANCHES = ("plain", "cuda", "mps")
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "capture": {},
     "tokens": {"options": {"tokens": [3, 16]}},
@@ -42,7 +46,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": torch.tensor(0.01), "foreach": False},
         "rate_on_device": True,
     },
+    "everything, restored and resumed": {
+        "options": {"record": "everything"},
+        "dropout": 0.1,
+        "resumed": True,
+    },
+    "Trainer": {"trainer": True},
+    "Trainer, everything": {"options": {"record": "everything"}, "trainer": True},
 }
+Kept = dict[str, list[torch.Tensor]]
 
 
 def train(
@@ -56,68 +68,145 @@ def train(
     scaled: bool = False,
     stream: bool = False,
     rate_on_device: bool = False,
+    dropout: float = 0.0,
+    first: int = 0,
     waits: Callable[[], int],
-) -> tuple[float, dict[str, list[torch.Tensor]]]:
-    """Train, and record if there is a path; return waits a step and copies of the test's own."""
-    from list_recorder import TinyModel, batches
+) -> tuple[float, Kept]:
+    """Train, and record if there is a path; return waits a step and copies of the test's own.
 
-    from trajstore.trainers import capture
+    With `first` the recorded state after that step is restored, and the recording resumed.
+    """
+    from list_recorder import batches
 
-    torch.manual_seed(0)
-    model = TinyModel(dtype).to(own_device.NAME)
-    model.head.weight = model.embedding.weight  # to() makes new parameters on this device
+    from trajstore.trainers import capture, restore
+
+    torch.manual_seed(first)
+    model = on_device(dtype, dropout)
     settings: dict[str, Any] = {"lr": 0.01} | (optimizer or {})
     if rate_on_device:
         settings["lr"] = settings["lr"].to(own_device.NAME)
     adam = torch.optim.AdamW(model.parameters(), **settings)
     scaler = torch.amp.GradScaler(own_device.NAME, init_scale=2.0**10) if scaled else None
-    W, kept = model.embedding.weight, {name: [] for name in ("W", "grad", "exp_avg", "params")}
-    others = [tensor for tensor in model.parameters() if tensor is not W]
+    options = {"record": "all"} | (options or {})
+    if first:
+        restore(path, model, adam, step=first)
+        options |= {"resume": True, "first_step": first}
+    W, kept = model.embedding.weight, defaultdict(list)
     ids = [
         {name: tensor.to(own_device.NAME) for name, tensor in batch.items()}
         for batch in batches(STEPS * parts)
     ]
     recording: Any = contextlib.nullcontext()
     if path is not None:
-        recording = capture(
-            model,
-            adam,
-            path,
-            max_grad_norm=clip,
-            scaler=scaler,
-            **({"record": "all"} | (options or {})),
-        )
+        recording = capture(model, adam, path, max_grad_norm=clip, scaler=scaler, **options)
     chosen: Any = torch.Stream(device=own_device.NAME) if stream else None
     if chosen:
         chosen.wait_stream(torch.accelerator.current_stream())
     inside = torch.own.stream(chosen) if chosen else contextlib.nullcontext()
     with recording, inside:
-        for step in range(STEPS):
-            if step == WARM:
+        for step in range(first, STEPS):
+            if step == max(WARM, first):
                 before = waits()
+            losses = []
             for batch in ids[step * parts : (step + 1) * parts]:
                 loss = model(**batch)["loss"] / parts
+                losses.append(loss.detach().clone())
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(adam)
             kept["grad"].append(W.grad.clone())
+            kept["loss"].append(sum(losses))
+            kept["lr"].append(torch.as_tensor(settings["lr"]))
+            kept["clip_coef"].append(torch.ones(()))
             if clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                kept["clip_coef"][-1] = torch.clamp(clip / (norm + 1e-6), max=1.0)
             if scaler is None:
                 adam.step()
             else:
                 scaler.step(adam)
                 scaler.update()
-            kept["W"].append(W.detach().clone())
-            kept["exp_avg"].append(adam.state[W]["exp_avg"].clone())
-            kept["params"].append(torch.cat([tensor.detach().flatten() for tensor in others]))
+            keep_state(kept, model, adam)
             adam.zero_grad()
-        count = (waits() - before) / (STEPS - WARM)
+        count = (waits() - before) / (STEPS - max(WARM, first))
         torch.own.synchronize()
-    return count, {name: [one.cpu() for one in rows] for name, rows in kept.items()}
+    return count, on_host(kept)
 
 
-def same(path: Path, kept: dict[str, list[torch.Tensor]]) -> list[str]:
+def train_with_trainer(
+    path: Path | None, *, options: dict[str, Any] | None = None, waits: Callable[[], int]
+) -> tuple[float, Kept]:
+    """Train with a Trainer, its fused AdamW and its clipping; as `train`."""
+    from accelerate import PartialState
+    from list_recorder import BATCH, batches
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from trajstore.trainers import TrajectoryCallback
+
+    kept: Kept = defaultdict(list)
+    counts = []
+
+    class Keeping(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            kept["lr"].append(torch.as_tensor(optimizer.param_groups[0]["lr"]))
+
+        def on_optimizer_step(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            keep_state(kept, model, optimizer)
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step in (WARM, STEPS):
+                counts.append(waits())
+
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            scratch, max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True, seed=0,
+            max_grad_norm=SMALL_NORM, save_strategy="no", logging_strategy="no", report_to="none",
+            disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch_fused",
+        )  # fmt: skip
+        # There is no public way to train on a device that accelerate does not know.
+        vars(arguments)["_setup_devices"] = PartialState().device = torch.device(own_device.NAME)
+        texts = [
+            {name: ids[one] for name, ids in batch.items()}
+            for batch in batches(STEPS)
+            for one in range(BATCH)
+        ]
+        torch.manual_seed(0)
+        model = on_device()
+        model.register_forward_hook(
+            lambda model, args, output: kept["loss"].append(output["loss"].detach().clone())
+        )
+        trainer = Trainer(model, arguments, train_dataset=texts, callbacks=[Keeping()])
+        if path is not None:
+            trainer.add_callback(TrajectoryCallback(path, **({"record": "all"} | (options or {}))))
+        trainer.train()
+    return (counts[1] - counts[0]) / (STEPS - WARM), on_host(kept)
+
+
+def on_device(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Any:
+    from list_recorder import TinyModel
+
+    model = TinyModel(dtype)
+    model.mix = torch.nn.Sequential(model.mix, torch.nn.Dropout(dropout))
+    model.to(own_device.NAME)
+    model.head.weight = model.embedding.weight  # to() makes new parameters on this device
+    return model
+
+
+def keep_state(kept: Kept, model: Any, optimizer: Any) -> None:
+    """Copy weights and moments after a step."""
+    W = model.embedding.weight
+    others = [tensor.detach().flatten() for tensor in model.parameters() if tensor is not W]
+    state = getattr(optimizer, "optimizer", optimizer).state[W]
+    for name, value in (("W", W), *state.items(), ("params", torch.cat(others))):
+        if name != "step":
+            kept[name].append(value.detach().clone())
+
+
+def on_host(kept: Kept) -> Kept:
+    return {name: [one.cpu() for one in rows] for name, rows in kept.items()}
+
+
+def same(path: Path, kept: Kept) -> list[str]:
     """Return the variables that differ in a bit from the copies of the test."""
     ds, differing = xr.open_zarr(path), []
     for name, rows in kept.items():
@@ -127,7 +216,7 @@ def same(path: Path, kept: dict[str, list[torch.Tensor]]) -> list[str]:
             continue
         stored = ds[name].values[-STEPS:].astype(np.float32)
         whole = torch.stack(rows).float().numpy()
-        if name != "params":
+        if "token" in ds[name].dims:
             whole = whole[:, ds.token.values]
         if stored.shape != whole.shape or stored.tobytes() != whole.tobytes():
             differing.append(name)
@@ -182,18 +271,72 @@ def main(branch: str, folder: Path) -> None:
         found[name]["device_bytes"] = device.device_bytes() - before[0]
         found[name]["pinned_bytes"] = device.pinned_bytes() - before[1]
 
-    def compared(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    def compared(
+        name: str, *, trainer: bool = False, resumed: bool = False, **settings: Any
+    ) -> dict[str, Any]:
         path = folder / f"{branch} {name}.zarr"
-        alone, _ = train(None, waits=device.waits, **settings)
-        count, kept = train(path, waits=device.waits, **settings)
-        return {"differing": same(path, kept), "waits": count - alone}
+        run = train_with_trainer if trainer else train
+        alone, _ = run(None, waits=device.waits, **settings)
+        count, kept = run(path, waits=device.waits, **settings)
+        if resumed:
+            train(path, first=RESTORED, waits=device.waits, **settings)
+        return {"differing": same(path, kept), "waits": round(count - alone, 3)}
+
+    def without_wait_event() -> dict[str, Any]:
+        """Record while the stream that copies to the host is late, and again as a mutant."""
+        from trajstore.trainers.recording.device_to_host import DeferredTransfer
+
+        place = DeferredTransfer.place
+
+        def place_at_once(transfer: Any, name: str) -> torch.Tensor:
+            transfer._carried = None
+            return place(transfer, name)
+
+        device.longest_delay_of_others(50_000)
+        sound = compared("late copies")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeferredTransfer, "place", place_at_once)
+            mutant = compared("without wait_event")
+        return {"sound": sound["differing"], "mutant": mutant["differing"]}
 
     for name, settings in CONFIGURATIONS.items():
-        measure(name, lambda name=name, settings=settings: compared(name, settings))
+        measure(name, lambda name=name, settings=settings: compared(name, **settings))
     path = folder / f"{branch} failing.zarr"
     measure("failing disk", lambda: {"raised": fail(path, device.waits)})
+    if branch == "cuda":
+        measure("without wait_event", without_wait_event)
     print(json.dumps(found))
 
 
+def measured(folder: Path) -> dict[str, Any]:
+    """Run each branch in a process, which can have one such device only."""
+    environment = {"TORCH_EXTENSIONS_DIR": str(folder / "built"), **os.environ}
+    found = {}
+    for branch in BRANCHES:
+        command = [sys.executable, __file__, branch, str(folder)]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        found[branch] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return what each configuration left, for each branch, as a table of Markdown."""
+    lines = [f"| configuration | {' | '.join(BRANCHES)} |", "| --- |" + " --- |" * len(BRANCHES)]
+    for name in CONFIGURATIONS:
+        cells = []
+        for branch in BRANCHES:
+            one = found[branch][name]
+            left = one["device_bytes"] + one["pinned_bytes"]
+            rows = ", ".join(one.get("differing", [])) or "equal"
+            cells.append(one.get("error") or f"{rows}, {one['waits']:g}, {left} B")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    if len(sys.argv) > 1:
+        main(sys.argv[1], Path(sys.argv[2]))
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(table(measured(Path(scratch))))

@@ -10,7 +10,7 @@ The path of the tensors of one step:
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
    ``model_state`` takes all parameters with their gradients and moments, joined by
-   ``flat_vectors``; ``model_buffers`` the buffers that change.
+   ``flat_vectors``; ``model_buffers`` the buffers that change; ``random_states`` the generators.
 3. ``device_to_host`` copies the tensor into the writer's block: at once on the CPU, asynchronously
    from CUDA. At the end of the step the writer receives the complete row.
 4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.

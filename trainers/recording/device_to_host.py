@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,27 @@ from trajstore.errors import RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["DeferredTransfer", "DirectTransfer", "Transfer", "open_transfer", "place_tensor"]
+__all__ = [
+    "DeferredTransfer",
+    "DirectTransfer",
+    "Transfer",
+    "memory_in_transit",
+    "open_transfer",
+    "place_tensor",
+]
 
 _SLOTS = 3
 """Maximum number of rows in transit: one being filled, one on the bus, one being stored."""
+
+
+def memory_in_transit(device: torch.device, row: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of host memory that the transfer of such rows takes, apart from the blocks.
+
+    torch rounds each block of pinned memory up to a power of two.
+    """
+    if device.type != "cuda":
+        return 0
+    return _SLOTS * sum(1 << max(value.nbytes - 1, 0).bit_length() for value in row)
 
 
 def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
@@ -166,7 +184,8 @@ class DeferredTransfer:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._carry(number)
-                event = self._carried = torch.cuda.Event()
+                # The thread that waits for it sleeps, and leaves its core to the training.
+                event = self._carried = torch.cuda.Event(blocking=True)
                 event.record()
         self._filled.put((step, number, self._host, event))
         self._host = {}

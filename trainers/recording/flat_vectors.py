@@ -60,6 +60,19 @@ def join(
         Tensors of the shapes.
     tensors : sequence of tensor or None
     """
+    first = next((tensor for tensor in tensors if tensor is not None), place)
+    if place.device.type == "cpu" != first.device.type:  # one copy, for which the host waits once
+        place.copy_(
+            torch.cat(
+                [
+                    first.new_full((shaped.numel(),), missing, dtype=place.dtype)
+                    if tensor is None
+                    else tensor.detach().to(first.device).flatten()
+                    for shaped, tensor in zip(like, tensors, strict=True)
+                ]
+            )
+        )
+        return
     parts = place.split([tensor.numel() for tensor in like])
     places, values = [], []
     for part, shaped, tensor in zip(parts, like, tensors, strict=True):

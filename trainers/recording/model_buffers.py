@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ class ModelBuffers:
         now = dict(named_buffers(self._model))
         if first:
             self._marks.clear()  # compare all values
-        changed = [name for name in now if self._is_changed(name, now[name])]
+        changed = self._changed(now)
         if changed and not first:
             raise CannotFollow(
                 f"the buffer {changed[0]} changes in this step, but did not in the first one, so "
@@ -91,18 +92,31 @@ class ModelBuffers:
             self.names = tuple(name for name in self._first if name in {*self.names, *changed})
         return self._joined(now) if self.names else None
 
-    def _is_changed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return True if a buffer that is not recorded has other values than at the start."""
-        if name in self.names or self._marks.get(name) == (id(tensor), version(tensor)):
-            return False
-        first = self._first.get(name)
-        if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
-            raise CannotFollow(
-                f"the buffer {name} has another shape or type than before the first step; record "
-                "all, or run the model once before the recording starts"
-            )
-        self._marks[name] = (id(tensor), version(tensor))
-        return name.rpartition(".")[2] in _STATISTICS or not torch.equal(first, tensor)
+    def _changed(self, now: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the buffers that are not recorded and have other values than at the start."""
+        changed: list[str] = []
+        asked: dict[str, torch.Tensor] = {}  # the answers are on a device
+        for name, tensor in now.items():
+            if name in self.names or self._marks.get(name) == (id(tensor), version(tensor)):
+                continue
+            first = self._first.get(name)
+            if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
+                raise CannotFollow(
+                    f"the buffer {name} has another shape or type than before the first step; "
+                    "record all, or run the model once before the recording starts"
+                )
+            self._marks[name] = (id(tensor), version(tensor))
+            if name.rpartition(".")[2] in _STATISTICS:
+                changed.append(name)
+            elif tensor.device.type != "cpu":
+                asked[name] = (first != tensor).any()
+            elif not torch.equal(first, tensor):
+                changed.append(name)
+        if asked:  # the training waits once for all
+            one = next(iter(asked.values())).device
+            answers = torch.stack([answer.to(one) for answer in asked.values()]).tolist()
+            changed += itertools.compress(asked, answers)
+        return changed
 
     def _joined(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the recorded buffers as one vector; float64 if their types differ."""

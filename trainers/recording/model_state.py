@@ -30,6 +30,7 @@ from trajstore.trainers.recording.parameters import (
     rate_of,
     unwrap,
 )
+from trajstore.trainers.recording.random_states import random_state
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
@@ -248,7 +249,7 @@ class ModelState:
     # A step --------------------------------------------------------------------------------------
 
     def watch(self, hooks: ModuleHooks, model: torch.nn.Module, passes: ForwardPasses) -> None:
-        """Add the hooks that take the state of the random generator."""
+        """Add the hooks that take the states of the random generators."""
         if "random_state" in self._variables:
             self._passes = passes
             hooks.before(model, self._before_forward, first=True)
@@ -256,7 +257,7 @@ class ModelState:
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._passes.current is not None:
-            self._before_pass = self._generator_state()
+            self._before_pass = random_state(self._matrix.device)
             self._passes.current.keep(self._use_random_state, self._before_pass)
 
     def _use_random_state(self, before: torch.Tensor) -> None:
@@ -266,16 +267,9 @@ class ModelState:
 
     def _after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._draws and self._before_pass is not None:
-            self._draws = not torch.equal(self._before_pass, self._generator_state())
+            now = random_state(self._matrix.device)
+            self._draws = not torch.equal(self._before_pass, now)
         self._before_pass = None
-
-    def _generator_state(self) -> torch.Tensor:
-        device = self._matrix.device
-        if device.type == "cuda":
-            return torch.cuda.get_rng_state(device)
-        if device.type == "mps":
-            return torch.mps.get_rng_state()
-        return torch.get_rng_state()
 
     def after_backward(self, rows: Rows, unscale: float) -> None:
         """Take the gradients before clipping; `unscale` multiplies them."""

@@ -20,7 +20,12 @@ from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, VARIABLES, row_lengths
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
-from trajstore.trainers.recording.device_to_host import DirectTransfer, Transfer, open_transfer
+from trajstore.trainers.recording.device_to_host import (
+    DirectTransfer,
+    Transfer,
+    memory_in_transit,
+    open_transfer,
+)
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
@@ -424,7 +429,10 @@ class ParameterRows:
         room = row_lengths({name: tuple(last[name].shape) for name in types})
         if self._planned.state is not None:
             self._initial |= self._planned.state.initial()
-        self.writer = writer = self._planned.create(types, room)
+        in_transit = memory_in_transit(
+            self.parameter.tensor.device, (last[name] for name in self.variables)
+        )
+        self.writer = writer = self._planned.create(types, room, in_transit)
         writer.notes = self._notes.entries
         rows = [(self.last_step, self._initial_row(last))]
         rows += [(step, row) for step, row in self._early_rows if step % self._every == 0]

@@ -16,7 +16,7 @@ import torch
 import xarray as xr
 from torch.optim import Optimizer
 
-from trajstore.byte_sizes import parse_bytes
+from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.populations.named import with_populations
 from trajstore.schema import POPULATION
@@ -117,7 +117,9 @@ class PlannedRun:
             "logits_mode": self.options.logits_mode,
         }
 
-    def create(self, types: Mapping[str, str], room: Mapping[str, Any]) -> RunWriter:
+    def create(
+        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int = 0
+    ) -> RunWriter:
         """Create the run without rows.
 
         Parameters
@@ -126,7 +128,20 @@ class PlannedRun:
             Native type of each variable of the run.
         room : mapping
             From `trajstore.schema.row_lengths`.
+        in_transit : int
+            Bytes of `memory` that rows on their way from the device take.
+
+        Raises
+        ------
+        InvalidArgument
+            If that is more than half of it.
         """
+        if 2 * in_transit > self.memory:
+            raise InvalidArgument(
+                f"memory: got {format_bytes(self.memory)}, but the rows in transit from "
+                f"{self.device} take {format_bytes(in_transit)}, expected at most half of it; "
+                "raise it"
+            )
         options = self.options
         chosen: dict[str, Any] = {**self.coordinates, **room}
         return RunWriter.create(
@@ -138,7 +153,7 @@ class PlannedRun:
             populations=self.populations,
             config=options.config,
             attributes=self._attributes(),
-            memory=self.memory,
+            memory=self.memory - in_transit,
             block_rows=options.block_rows,
             overwrite=options.overwrite,
             commit_every=options.commit_every,

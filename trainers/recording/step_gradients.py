@@ -305,8 +305,7 @@ class StepGradients:
         if raw is None:
             return
         # The best factor by least squares, and its neighbors in the type of a clipping factor.
-        wide = torch.float32 if seen.device.type == "mps" else torch.float64
-        before, after = raw.to(wide), seen.to(wide)
+        before, after = raw.double(), seen.double()
         best = (before * after).sum() / before.square().sum()
         best = torch.where(best > 0, best, float("nan")).float()
         near = best.to(total.dtype)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.recording.random_states import set_random_state
 from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 from trajstore.trainers.step_models.step_model import StepModel
@@ -24,9 +25,9 @@ def restore(
     """Set a model and its optimizer to the state after a recorded step.
 
     Weights, recorded buffers, moments and step counts get the recorded bits. The settings of the
-    optimizer stay, with its learning rates. If the model draws random numbers, the random generator
-    of its device gets the state before the first forward pass of the next step. The schedule and
-    the order of the data are those of the caller.
+    optimizer stay, with its learning rates. If the model draws random numbers, the generators of
+    the CPU and of its device get their states before the first forward pass of the next step. The
+    schedule and the order of the data are those of the caller.
 
     Parameters
     ----------
@@ -111,7 +112,7 @@ def restore_from(
     state = {numbers[one]: values for one, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     if draws:
-        _set_generator(model, stored.value("random_state", step + 1))
+        _set_generators(model, stored.value("random_state", step + 1))
     return step
 
 
@@ -150,13 +151,7 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def _set_generator(model: torch.nn.Module, values: Any) -> None:
-    """Set the random generator of a model's device to a row of ``random_state``."""
-    state = torch.from_numpy(values).to(torch.uint8)
+def _set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:
+    """Set the random generators of a model's device to a row of ``random_state``."""
     device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    elif device.type == "mps":
-        torch.mps.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    set_random_state(device, torch.from_numpy(values).to(torch.uint8))

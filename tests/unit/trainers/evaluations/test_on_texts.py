@@ -10,7 +10,7 @@ import pytest
 from trajstore.errors import InvalidArgument
 
 torch = pytest.importorskip("torch")
-from no_float64 import OnMps  # noqa: E402
+from no_float64 import on_mps  # noqa: E402
 from recorded_models import OwnModel, gpt2  # noqa: E402
 
 from trajstore.trainers.evaluations import hidden_cosine, loss, on_texts  # noqa: E402
@@ -64,10 +64,7 @@ class Bigrams(torch.nn.Sequential):
 
 def test_evaluations_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Bigrams(torch.nn.Embedding(128, 3), torch.nn.Linear(3, 128))
-    there = copy.deepcopy(plain)
-    for module in there:
-        for name, tensor in module.named_parameters():
-            module._parameters[name] = tensor.detach().as_subclass(OnMps)
+    there = on_mps(copy.deepcopy(plain))
     windows_of = on_texts._windows
     monkeypatch.setattr(on_texts, "_windows", lambda ids, model: windows_of(ids, plain))
     for evaluation in (TextLoss(ids=IDS, offset=1), HiddenCosine(ids=IDS)):

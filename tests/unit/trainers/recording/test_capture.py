@@ -18,6 +18,7 @@ from still_timer import StillTimer, commit_now  # noqa: E402
 from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers.recording import parameter_rows  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -562,17 +563,36 @@ def test_a_loop_without_a_step_is_an_error(tiny: Any, tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_in_transit_are_part_of_the_memory(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_rows, "memory_in_transit", lambda device, row: 5 << 20)
+    adam = torch.optim.AdamW(tiny.parameters())
+    options = {"memory": "10MiB", "record": "all", "strict": True}
+    with capture(tiny, adam, tmp_path / "run.zarr", **options) as run:
+        tiny(**batches(1)[0])["loss"].backward()
+        adam.step()
+        assert run.writer.layout.memory <= 5 << 20
+    options["memory"] = "9MiB"
+    loss = tiny(**batches(1)[0])["loss"]
+    with capture(tiny, adam, tmp_path / "other.zarr", **options):
+        loss.backward()
+        with pytest.raises(InvalidArgument, match="rows in transit from cpu take 5 MiB, expect"):
+            adam.step()
+
+
+@pytest.mark.device
 @pytest.mark.parametrize("tokens", ["all", [3, 16]])
-def test_every_row_on_cuda(tokens: Any, tiny: Any, tmp_path: Path) -> None:
-    tiny.bfloat16().cuda()
+def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, tmp_path: Path) -> None:
+    tiny.bfloat16().to(accelerator)
+    tiny.head.weight = tiny.embedding.weight
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     lists = Lists(tiny.embedding.weight)
     path = tmp_path / "run.zarr"
     with capture(tiny, optimizer, path, tokens=tokens, max_grad_norm=0.3):
         for batch in batches(40):
             optimizer.zero_grad()
-            tiny(**{name: ids.cuda() for name, ids in batch.items()})["loss"].backward()
+            tiny(**{name: ids.to(accelerator) for name, ids in batch.items()})["loss"].backward()
             lists.add(grad=lists.parameter.grad)
             torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
             optimizer.step()

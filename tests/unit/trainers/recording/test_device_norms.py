@@ -22,7 +22,7 @@ SIGNED = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32
 # What is added up at once changes at 8 and 128, and with the halves of longer vectors.
 LENGTHS = [*range(1, 18), 63, 64, 65, 127, 128, 129, 136, 255, 256, 257, 264, 511, 768, 1000, 1024]
 LENGTHS += [1025, 4096, 5000, 8193, 10_000]
-DEVICES = ["host", "like a device", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["host", "like a device", pytest.param("device", marks=pytest.mark.device)]
 
 
 def special_bits(native: NativeType) -> list[int]:
@@ -82,7 +82,8 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ca
         monkeypatch.setattr(
             device_norms, "_hidden_sum", lambda values: pairwise_sum(values.movedim(-1, 0))
         )
-    return lambda tensor: tensor.to("cuda" if request.param == "cuda" else "cpu")
+    device = "cpu" if request.param != "device" else request.getfixturevalue("accelerator")
+    return lambda tensor: tensor.to(device)
 
 
 @pytest.mark.parametrize("dtype", SIGNED)

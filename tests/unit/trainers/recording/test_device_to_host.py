@@ -13,7 +13,12 @@ from list_recorder import HIDDEN, VOCAB  # noqa: E402
 
 from trajstore import RecordingError, RunWriter  # noqa: E402
 from trajstore.trainers.recording import device_to_host  # noqa: E402
-from trajstore.trainers.recording.device_to_host import DeferredTransfer, DirectTransfer  # noqa: E402
+from trajstore.trainers.recording.device_to_host import (  # noqa: E402
+    DeferredTransfer,
+    DirectTransfer,
+    memory_in_transit,
+    open_transfer,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -132,14 +137,26 @@ def test_each_wait_is_needed(
         assert rows_are_right(path, monkeypatch, Streams(lazy, wait), 3) is right
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_rows_arrive_whole(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    device = torch.device("cuda")
+def test_the_memory_in_transit_is_what_torch_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lazy, cuda = LazyTorch(Streams("none")), torch.device("cuda")
+    monkeypatch.setattr(device_to_host, "torch", lazy)
+    row = [torch.empty(VOCAB, HIDDEN, dtype=torch.bfloat16), torch.empty(())]
+    with writer(tmp_path / "run.zarr") as run:
+        transfer = DeferredTransfer(run, cuda)
+        assert lazy.pinned == memory_in_transit(cuda, row) > 3 * sum(one.nbytes for one in row)
+        transfer.close()
+    assert memory_in_transit(CPU, row) == memory_in_transit(torch.device("mps"), row) == 0
+
+
+@pytest.mark.device
+def test_rows_of_a_device_arrive_whole(accelerator: Any, tmp_path: Path) -> None:
+    path, device = tmp_path / "run.zarr", accelerator
     tensor = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16, device=device)
     kept = []
     with writer(path) as run:
-        transfer = DeferredTransfer(run, device)
+        transfer = open_transfer(run, device)
         for step in range(50):
             tensor += torch.randn(VOCAB, HIDDEN, device=device).bfloat16()
             transfer.put("W", tensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
-from no_float64 import OnMps  # noqa: E402
+from no_float64 import OnMps, on_mps  # noqa: E402
 from recorded_models import record_own  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 from transformers import (  # noqa: E402
@@ -34,7 +33,10 @@ from trajstore import (  # noqa: E402
 )
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
-from trajstore.trainers.recording.model_state import OPTIMIZER_STATE, ModelState  # noqa: E402
+from trajstore.trainers.recording.flat_vectors import join  # noqa: E402
+from trajstore.trainers.recording.model_buffers import ModelBuffers  # noqa: E402
+from trajstore.trainers.recording.model_state import OPTIMIZER_STATE  # noqa: E402
+from trajstore.trainers.step_models.restore import set_generators  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -384,20 +386,59 @@ def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(tmp_path: P
     assert "skipped" not in open_run(seldom).traj.parameter("head.weight")
 
 
-def test_rates_and_counts_on_a_device_without_float64() -> None:
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    model = torch.nn.ParameterList([weight])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1).as_subclass(OnMps))
-    optimizer.state[weight]["step"] = torch.tensor(3.0).as_subclass(OnMps)
-    recorded = SimpleNamespace(tensor=weight)
-    state = ModelState(model, optimizer, recorded, ["params_lr", "params_count"])  # type: ignore[arg-type]
-    found: dict[str, Any] = {}
-    rows = SimpleNamespace(
-        variables=("params_lr", "params_count"), writer=None, set=found.__setitem__
-    )
-    state.set_rates(rows)  # type: ignore[arg-type]
-    state.after_step(rows)  # type: ignore[arg-type]
-    assert {name: value.tolist() for name, value in found.items()} == {
-        "params_lr": [float(np.float32(0.1))],
-        "params_count": [3.0],
-    }
+def test_a_device_without_float64_has_the_rows_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rate and counts are tensors on the device; dropout draws from the generator of the CPU."""
+    of_device = [torch.arange(44, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: of_device[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", of_device.append)
+
+    def run(path: Path, model: Any, rate: Any) -> xr.Dataset:
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+        with capture(model, optimizer, path, record="everything", max_grad_norm=0.05):
+            for batch in batches(STEPS):
+                model(**batch)["loss"].backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)
+                optimizer.step()
+                optimizer.zero_grad()
+                for state in optimizer.state.values():  # as fused optimizers have it
+                    state["step"] = state["step"].as_subclass(type(rate))
+        return open_run(path).load()
+
+    plain, rate = Model(), torch.tensor(0.01)
+    model = on_mps(copy.deepcopy(plain))
+    expected = run(tmp_path / "cpu.zarr", plain, rate)
+    found = run(tmp_path / "mps.zarr", model, rate.as_subclass(OnMps))
+    states, found = found.random_state, found.isel(byte=slice(44, None))
+    for name in expected.data_vars:
+        np.testing.assert_array_equal(found[name], expected[name], name)
+    set_generators(model, states[3].values)
+    drawn = [*of_device[1].tolist(), *torch.get_rng_state().tolist()]
+    assert drawn == states[3].values.tolist() != states[2].values.tolist()
+    assert drawn[:44] == list(range(44))
+    with pytest.raises(InvalidArgument, match="random_state: got 10 bytes, expected 5100 on mps"):
+        set_generators(model, states[3].values[:10])
+
+
+def test_the_host_waits_once_for_a_vector_and_for_all_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OnMps, "waits", 0)
+    like = [torch.arange(6.0).view(2, 3), torch.ones(2), torch.full((2,), 7.0)]
+    there = [tensor.as_subclass(OnMps) for tensor in like]
+    place = torch.empty(10)
+    join(place, there, [there[0].t(), None, there[2]], missing=-1)
+    assert place.tolist() == [0, 3, 1, 4, 2, 5, -1, -1, 7, 7]
+    assert OnMps.waits == 1
+    model = torch.nn.Module()
+    for name in ("a", "b", "same"):
+        model.register_buffer(name, torch.zeros(2))
+    buffers = ModelBuffers(on_mps(model))
+    model.a += 1
+    model.b += 2
+    OnMps.waits = 0
+    values: Any = buffers.after_step(first=True)
+    assert OnMps.waits == 1
+    assert values.tolist() == [1, 1, 2, 2]
