@@ -16,7 +16,7 @@ from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "restore_from"]
+__all__ = ["restore", "restore_from", "set_generators"]
 
 
 def restore(
@@ -112,7 +112,7 @@ def restore_from(
     state = {numbers[one]: values for one, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     if draws:
-        _set_generators(model, stored.value("random_state", step + 1))
+        set_generators(model, stored.value("random_state", step + 1))
     return step
 
 
@@ -151,7 +151,7 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def _set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:
+def set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:
     """Set the random generators of a model's device to a row of ``random_state``."""
     device = next(model.parameters()).device
     set_random_state(device, torch.from_numpy(values).to(torch.uint8))
