@@ -18,8 +18,6 @@ from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
-from trajstore.schema import STEP
-from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.storage.atomic import flush, flush_tree, put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
@@ -167,8 +165,6 @@ def _unlocked(run: Location) -> Iterator[None]:
 
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
-    if plan.announcement is not None:
-        put(run / STEP.name / DOCUMENT, [plan.announcement])
     for target, data in plan.documents.items():
         if isinstance(target, Path) and target.parent != run:  # do not recreate a deleted run
             target.parent.mkdir(exist_ok=True)

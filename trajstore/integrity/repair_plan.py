@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.fingerprint_checks import made_again
 from trajstore.integrity.leftovers import files_of, find_leftovers
@@ -20,6 +19,7 @@ from trajstore.integrity.replacement import Replacement, alternatives, damage_by
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import FORMAT, STEP
+from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.document_form import (
     REQUIRED,
     STATUSES,
@@ -48,8 +48,6 @@ class RepairPlan:
     ----------
     rows : int
         Remaining rows.
-    announcement : bytes or None
-        Document of `step` to write first: it announces the new attributes of the root.
     documents : dict of Path or RemotePath to bytes
         Documents to write.
     shards : dict of Path or RemotePath to Shard
@@ -71,7 +69,6 @@ class RepairPlan:
     """
 
     rows: int
-    announcement: bytes | None = None
     documents: dict[Location, bytes] = field(default_factory=dict)
     shards: dict[Location, Shard] = field(default_factory=dict)
     removed: tuple[Location, ...] = ()
@@ -121,9 +118,6 @@ def plan_repair(
     )
     status = _status(metadata, rows)
     changed = _changed_documents(metadata, rows, repaired, status, digests, replaced.dropped)
-    announcement = None
-    if not same(repaired, attributes):
-        announcement = RunMetadata(metadata.arrays, repaired).announcement()
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
@@ -133,7 +127,6 @@ def plan_repair(
             path: json.dumps(document, indent=1, allow_nan=False).encode()
             for path, document in changed.items()
         },
-        announcement=announcement,
         shards=replaced.shards(metadata),
         removed=(*beyond, *broken, *left_over, *checked.leftovers.dropped),
         sweeps=bool(checked.leftovers.temporaries),
@@ -155,10 +148,10 @@ def plan_repair(
 
 def _lost_blocks(checked: CheckedRun, replaced: Replacement) -> list[tuple[int, Problem]]:
     """Problems that cost rows, with the first lost row."""
-    arrays = checked.metadata.arrays
+    metadata = checked.metadata
     filled = {problem.path for _, problem in replaced.filled}
     return [
-        (problem.block * block_rows(arrays[problem.array]), problem)
+        (problem.block * metadata.stored(problem.array).shard[0], problem)
         for problem in checked.found.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
         if problem.array not in replaced.dropped and problem.path not in filled
@@ -317,8 +310,7 @@ def _changed_documents(
     if not _same_root(root, metadata.root):
         changed[metadata.path / DOCUMENT] = root
     for name in arrays:
-        announces = name == STEP.name and metadata.announced
-        if announces or not same(targets[name], metadata.own[name]):
+        if not same(targets[name], metadata.own[name]):
             changed[metadata.path / name / DOCUMENT] = targets[name]
     return changed
 
@@ -359,8 +351,8 @@ def _on_documents(
                 f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
-        elif metadata.announced:
-            yield f"{what} no longer announces attributes of the root"
+        elif metadata.replaced and path.parent.name == STEP.name:
+            yield f"{what} receives the attributes of the root"
 
 
 def _on_removed(

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from trajstore.codec.computed_rows import ComputedUnit, unit_of
 from trajstore.errors import InvalidArgument
 from trajstore.integrity.array_checks import in_steps
-from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.damaged_shards import DamagedShard, damaged_shards, nan_filled
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import OF_PARAMETERS, STEP, TRAJECTORIES, coordinate
+from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.repairs import FilledShard, filled_shards
 from trajstore.store.metadata.shard import Shard
 from trajstore.store.storage.remote_path import Location

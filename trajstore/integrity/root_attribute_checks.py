@@ -5,37 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 from trajstore.errors import FormatError
-from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import FORMAT, STEP
-from trajstore.store.metadata.document_form import REQUIRED, attribute_faults, is_possible
-from trajstore.store.metadata.fingerprint import COMING
+from trajstore.store.metadata.array_document import is_series
+from trajstore.store.metadata.document_form import (
+    REQUIRED,
+    attribute_faults,
+    is_digest,
+    is_possible,
+    run_identity,
+)
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.store.metadata.zarr_json import CHANGING, COPY
-from trajstore.store.reading.open_group import run_identity
 from trajstore.strict_json import Document, differences, parse, same
 
 __all__ = [
     "check_attributes",
     "fixed_attributes",
+    "is_replaced",
     "parsed_copy",
-    "settle_announced",
 ]
 
 
-def settle_announced(found: CheckedMetadata) -> None:
-    """Choose the copy in `step` that matches the root, after an interrupted change."""
-    own = found.own.get(STEP.name)
-    attributes = None if own is None else own.get("attributes")
-    if own is None or not isinstance(attributes, dict) or COMING not in attributes:
-        return
-    before = {key: value for key, value in attributes.items() if key != COMING}
-    changed = same(parsed_copy(attributes[COMING]), fixed_attributes(found.attributes))
-    settled = before | {COPY: attributes[COMING]} if changed else before
-    found.own[STEP.name] = own | {"attributes": settled}
-    found.announced = True
-    found.notes.append(
-        "the attributes of the root are being changed; a writer is in a resume, or died in one"
+def is_replaced(found: CheckedMetadata, copy: Document, own: Document) -> bool:
+    """True if `step` only holds the attributes that the root had before a resume.
+
+    A resume replaces the root before the document of `step`. The fingerprint covers the attributes,
+    so it shows that those of the root, and of its copy of that document, are the present ones.
+
+    Parameters
+    ----------
+    found : CheckedMetadata
+    copy, own : dict
+        Document of `step` in the root, and in its folder.
+    """
+    attributes = found.attributes
+    content = attributes.get(CONTENT)
+    return (
+        attributes.get("status") == "recording"
+        and is_digest(content)
+        and attributes.get(FINGERPRINT) == fingerprint_of(attributes, bytes.fromhex(content))
+        and same(parsed_copy(copy["attributes"].get(COPY)), fixed_attributes(attributes))
+        and parsed_copy(own["attributes"].get(COPY)) is not None
     )
 
 

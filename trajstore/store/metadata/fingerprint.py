@@ -25,7 +25,6 @@ from trajstore.strict_json import canonical
 
 __all__ = [
     "CHANGING",
-    "COMING",
     "CONTENT",
     "COPY",
     "FINGERPRINT",
@@ -33,6 +32,7 @@ __all__ = [
     "Fingerprint",
     "block_digest",
     "coordinate_digests",
+    "fingerprint_of",
 ]
 
 CONTENT = "content_digest"
@@ -48,9 +48,6 @@ CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT, NOTES)
 
 COPY = "root_attributes"
 """Attribute of ``step`` that holds a copy of the root's other attributes."""
-
-COMING = "coming_root_attributes"
-"""Attribute of ``step`` that holds the next value of `COPY` while the root is replaced."""
 
 _BY_RESUMING = "resumed"
 
@@ -112,6 +109,11 @@ class Fingerprint:
             CONTENT: self._tip.hex(),
             FINGERPRINT: hashlib.sha256(self._metadata + self._tip).hexdigest(),
         }
+
+
+def fingerprint_of(attributes: Mapping[str, Any], content: bytes) -> str:
+    """Fingerprint of a run with these attributes of the root and this content digest."""
+    return hashlib.sha256(_sha256_of(_fixed(attributes)) + content).hexdigest()
 
 
 def block_digest(shards: Iterable[tuple[str, int, int, bytes]]) -> bytes:

@@ -187,7 +187,7 @@ def test_an_interrupted_replacement_leaves_the_old_run_or_is_resumed(
         if ended:
             break
     assert ended
-    assert states["old"] == 2  # before the announcement, and before the root
+    assert states["old"] == 1  # before the root
     assert states["new"] > 2
 
 
