@@ -119,6 +119,8 @@ def changes(one: Any, other: Any, at: str = "") -> list[tuple[str, Any, Any]]:
 
     A member that only one of them has is `MISSING` in the other.
     """
+    if one is other:
+        return []
     if isinstance(one, dict) and isinstance(other, dict):
         keys: list[Any] = sorted(one.keys() | other.keys())
         pairs = [(one.get(key, MISSING), other.get(key, MISSING)) for key in keys]

@@ -365,34 +365,21 @@ def _check_rows(found: CheckedMetadata) -> None:
     """Determine the committed rows, and report contradictions."""
     series = [name for name in found.arrays if is_series(name)]
     committed = found.attributes.get("committed_rows")
-    if not is_length(committed):
-        if found.attributes:
-            found.report(None, f"committed_rows is {committed!r}, expected a number of rows")
-        committed = None
     copies = found.consolidated() or {}
     shown = {name: copies[name]["shape"][0] for name in series if _has_shape(copies.get(name))}
-    votes = Counter(shown.values())
-    if committed is not None:
-        votes[committed] += 1
+    votes = Counter([*shown.values(), *filter(is_length, [committed])])
     if votes:
         best = max(votes.values())
         found.rows = min(rows for rows, count in votes.items() if count == best)
     elif series:
         # Without a root: a writer writes the shards before any document grows.
         found.rows = min(found.arrays[name]["shape"][0] for name in series)
-    if committed is not None and committed != found.rows:
+    if is_length(committed) and committed != found.rows:
         found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
-    for name, rows in shown.items():
-        if rows != found.rows:
-            found.report(
-                name,
-                f"has {rows} rows in the root's document, others have {found.rows}",
-                found.path / DOCUMENT,
-            )
     for name in series:
-        own = found.own.get(name)
-        if name not in shown and _has_shape(own) and own["shape"][0] < found.rows:  # type: ignore[index]
-            found.report(name, f"has {own['shape'][0]} rows of {found.rows}")  # type: ignore[index]
+        rows = shown.get(name, min(found.arrays[name]["shape"][0], found.rows))
+        if rows != found.rows:
+            found.report(name, f"has {rows} rows, others have {found.rows}", found.path / DOCUMENT)
         found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
 
 

@@ -18,7 +18,7 @@ from trajstore.store.metadata.document_form import (
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.store.metadata.zarr_json import CHANGING, COPY
-from trajstore.strict_json import Document, differences, parse, same
+from trajstore.strict_json import MISSING, Document, changes, parse, same
 
 __all__ = [
     "check_attributes",
@@ -68,17 +68,11 @@ def check_attributes(found: CheckedMetadata) -> None:
         return
     attributes = found.attributes
     if found.copy is not None:
-        fixed = fixed_attributes(attributes)
-        for key in sorted(fixed.keys() | found.copy.keys()):
-            if key not in fixed or key not in found.copy:
-                where = "the root" if key not in fixed else f"its copy in {STEP.name}"
-                found.report(None, f"the attribute {key} is missing in {where}")
-            elif not same(fixed[key], found.copy[key]):
-                found.report(
-                    None,
-                    f"the attribute {key} differs from its copy in {STEP.name}: "
-                    f"{', '.join(differences(fixed[key], found.copy[key], key))}",
-                )
+        for key, value, copied in changes(fixed_attributes(attributes), found.copy):
+            where = "the root" if value is MISSING else f"its copy in {STEP.name}"
+            lost = value is MISSING or copied is MISSING
+            how = "is missing in" if lost else "differs from"
+            found.report(None, f"the attribute {key} {how} {where}")
     _check_identity(found)
     for key in REQUIRED:
         if key not in attributes and not (found.copy and key in found.copy):

@@ -6,6 +6,7 @@ arrays see `trajstore.store.metadata.array_document`.
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +17,7 @@ from trajstore.codec.block_form import Runs
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
-from trajstore.strict_json import MISSING, Document, same
+from trajstore.strict_json import MISSING, Document, changes
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "are_lengths",
     "are_runs",
     "attribute_faults",
+    "differing",
     "is_digest",
     "is_length",
     "is_moment",
     "is_possible",
     "root_faults",
+    "root_of",
     "run_identity",
 ]
 
@@ -213,36 +216,38 @@ def run_identity(attributes: Mapping[str, Any]) -> Runs:
     return tuple((block, run) for block, run in attributes["runs"])
 
 
+def root_of(attributes: Document, arrays: Document) -> Document:
+    """Document of a root with these attributes, and these documents of its arrays."""
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": attributes,
+        "consolidated_metadata": {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": arrays,
+        },
+    }
+
+
 def root_faults(root: Any) -> Iterator[Fault]:
     """Faults of the document of a root, except its attributes and arrays."""
     if not isinstance(root, dict):
         yield Fault("", "an object", root)
         return
-    for name, value in (("zarr_format", 3), ("node_type", "group")):
-        if not same(root.get(name), value):
-            yield Fault(name, str(value), root.get(name, MISSING))
-    yield from _unknown(root, {"zarr_format", "node_type", "attributes", "consolidated_metadata"})
-    if not isinstance(root.get("attributes"), dict):
-        yield Fault("attributes", "an object", root.get("attributes", MISSING))
-    # zarr drops the consolidated metadata when another program sets an attribute.
-    block = root.get("consolidated_metadata")
-    if block is None:
-        return
-    if not isinstance(block, dict):
-        yield Fault("consolidated_metadata", "an object", block)
-        return
-    if block.get("kind") != "inline":
-        yield Fault("consolidated_metadata.kind", "inline", block.get("kind", MISSING))
-    if block.get("must_understand") is not False:
-        received = block.get("must_understand", MISSING)
-        yield Fault("consolidated_metadata.must_understand", "false", received)
-    known = {"kind", "must_understand", "metadata"}
-    yield from (fault.within("consolidated_metadata") for fault in _unknown(block, known))
-    arrays = block.get("metadata", MISSING)
-    if not isinstance(arrays, dict):
-        yield Fault("consolidated_metadata.metadata", "an object", arrays)
+    attributes, block = root.get("attributes"), root.get("consolidated_metadata")
+    arrays = block.get("metadata") if isinstance(block, dict) else None
+    expected = root_of(*(each if isinstance(each, dict) else {} for each in (attributes, arrays)))
+    if block is None:  # zarr drops it when another program sets an attribute
+        expected["consolidated_metadata"] = None
+        root = {"consolidated_metadata": None, **root}
+    yield from differing(root, expected)
 
 
-def _unknown(document: Document, known: set[str]) -> Iterator[Fault]:
-    for name in sorted(document.keys() - known):
-        yield Fault(name or "''", "no member of that name", document[name])
+def differing(stored: Document, expected: Document) -> Iterator[Fault]:
+    """Members in which a document differs from the expected one."""
+    for member, received, wanted in changes(stored, expected):
+        text = "an object" if isinstance(wanted, dict) else "no member of that name"
+        if wanted is not MISSING and not isinstance(wanted, dict):
+            text = json.dumps(wanted)
+        yield Fault(member or "''", text, received)

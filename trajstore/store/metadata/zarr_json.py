@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, VARIABLES, entry_of
-from trajstore.store.metadata.document_form import Status
+from trajstore.schema import STEP, entry_of
+from trajstore.store.metadata.array_document import is_series, with_rows
+from trajstore.store.metadata.document_form import Status, root_of
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
 from trajstore.strict_json import utc_now
 
@@ -62,9 +63,7 @@ class RunMetadata:
         step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Other arrays in the group do not belong to the run and do not change.
-        self._series = tuple(
-            name for name in self._arrays if name == STEP.name or name in VARIABLES
-        )
+        self._series = tuple(filter(is_series, self._arrays))
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:
@@ -89,7 +88,7 @@ class RunMetadata:
 
     def array(self, name: str, rows: int) -> bytes:
         """Document of an array with that number of rows."""
-        return _dump(self._with_rows(name, rows))
+        return _dump(with_rows(name, self._arrays[name], rows))
 
     def names(self) -> tuple[str, ...]:
         """All arrays, including coordinates."""
@@ -113,24 +112,8 @@ class RunMetadata:
         }
         if self.notes:
             changing[NOTES] = self.notes
-        return _dump(
-            {
-                "zarr_format": 3,
-                "node_type": "group",
-                "attributes": self._attributes | changing,
-                "consolidated_metadata": {
-                    "kind": "inline",
-                    "must_understand": False,
-                    "metadata": {name: self._with_rows(name, rows) for name in self._arrays},
-                },
-            }
-        )
-
-    def _with_rows(self, name: str, rows: int) -> dict[str, Any]:
-        document = self._arrays[name]
-        if name not in self._series:
-            return document
-        return document | {"shape": [rows, *document["shape"][1:]]}
+        arrays = {name: with_rows(name, array, rows) for name, array in self._arrays.items()}
+        return _dump(root_of(self._attributes | changing, arrays))
 
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ def root_document(place: Location) -> bytes:
     """
     try:
         return document_in(place / DOCUMENT)
-    except ValueError as error:
+    except (ValueError, IsADirectoryError) as error:
         raise _unreadable(place, error) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
@@ -167,11 +167,11 @@ def _read(place: Location, key: str) -> Any:
         raise FormatError(f"{place}: {key} is missing{remedy(place)}") from error
     except FormatError:
         raise
-    except ValueError as error:
+    except (ValueError, IsADirectoryError) as error:
         raise _unreadable(place, error, key) from error
 
 
-def _unreadable(place: Location, error: ValueError, key: str = DOCUMENT) -> FormatError:
+def _unreadable(place: Location, error: Exception, key: str = DOCUMENT) -> FormatError:
     what = _NO_GROUP if key == DOCUMENT else "cannot be read"
     return FormatError(f"{place} {what}: {key} cannot be read: {error}")
 

@@ -340,6 +340,28 @@ def test_attributes_of_the_root_are_checked(run: Path, name: str, value: Any, me
     assert found.rows == 11
 
 
+@pytest.mark.parametrize(
+    ("status", "changed", "clean"),
+    [("recording", False, True), ("complete", False, False), ("recording", True, False)],
+)
+def test_only_a_resume_that_died_leaves_an_older_copy_of_the_attributes(
+    run: Path, status: str, changed: bool, clean: bool
+) -> None:
+    """The fingerprint shows that the root has the present attributes, unless they were changed."""
+    older = (run / "step" / "zarr.json").read_bytes()
+    with RunWriter.resume(run, attributes={"config": {"why": "another"}}) as writer:
+        writer.close("interrupted")
+    (run / "step" / "zarr.json").write_bytes(older)
+    edit(run / "zarr.json", lambda root: root["attributes"].update(status=status))
+    if changed:
+        other = {"config": {"why": "forged"}}
+        edit(run / "zarr.json", lambda root: root["attributes"].update(other))
+        edit(run / "zarr.json", lambda root: _in_copy(other)(_arrays(root)["step"]))
+    found = verify(run)
+    assert found.clean == clean
+    assert any("being changed" in note for note in found.notes) == clean
+
+
 @pytest.mark.parametrize("name", ["status", "updated", "committed_rows", "config", "created"])
 def test_a_missing_attribute_is_named(run: Path, name: str) -> None:
     edit(run / "zarr.json", lambda document: document["attributes"].pop(name))

@@ -48,6 +48,7 @@ def test_the_document_of_a_recorder_is_that_of_its_facts(name: str) -> None:
         ("fill_value", [], 'fill_value is [], expected "NaN"'),
         ("codecs", {}, "codecs is {}, expected a list of objects"),
         ("codecs.0", [], "codecs is [[]], expected a list of objects with name and configuration"),
+        ("codecs.0", "trajstore.block", "codecs.0.configuration is missing, expected an object"),
         ("codecs.0.configuration", 1, "codecs.0.configuration is 1, expected an object"),
         ("codecs.0.configuration.level", None, "level is None, expected a value such as 1"),
         ("codecs.0.configuration.array", "grad", "configuration.array is 'grad', expected \"W\""),

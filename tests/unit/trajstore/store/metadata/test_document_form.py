@@ -34,7 +34,7 @@ def test_the_root_of_a_recorder_has_no_faults() -> None:
         ("attributes", ..., "attributes is missing, expected an object"),
         ("more", 1, "more is 1, expected no member of that name"),
         ("consolidated_metadata", "x", "consolidated_metadata is 'x', expected an object"),
-        ("consolidated_metadata.kind", ..., "metadata.kind is missing, expected inline"),
+        ("consolidated_metadata.kind", ..., 'metadata.kind is missing, expected "inline"'),
         ("consolidated_metadata.must_understand", 0, "must_understand is 0, expected false"),
         ("consolidated_metadata.metadata", None, "metadata is None, expected an object"),
     ],
@@ -89,6 +89,17 @@ def test_a_model_that_cannot_be(name: str, value: Any) -> None:
 
 def resumed(run: Path) -> None:
     RunWriter.resume(run).close()
+
+
+@pytest.mark.parametrize(("name", "opens"), [("", open_run), ("", resumed), ("W", resumed)])
+def test_a_folder_in_the_place_of_a_document_is_named(
+    small_run: tuple[Path, Any], name: str, opens: Callable[[Path], Any]
+) -> None:
+    path = small_run[0] / name / "zarr.json"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FormatError, match=r"zarr\.json cannot be read: .*directory"):
+        opens(small_run[0])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -203,7 +203,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
         assert verify(path).clean
         assert open_run(path).attrs["config"] == {"steps": 30}
     assert found == sorted(found)
-    assert set(found) == {14, 20}
+    assert set(found) == ({20} if after else {14, 20})  # the root is the first
 
 
 def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
