@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.integrity.checked_metadata import CheckedMetadata
@@ -70,18 +70,20 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     """
     text, place = str(path), location(path).absolute()
     found = CheckedMetadata(path=place)
-    if isinstance(place, Path):
-        folders = _array_folders(place, text)
-    elif place.listed:
+    if isinstance(place, RemotePath) and place.listed:
         found.objects = object_sizes(place)
-        folders = _listed_arrays(found.objects, place)
-    else:
-        folders = _named_arrays(place)
+    folders = _array_folders(found, text)
     found.root = _read(found, None)
     if found.root is not None:
         _check_root(found)
+    elif folders is None:
+        raise RunNotFound(
+            f"there is no run at {text}, or its root is broken: {found.problems[0].message}"
+        )
     found.dropped = dropped_arrays(found.attributes) - (found.consolidated() or {}).keys()
-    for name in folders:
+    if folders is None:  # places without a listing
+        folders = [name for name in found.consolidated() or {} if name and "/" not in name]
+    for name in sorted(folders):
         if name not in found.dropped:  # remains of an interrupted repair
             found.own[name] = _read(found, name)
     _choose_documents(found)
@@ -132,51 +134,36 @@ def _runs_in(found: CheckedMetadata) -> list[str]:
     return [entry.name for entry in found.path.iterdir() if (entry / key).exists()]
 
 
-def _array_folders(path: Path, text: str) -> list[str]:
-    """Folders with an array, or with the name of one.
+def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
+    """Folders with an array, or with the name of one; None for a place without a listing.
 
     Raises
     ------
     RunNotFound, FormatError
         If there is nothing, or no array and no document.
     """
-    if not path.exists():
-        raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
-    if not path.is_dir():
-        raise FormatError(f"{text} is a file; a run is a folder")
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
-    found = [name for name in names if entry_of(name) or os.path.exists(path / name / DOCUMENT)]
-    if not found and not os.path.lexists(path / DOCUMENT):
-        raise FormatError(_without_documents(text))
-    return sorted(found)
+    path, objects = found.path, found.objects
+    if isinstance(path, Path):
+        if not path.exists():
+            raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
+        if not path.is_dir():
+            raise FormatError(f"{text} is a file; a run is a folder")
+        with os.scandir(path) as entries:
+            names = {entry.name for entry in entries if entry.is_dir()}
+    elif objects is None:
+        return None
+    elif not objects:
+        raise RunNotFound(f"there is no run at {text}")
+    else:
+        names = {key.partition("/")[0] for key in objects if "/" in key}
 
+    def has(key: str) -> bool:
+        return os.path.lexists(f"{path}/{key}") if objects is None else key in objects
 
-def _listed_arrays(objects: dict[str, int], place: RemotePath) -> list[str]:
-    """The same for the keys of an object store."""
-    if not objects:
-        raise RunNotFound(f"there is no run at {place}")
-    names = {key.partition("/")[0] for key in objects if "/" in key}
-    found = [name for name in names if entry_of(name) or f"{name}/{DOCUMENT}" in objects]
-    if not found and DOCUMENT not in objects:
-        raise FormatError(_without_documents(str(place)))
-    return sorted(found)
-
-
-def _named_arrays(place: RemotePath) -> list[str]:
-    """Arrays in the root, for places without a listing."""
-    root = read_document(place / DOCUMENT, None)
-    if isinstance(root, Problem):
-        raise RunNotFound(f"there is no run at {place}, or its root is broken: {root.message}")
-    block = root.get("consolidated_metadata")
-    entries = block.get("metadata") if isinstance(block, dict) else None
-    if not isinstance(entries, dict):
-        raise FormatError(f"{place} is not a run: its root lists no arrays")
-    return sorted(name for name in entries if name and "/" not in name)
-
-
-def _without_documents(text: str) -> str:
-    return f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one"
+    folders = [name for name in names if entry_of(name) or has(f"{name}/{DOCUMENT}")]
+    if not folders and not has(DOCUMENT):
+        raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
+    return folders
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:
@@ -197,12 +184,9 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
     array : str or None
         Array of the document; None for the root.
     """
-    first: int | None = None
-    size = 0
+    remedy: Literal["rewrite", "none"] = "rewrite"
     try:
-        data = document_in(path)
-        size = len(data)
-        value = parse(data.decode())
+        value = parse(document_in(path).decode())
         if isinstance(value, dict):
             return value
         message = "it is not a JSON object"
@@ -212,22 +196,11 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
         raise
     except OSError as error:
         # A later attempt may succeed: do not replace the document.
-        message = f"{DOCUMENT} cannot be read: {error.strerror or error}"
-        return Problem(array=array, path=path, message=message, remedy="none")
-    except UnicodeDecodeError as error:
-        first, message = error.start, f"it is not JSON: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        first, message = error.pos, f"it is not JSON: {error}"
+        message, remedy = str(error.strerror or error), "none"
     except ValueError as error:
         message = f"it is not the JSON document of a run: {error}"
-    return Problem(
-        array=array,
-        path=path,
-        first_byte=first,
-        stop_byte=None if first is None else size,
-        message=f"{DOCUMENT} cannot be read: {message}",
-        remedy="rewrite",
-    )
+    message = f"{DOCUMENT} cannot be read: {message}"
+    return Problem(array=array, path=path, message=message, remedy=remedy)
 
 
 def _check_root(found: CheckedMetadata) -> None:
