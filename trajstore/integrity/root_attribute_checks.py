@@ -74,9 +74,6 @@ def check_attributes(found: CheckedMetadata) -> None:
             how = "is missing in" if lost else "differs from"
             found.report(None, f"the attribute {key} {how} {where}")
     _check_identity(found)
-    for key in REQUIRED:
-        if key not in attributes and not (found.copy and key in found.copy):
-            found.report(None, f"the attribute {key} is missing")
     number = attributes.get("trajstore_format")
     copied = (found.copy or {}).get("trajstore_format", number)
     if type(number) is int and number != FORMAT and copied == number:
@@ -84,7 +81,8 @@ def check_attributes(found: CheckedMetadata) -> None:
             f"{found.path} is of store format {number}, and this version checks format {FORMAT}; "
             f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
         )
-    for fault in attribute_faults(attributes):
+    required = [key for key in REQUIRED if key not in (found.copy or {})]
+    for fault in attribute_faults(attributes, required):
         found.report(None, str(fault))
     listed: Any = attributes.get(STRETCHES)
     if are_stretches(listed) and not same(listed[-1]["config"], attributes.get("config")):
