@@ -294,8 +294,8 @@ def open_document(
 def stored_values(document: Document, values: npt.NDArray[Any]) -> bytes:
     """Object with all values of an array of one chunk."""
     objects = _buffers(document, {})
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        zarr.open_array(MemoryStore(objects), mode="r+", zarr_format=3)[...] = values
+    array = zarr.open_array(MemoryStore(objects), mode="r+", zarr_format=3)
+    array.with_config({"write_empty_chunks": True})[...] = values
     del objects[DOCUMENT]
     (data,) = objects.values()
     return bytes(data.to_bytes())

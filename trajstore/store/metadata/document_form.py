@@ -247,7 +247,8 @@ def root_faults(root: Any) -> Iterator[Fault]:
 def differing(stored: Document, expected: Document) -> Iterator[Fault]:
     """Members in which a document differs from the expected one."""
     for member, received, wanted in changes(stored, expected):
-        text = "an object" if isinstance(wanted, dict) else "no member of that name"
-        if wanted is not MISSING and not isinstance(wanted, dict):
-            text = json.dumps(wanted)
+        if wanted is MISSING:
+            text = "no member of that name"
+        else:
+            text = "an object" if isinstance(wanted, dict) else json.dumps(wanted)
         yield Fault(member or "''", text, received)
