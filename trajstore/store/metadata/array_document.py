@@ -84,6 +84,8 @@ _CODECS = (["bytes", "blosc", "crc32c"], ["vlen-utf8", "crc32c"])
 _SETTINGS = Chain(native=STEP_TYPE, kind="plain", compressor="zstd", level=1).facts()
 """Possible settings of a codec, for messages."""
 
+_MOST_SETTINGS = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFacts:
@@ -362,6 +364,8 @@ def _form(codec: Any, block: Sequence[int]) -> BlockForm | Fault:
     if math.prod(map(operator.floordiv, block, chunk)) > MOST_CHUNKS:
         expected = f"at most {MOST_CHUNKS:,} chunks in a block of {block}"
         return Fault(f"{member}.chunk_shape", expected, chunk)
+    if len(settings) > _MOST_SETTINGS:
+        return Fault(member, "the settings of a codec", settings)
     try:
         return BlockCodec.from_dict(codec).form(tuple(block))
     except FormatError as error:

@@ -54,6 +54,8 @@ def test_the_document_of_a_recorder_is_that_of_its_facts(name: str) -> None:
         ("codecs.0.configuration.array", "grad", "configuration.array is 'grad', expected \"W\""),
         ("codecs.0.configuration.more", 1, "configuration.more is 1, expected no member"),
         ("codecs.0.configuration.runs", [[0, 1]], "runs is [[0, 1]], expected a list of [block"),
+        ("codecs.0.configuration", {"array": "W", "runs": [[0, "5a"]], "chunk_shape": [3, 4, 3],
+         **{str(number): 0 for number in range(99)}}, "expected the settings of a codec"),
         ("codecs.0.configuration.chunk_shape", 3, "configuration.chunk_shape is 3, expected 3"),
         ("attributes.units", {}, "attributes.units is {}, expected no attribute by which xarray"),
         ("attributes.scale_factor", 2.0, "scale_factor is 2.0, expected no attribute by"),
