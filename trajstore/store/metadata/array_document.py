@@ -213,13 +213,11 @@ def facts_of(name: str, document: Any) -> ArrayFacts | Fault:
         return Fault("codecs", "a list of objects with name and configuration", codecs)
     if "sharding_indexed" in names:
         return Fault("codecs", "no shards of zarr, whose blocks have no labels", codecs)
+    form = _form(codecs[names.index(BLOCK)], block) if BLOCK in names else None
+    if isinstance(form, Fault):
+        return form
     kept = {key: value for key, value in attributes.items() if not _changes_values(key, value)}
-    facts = ArrayFacts(name=name, shape=tuple(shape), attributes=kept)
-    if BLOCK in names:
-        form = _form(codecs[names.index(BLOCK)], block)
-        if isinstance(form, Fault):
-            return form
-        facts = replace(facts, form=form)
+    facts = ArrayFacts(name=name, shape=tuple(shape), attributes=kept, form=form)
     recorded = [BLOCK] if isinstance(entry, Variable) else _CODECS[entry.dtype == "string"]
     if document.get("chunk_key_encoding") != _KEYS or names != recorded:
         return _foreign(facts, entry, document)
@@ -265,15 +263,15 @@ def contradicting_lengths(
     shapes : mapping of str to sequence of int
         Shapes of arrays of the schema.
     """
-    seen: dict[str, Counter[int]] = {}
-    for name, shape in shapes.items():
-        for dim, length in zip(_dims(name), shape, strict=True):
-            seen.setdefault(dim, Counter())[length] += 1
-    for name, shape in shapes.items():
-        for dim, length in zip(_dims(name), shape, strict=True):
-            ((most, _),) = seen[dim].most_common(1)
-            if length != most:
-                yield name, dim, length, most
+    found = [
+        (name, dim, length)
+        for name, shape in shapes.items()
+        for dim, length in zip(_dims(name), shape, strict=True)
+    ]
+    most: dict[str, int] = {}
+    for (dim, length), _ in reversed(Counter(item[1:] for item in found).most_common()):
+        most[dim] = length
+    yield from ((*item, most[item[1]]) for item in found if item[2] != most[item[1]])
 
 
 def open_document(
