@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore.errors import ConfigError
 from trajstore.values.moving_average import MovingAverage, share_left
@@ -79,7 +80,13 @@ class _Adam:
     rounds_once: bool
 
 
-def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> list[Advice]:
+def advise(
+    optimizer: Mapping[str, Any] | None,
+    *,
+    state: str,
+    weights: str,
+    highest_rate: float | None = None,
+) -> list[Advice]:
     """Find the updates that the types of an optimizer's state and of its weights prevent.
 
     Parameters
@@ -91,6 +98,8 @@ def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> 
         is fine enough for every β.
     weights : str
         Native type of W. The same types get advice.
+    highest_rate : float, optional
+        Highest learning rate of the run, if it is known; default: that of the hyperparameters.
 
     Returns
     -------
@@ -110,6 +119,8 @@ def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> 
     rule = _rule(optimizer)
     if rule is None:
         return []
+    if highest_rate is not None:
+        rule = replace(rule, lr=highest_rate)
     found: list[Advice | None] = []
     if state in _TRIED:
         found += [_of_first_moment(rule, state), _of_second_moment(rule, state)]
@@ -119,7 +130,11 @@ def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> 
     return [advice for advice in found if advice is not None]
 
 
-def advise_run(attributes: Mapping[str, Any], native_dtypes: Mapping[str, str]) -> list[Advice]:
+def advise_run(
+    attributes: Mapping[str, Any],
+    native_dtypes: Mapping[str, str],
+    rates: npt.ArrayLike = (),
+) -> list[Advice]:
     """`advise` for a recorded run.
 
     Parameters
@@ -129,10 +144,19 @@ def advise_run(attributes: Mapping[str, Any], native_dtypes: Mapping[str, str]) 
     native_dtypes : mapping of str to str
         Native types of its arrays by name. The type of the state is that of ``exp_avg_sq``, or else
         of W. The type of W is that of ``grad`` if W is not recorded.
+    rates : array_like of float, (step,)
+        Recorded learning rates; the advice holds for all that are finite.
     """
     weights = native_dtypes.get("W", native_dtypes.get("grad", ""))
     state = native_dtypes.get("exp_avg_sq", weights)
-    return advise(attributes.get("optimizer"), state=state, weights=weights)
+    known = np.asarray(rates, np.float64)
+    known = known[np.isfinite(known)]
+    return advise(
+        attributes.get("optimizer"),
+        state=state,
+        weights=weights,
+        highest_rate=float(known.max()) if known.size else None,
+    )
 
 
 def require_sound(advice: Sequence[Advice]) -> None:
@@ -265,7 +289,8 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
         native_dtype=native,
         cannot_decay=share,
         cannot_grow=math.nan,
-        sentence=f"weight decay {does}: (1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
+        sentence=f"weight decay {does} at learning rates up to {rule.lr:.6g}: "
+        f"(1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
         f"back to W for {_percent(share)} of {native} values. The run trains with "
         f"{'no' if share == 1 else 'less'} weight decay. {remedy}",
     )

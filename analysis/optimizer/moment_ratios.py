@@ -131,6 +131,22 @@ def _squares_kernel(recorded: Array, exact: npt.NDArray[np.float64]) -> npt.NDAr
     return result
 
 
+def _disjoint(
+    groups: npt.NDArray[np.bool_],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Split populations, which may overlap, into disjoint sets of tokens.
+
+    Returns
+    -------
+    ndarray of int, (population, set)
+        1 if the population contains the set.
+    ndarray of int, (token,)
+        Set of each token.
+    """
+    members, kind = np.unique(groups, axis=1, return_inverse=True)
+    return members.astype(np.int64), kind.reshape(-1)
+
+
 @np.errstate(all="ignore")
 def _error_kernel(
     counts: npt.NDArray[np.int64],
@@ -141,9 +157,8 @@ def _error_kernel(
     """Ratio of norms, then quantiles, for whole rows: (row, population, 1 + quantile)."""
     rows = len(counts)
     result = np.full((rows, len(groups), 1 + levels.size), np.nan)
-    counts = counts.reshape(rows, -1, CLASSES)
-    if len(groups) > 1:  # the last population is the union of all others
-        counts = np.concatenate([counts, counts.sum(1, keepdims=True)], axis=1)
+    members, _ = _disjoint(groups)
+    counts = np.einsum("pd,rdc->rpc", members, counts.reshape(rows, -1, CLASSES))
     for number, group in enumerate(groups):
         if group.any():
             numerator, denominator = (
@@ -234,8 +249,9 @@ def _errors(
 ) -> list[da.Array]:
     """For both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
     by_step, by_token, _ = recurrence.gradient.chunks
-    kinds = max(1, len(groups) - 1)
-    group = da.from_array(np.argmax(groups, axis=0)[None, :, None], chunks=((1,), by_token, (1,)))
+    members, kind = _disjoint(groups)
+    kinds = members.shape[1]
+    group = da.from_array(kind[None, :, None], chunks=((1,), by_token, (1,)))
     before = [recurrence.first(moment) for moment in MOMENTS]
     errors: list[list[da.Array]] = [[] for _ in MOMENTS]
     for number, rows in enumerate(by_step):

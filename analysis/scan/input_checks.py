@@ -104,7 +104,7 @@ def variables(ds: xr.Dataset, *names: str) -> None:
             )
         elif "imported" in ds.attrs:
             remedy = (
-                "; import with --schedule constant or linear:N to compute it from a learning rate"
+                "; assign the rate of each step: ds.assign(lr=('step', rates))"
                 if missing == ["lr"]
                 else ", because the imported file does not"
             )

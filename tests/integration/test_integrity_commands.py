@@ -65,6 +65,8 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     row = next(line for line in done.stdout.splitlines() if line.strip().startswith("W "))
     assert row.split()[:4] == ["W", "2", f"{offset}–{offset + length}", "run.zarr/W/c.2.0.0"]
     assert "run.zarr: 2 problems" in done.stdout
+    assert f"would do: trajstore repair {run}\n" in done.stdout
+    assert f"trajstore export {run} --format run --fill-damaged -o COPY.zarr\n" in done.stdout
     facts = json.loads(trajstore_cli("verify", run, "--json", rc=1).stdout)
     assert [problem["array"] for problem in facts["problems"]] == ["grad", "W"]
     assert facts["problems"][1]["first_byte"] == offset
@@ -81,14 +83,16 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
         "Planned repair:\n  3 of 11 rows are dropped, from row 8 on"
     )
     assert "grad/zarr.json is rewritten" in done.stdout
-    assert f"  trajstore repair {run} --fill-damaged\n" in done.stdout
+    copy = f"  trajstore export {run} --format run"
+    assert f"{copy} --fill-damaged -o COPY.zarr\n" in done.stdout
+    assert f"{copy} --vars" not in done.stdout  # a run needs W
     assert f"cp -r {run} {run}.copy\n" in done.stdout
     assert f"trajstore repair {run} --yes" in done.stdout
-    done = trajstore_cli("repair", run, "--fill-damaged")
-    assert "\n  W becomes NaN in steps 8 to 10: W, block 2" in done.stdout
-    assert f"trajstore repair {run} --fill-damaged --yes" in done.stdout
-    done = trajstore_cli("repair", run, "--drop-array", "loss", rc=2)
-    assert "cannot drop loss: it is not damaged; damaged arrays: W" in done.stderr
+    copied = trajstore_cli(
+        "export", run, "--format", "run", "--fill-damaged", "-o", run.with_name("copy.zarr")
+    )
+    assert "W holds NaN in place of damaged values" in copied.stdout
+    assert "(steps 8 to 10)" in copied.stdout
     assert contents(run) == before
     facts = json.loads(trajstore_cli("repair", run, "--yes", "--json").stdout)
     assert (facts["done"], facts["rows_before"], facts["rows"]) == (True, 11, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -51,15 +52,21 @@ def _file(place: str) -> ModuleType:
     path = Path(place).absolute()
     if not path.is_file():
         raise InvalidArgument(f"there is no file {place}; give FILE.py:function")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name of its own: another module of this name may be imported. An edited file is run again.
+    content = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()
+    name = f"{path.stem}_{content[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # its name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # for dataclasses, which look up their module
+    sys.modules[name] = module  # for dataclasses, which look up their module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # any code of the file
+        del sys.modules[name]
         raise InvalidArgument(f"cannot import {place}: {type(error).__name__}: {error}") from error
     return module

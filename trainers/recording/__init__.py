@@ -19,8 +19,7 @@ Before the first step ``capture`` sets this up; ``hf_callback`` calls it for a `
 ``options`` holds the user's options, ``parameters`` finds the matrices, and ``planned_run`` plans
 the runs with their populations and ``provenance``. ``resumed_run`` opens an existing run.
 ``first_step`` looks for what the recording cannot answer, and ``run_notes`` collects such notes.
-``data_set_tokens`` counts the tokens of a Trainer's data set; ``trainer_facts`` describes the
-Trainer, so that its steps can be repeated. ``numeric_advice`` reports types in
+``data_set_tokens`` counts the tokens of a Trainer's data set. ``numeric_advice`` reports types in
 which the optimizer has no effect. ``torch_threads`` sets the number of threads, on which the bits
 depend. ``compared_run`` compares the rows of a repeated training. ``sharding`` computes the tokens
 that each process records of a sharded parameter. ``torch_internals`` holds torch's private names,

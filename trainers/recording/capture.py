@@ -183,8 +183,7 @@ def capture(
     ----------
     model : Module
         May be wrapped by `torch.compile` or `DistributedDataParallel`, or sharded by
-        `torch.distributed.fsdp.fully_shard`; then each process records its own tokens. Forward
-        passes in evaluation mode are not recorded.
+        `torch.distributed.fsdp.fully_shard`; then each process records its own tokens.
     optimizer : Optimizer
         Any optimizer; moments are recorded if it has Adam's.
     path : path-like
@@ -259,6 +258,6 @@ def capture(
         yield recorder
     if recorder.writer is None and not recorder.has_failed and _is_first_process():
         raise RecordingError(
-            f"no optimizer step was taken, so {path} was not written; call optimizer.step() inside "
-            "the with block"
+            f"no optimizer step was taken, so {path} was not written; call the step() of the given "
+            "optimizer inside the with block, or give the optimizer whose step() runs"
         )

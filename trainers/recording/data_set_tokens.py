@@ -20,18 +20,15 @@ from trajstore.trainers.texts.tokenizer import token_texts
 
 __all__ = [
     "COUNTING_SECONDS",
-    "TOKENS",
     "NotCounted",
     "TokenFacts",
     "facts_of_trainer",
-    "note_failures",
-    "require_stateless",
 ]
 
 COUNTING_SECONDS = 5.0
 """Approximate time limit for counting a data set; a slower count is discarded."""
 
-TOKENS = ("input_ids", "attention_mask", "labels")
+_TOKENS = ("input_ids", "attention_mask", "labels")
 """Columns of an example that are read."""
 
 _BATCH = 1000  # examples that are read from a table at once
@@ -100,13 +97,13 @@ def facts_of_trainer(
         return facts  # a resumed run keeps its coordinates
     if options.is_dead is None and options.token_count is None:
         remedy = "give is_dead= or token_count=, or label them later with: trajstore annotate"
-        with note_failures(facts, "which tokens are dead", remedy):
+        with _note_failures(facts, "which tokens are dead", remedy):
             rows = _vocabulary(model, parameters)
             if rows is not None:
                 data_set = getattr(data_loader, "dataset", None)
                 _add_counts(facts, *_counted(data_set, rows, processes))
     if options.token_text is None:
-        with note_failures(facts, "the texts of its tokens", "give token_text="):
+        with _note_failures(facts, "the texts of its tokens", "give token_text="):
             rows = _vocabulary(model, parameters)
             backend = getattr(tokenizer, "backend_tokenizer", None)
             if rows is not None and backend is not None:
@@ -119,7 +116,7 @@ def _needs_dead(options: RecordingOptions) -> bool:
 
 
 @contextlib.contextmanager
-def note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
+def _note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
     """Turn an error into a note, because no failure here may end a training run."""
     try:
         yield
@@ -144,8 +141,9 @@ def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int)
 
 
 def _add_texts(facts: TokenFacts, texts: tuple[str, ...], rows: int) -> None:
-    if len(texts) <= rows:  # further rows pad the matrix
-        facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]
+    if len(texts) > rows:
+        raise NotCounted(f"the tokenizer has {len(texts)} tokens, and the matrix {rows} rows")
+    facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]  # the rest pads the matrix
 
 
 def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...]) -> int | None:
@@ -171,7 +169,7 @@ def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.i
     """Return the occurrences of each token, and the number of examples."""
     if processes > 1:
         raise NotCounted("several processes train, and each would have to count")
-    require_stateless(data_set)
+    _require_stateless(data_set)
     counts = {name: np.zeros(rows, np.int64) for name in ("input_ids", "labels")}
     end = monotonic() + COUNTING_SECONDS
     for part in _parts(data_set):
@@ -187,7 +185,7 @@ def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.i
     return np.maximum(counts["input_ids"], counts["labels"]), len(data_set)
 
 
-def require_stateless(data_set: Any) -> None:
+def _require_stateless(data_set: Any) -> None:
     """Raise an error for a data set that reading may change, and with it the training.
 
     Types are compared exactly, because a subclass may read its examples differently.
@@ -199,10 +197,10 @@ def require_stateless(data_set: Any) -> None:
         raise NotCounted("the Trainer's data set is streamed")
     if kind is ConcatDataset:
         for part in data_set.datasets:
-            require_stateless(part)
+            _require_stateless(part)
     elif kind is Subset:
         _require_kind(data_set.indices, list, tuple, range, np.ndarray, torch.Tensor)
-        require_stateless(data_set.dataset)
+        _require_stateless(data_set.dataset)
     elif not _is_table(data_set):
         _require_kind(data_set, list, tuple)
     elif data_set.format["type"] == "custom":
@@ -241,7 +239,7 @@ def _parts(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
 def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
     form = data_set.format
     shown = data_set.column_names if form["output_all_columns"] else form["columns"]
-    columns = [name for name in TOKENS if name in shown]
+    columns = [name for name in _TOKENS if name in shown]
     if "input_ids" not in columns:
         raise NotCounted("the examples of its data set have no input_ids")
     table = data_set.with_format("arrow", columns=columns)
@@ -269,7 +267,7 @@ def _of_example(example: Any) -> dict[str, npt.NDArray[np.int64]]:
     if type(example) not in (dict, BatchEncoding):
         raise NotCounted(f"examples of its data set are {type(example).__name__}, not dicts")
     flat = {}
-    for name in TOKENS:
+    for name in _TOKENS:
         if name in example and example[name] is not None:
             values = torch.as_tensor(example[name], device="cpu").detach()
             if values.ndim:  # labels may be a single class

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
-from trajstore.trainers.recording.torch_internals import in_backward
+from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
 
 __all__ = [
     "BackwardPass",
@@ -36,7 +36,7 @@ __all__ = [
 LogitsMode = Literal["last", "mean"]
 
 _LOSS_OF = "trajstore.loss_of"
-"""Key of the metadata of a graph's node: the pass whose loss the node has computed."""
+"""Key of the metadata of a node: the pass whose loss it has computed, and as which output."""
 
 _KEEPING = ("Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Reshape", "Squeeze", "Unsqueeze",
             "Mean", "Sum", "Identity", "_DDPSink")  # fmt: skip
@@ -169,7 +169,7 @@ class ForwardPasses:
     def watch_model(self, hooks: ModuleHooks, model: torch.nn.Module) -> None:
         """Add the hooks that begin and end a pass; those of others lie between them."""
         hooks.before(model, self._begin, first=True)
-        hooks.after(model, self._end)
+        hooks.after(model, self._end, always=True)
 
     @contextlib.contextmanager
     def of(self, output: Any) -> Iterator[ForwardPass | None]:
@@ -177,7 +177,7 @@ class ForwardPasses:
 
         A loop may call a module of the model by itself; that is a pass of its own.
         """
-        if in_backward():  # checkpointing repeats a part of a pass
+        if _is_no_pass():
             yield None
         elif self.current is not None:
             yield self.current
@@ -232,34 +232,35 @@ class ForwardPasses:
 
     def source_of(self, root: torch.Tensor) -> ForwardPass | None:
         """Return the pass whose loss a tensor is a multiple of; None if there is no such pass."""
-        node = root.grad_fn
+        node, output = root.grad_fn, root.output_nr
         for _ in range(_LONGEST_WAY):
             if node is None:
                 return None
-            if (source := _metadata(node).get(_LOSS_OF)) is not None:
-                return source
-            inputs = [one for one, _ in node.next_functions if one is not None]
+            found = _metadata(node).get(_LOSS_OF)
+            if found is not None and found[1] == output:
+                return found[0]
+            inputs = [one for one in node.next_functions if one[0] is not None]
             if not node.name().startswith(_KEEPING) or len(inputs) != 1:
                 return None
-            (node,) = inputs
+            ((node, output),) = inputs
         return None
 
     def _begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        counts = torch.is_grad_enabled() and not in_backward()
+        counts = torch.is_grad_enabled() and not _is_no_pass()
         if counts and torch.is_autocast_enabled("cpu"):
             self.autocast_types.add(torch.get_autocast_dtype("cpu"))
         self.current = ForwardPass(next(self._numbers)) if counts else None
 
     def _end(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         one, self.current = self.current, None
-        if one is None:
+        if one is None or output is None:  # the pass has failed
             return
         self._watch_graph(one, output)
         loss, logits = loss_of(output), logits_of(output)
         if loss is not None and loss.grad_fn is not None:
             one.loss = loss.detach().clone()  # the loop may divide it in place
             one.loss_is_share = kwargs.get("num_items_in_batch") is not None
-            _metadata(loss.grad_fn)[_LOSS_OF] = one
+            _metadata(loss.grad_fn)[_LOSS_OF] = one, loss.output_nr
         if one.head_calls == 1 and one.head_logits is not None:
             self._keep_logits(one, one.head_logits)
         elif logits is not None and self._are_of_a_vocabulary(logits):
@@ -302,6 +303,11 @@ class ForwardPasses:
 
     def _are_of_a_vocabulary(self, logits: torch.Tensor) -> bool:
         return logits.ndim in (2, 3) and logits.shape[-1] in self._vocabularies
+
+
+def _is_no_pass() -> bool:
+    """Return True where checkpointing repeats a part of a pass, or tensors cannot be kept."""
+    return in_backward() or in_vmap()
 
 
 class StepLoss:
@@ -462,9 +468,9 @@ class StepLogits:
         return self._first if mean is None else mean.to(self._dtype)
 
 
-def _metadata(node: torch.autograd.graph.Node) -> dict[str, ForwardPass]:
+def _metadata(node: torch.autograd.graph.Node) -> dict[str, tuple[ForwardPass, int]]:
     """Return the values that belong to a node of a graph, which end with it."""
-    found: dict[str, ForwardPass] = node.metadata  # type: ignore[assignment]
+    found: dict[str, tuple[ForwardPass, int]] = node.metadata  # type: ignore[assignment]
     return found
 
 

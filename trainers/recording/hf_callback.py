@@ -16,12 +16,11 @@ from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.compared_run import Comparison
-from trajstore.trainers.recording.data_set_tokens import facts_of_trainer, note_failures
+from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
-from trajstore.trainers.recording.trainer_facts import trainer_facts
 
 __all__ = ["TrajectoryCallback"]
 
@@ -153,11 +152,6 @@ class TrajectoryCallback(TrainerCallback):
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
         )
-        options = self._options
-        if "params" in options.variables and not options.resume and options.config is None:
-            with note_failures(facts, "its Trainer", "verify --gradients cannot prove it"):
-                loader = kwargs.get("train_dataloader")
-                facts.origin["trainer"] = trainer_facts(args, state, model, loader)
         self.recorder = attach(
             model,
             optimizer,

@@ -290,16 +290,16 @@ class ModelState:
         if scaled and not mixed:
             place.mul_(unscale)
 
-    def set_rates(self, rows: Rows) -> None:
-        """Set the learning rates of the step; NaN for one that is not a number."""
+    def set_rates(self, rows: Rows, *, known: bool = True) -> None:
+        """Set the learning rates of the step; NaN for one that is not a number, or not `known`."""
         if "params_lr" not in rows.variables:
             return
         unknown = torch.tensor(float("nan"), dtype=torch.float64)
-        rates = [rate_of(group) for group in self._optimizer.param_groups]
-        known = [unknown if rate is None else rate for rate in rates]
-        if len({rate.device for rate in known}) > 1:
-            known = [rate.to(self._matrix.device) for rate in known]
-        rows.set("params_lr", torch.stack(known))
+        found = [rate_of(group) if known else None for group in self._optimizer.param_groups]
+        rates = [unknown if rate is None else rate for rate in found]
+        if len({rate.device for rate in rates}) > 1:
+            rates = [rate.to(self._matrix.device) for rate in rates]
+        rows.set("params_lr", torch.stack(rates))
 
     def after_step(self, rows: Rows) -> None:
         """Take the state after the step, and the random state before it.

@@ -31,10 +31,16 @@ class ModuleHooks:
         self._on_error = on_error
         self._handles: list[RemovableHandle] = []
 
-    def after(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
-        """Call a function with (module, args, kwargs, output) after each forward pass."""
+    def after(
+        self, module: torch.nn.Module, call: Callable[..., Any], *, always: bool = False
+    ) -> None:
+        """Call a function with (module, args, kwargs, output) after each forward pass.
+
+        With `always` also after one that has failed, whose output is None.
+        """
         hook = _ModuleHook(module, call, self._on_error)
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always)
+        self._handles.append(handle)
 
     def before(
         self, module: torch.nn.Module, call: Callable[..., Any], *, first: bool = False

@@ -544,7 +544,11 @@ def _remedy(unseen: list[str]) -> str:
 
 
 _REMEDIES = (
-    ({"loss"}, "the model returns no loss; pass it in every step with observe(loss=…)"),
+    (
+        {"loss"},
+        "no backward() of one number gave the gradient; pass the loss in every step with "
+        "observe(loss=…)",
+    ),
     ({"logits"}, "pass the logits in every step with observe(logits=…)"),
     (
         {*OF_HIDDEN_STATES},
@@ -553,7 +557,7 @@ _REMEDIES = (
     ),
     (
         {"grad", "grad_token_norm"},
-        "the parameter has no gradient; use it in the forward pass of every step",
+        "the parameter has no gradient: it is frozen or unused, or its gradient was discarded",
     ),
     (
         {*MOMENTS, *OPTIMIZER_STATE},

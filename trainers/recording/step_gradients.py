@@ -29,9 +29,17 @@ _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
     "one factor; grad is what the optimizer got, clip_coef is NaN"
 )
+_NORM = (
+    "gradients were replaced or removed, and others changed, between the backward pass and the "
+    "optimizer's step; grad_norm is NaN"
+)
+_REMOVED = (
+    "the gradient of {name} was removed while optimizer.step() ran, so clipping there cannot be "
+    "seen; clip_coef is NaN"
+)
 _ASSIGNED = (
-    "no backward pass has produced the gradient of {name} in a step; grad is what the optimizer "
-    "got, and clipping before the step cannot be seen"
+    "the gradient of {name} in a step is not that of a backward pass that ended before the step; "
+    "grad is what the optimizer got, and clipping before cannot be seen"
 )
 
 
@@ -122,6 +130,7 @@ class StepGradients:
         self._taken: Marks = {}  # all gradients at the end of the last backward pass
         self._settled: Marks = {}  # all gradients when they were compared
         self._reached: dict[torch.Tensor, None] = {}  # parameters whose gradients it changed
+        self._was_inside = False  # the gradients were compared inside the step
 
     @property
     def exist(self) -> bool:
@@ -147,19 +156,29 @@ class StepGradients:
 
     def are_changed_since(self, before: Marks) -> bool:
         """Return True if a backward pass has changed a gradient since some marks were taken."""
-        self._reached = {
+        reached = {
             parameter: None
             for parameter in self.marks()
             if parameter not in before or not before[parameter].is_still(parameter.grad)
         }
-        return bool(self._reached)
+        trained = self._trained()
+        if not any(parameter in trained for parameter in reached):
+            return False  # it trains something else
+        self._reached = reached
+        return True
+
+    def _trained(self) -> set[torch.Tensor]:
+        """Return the parameters of the optimizer."""
+        return {p for group in self._optimizer.param_groups for p in group["params"]}
 
     def are_discarded(self) -> bool:
         """Return True if the loop has discarded the gradients of the last backward pass."""
         if not self._reached:
             return False
-        recorded = [rows.parameter.tensor for rows in self._rows]
-        one = next(p for p in (*recorded, *self._reached) if p in self._reached)
+        trained = self._trained()
+        return all(self._is_discarded(p) for p in self._reached if p in trained)
+
+    def _is_discarded(self, one: torch.Tensor) -> bool:
         mark = self._taken.get(one)
         gradient = gradient_of(one)
         if gradient is None or mark is None or not mark.is_tensor(one.grad):
@@ -215,7 +234,9 @@ class StepGradients:
             norm = total_norm(gradients) * unscale
             unchanged = all(self._taken[p].is_still(p.grad) for p in now if p in self._taken)
             self.total_norm = norm if unchanged else torch.full_like(norm, float("nan"))
-            if unchanged:
+            if not unchanged:
+                self._on_note(_NORM)
+            else:
                 self._take_of_others(unscale)
 
     def _settle(self, rows: ParameterRows, unscale: float, *, noted: bool) -> None:
@@ -292,10 +313,11 @@ class StepGradients:
         yield from ((one, 0) for one in (near, *_neighbors(near), best))
         yield best, 2 * torch.finfo(seen.dtype).eps
 
-    def compare_again(self) -> None:
+    def compare_again(self, *, inside: bool = False) -> None:
         """Find the factor of gradients that changed after `settle`, in a later hook of the step.
 
-        Other changes are the optimizer's own.
+        Other changes are the optimizer's own. It is called after the step, and before the step of
+        a base class, `inside` that of the optimizer.
         """
         for rows in self._rows:
             parameter = rows.parameter.tensor
@@ -305,6 +327,10 @@ class StepGradients:
             gradient = gradient_of(parameter)
             if gradient is not None:
                 self._compare(rows, own_rows(gradient), only_factor=True)
+            elif not self._was_inside:
+                self.set_unknown_factor()
+                self._note(_REMOVED, rows)
+        self._was_inside = inside
 
     def set_unknown_factor(self) -> None:
         """Set `clip_coef` to NaN."""

@@ -49,7 +49,7 @@ from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenS
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.module_hooks import ModuleHooks
-from trajstore.trainers.recording.optimizer_hooks import watch_steps
+from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of, unwrap
@@ -83,7 +83,14 @@ _DIVIDED = (
     "observe(loss=…) got several quotients in a step; their mean is recorded. If each is loss / "
     "accumulation, this is too small: pass the loss before the division"
 )
-_RATE = "the learning rate changed while optimizer.step() ran; lr is the rate at its end"
+_RATE = (
+    "the learning rate changed while optimizer.step() ran, so lr is NaN; call the scheduler after "
+    "the step"
+)
+_LOOSE = (
+    "gradients were assigned after several forward passes, so logits, hidden states and examples "
+    "of the step are not known; pass them with observe()"
+)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -207,8 +214,9 @@ class Recorder:
         self._first_step = FirstStep(inner, self._optimizer)
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
         self._backwards: list[BackwardPass] = []  # those that the step has used
-        self._new_roots: set[int] = set()  # addresses of the roots of the step
-        self._has_closure = False
+        self._new_roots: list[torch.Tensor] = []  # of the step
+        self._steps = OuterStep(self._before_step, self._on_step_end, self._inside_step)
+        self._has_closure = self._in_step = False
         self._rates: list[Any] = []
         self._scale = 1.0  # factor of the loss in the last backward pass
         self._handles: list[Any] = []
@@ -221,7 +229,7 @@ class Recorder:
         self, model: torch.nn.Module, head: torch.nn.Module | None, hidden_from: str | None
     ) -> None:
         """Register all hooks."""
-        before, after = outside_compile(self._before_step), outside_compile(self._on_step_end)
+        before, after = outside_compile(self._steps.before), outside_compile(self._steps.after)
         hooks = ModuleHooks(self._fail)
         watched = {name for rows in self._parameters for name in rows.watched}
         self._examples.watch(hooks, model, self._forward, self._notes.add)
@@ -325,9 +333,11 @@ class Recorder:
         """
         if not self.is_recording:
             return
-        if loss is not None and self._is_idle and loss.data_ptr() in self._roots:
-            self._notes.add(_STALE)
-            loss = None
+        if loss is not None and self._is_idle:
+            address = loss.data_ptr()
+            if any(root.data_ptr() == address for root in self._roots):
+                self._notes.add(_STALE)
+                loss = None
         if hidden is not None:
             self._hidden.observe(hidden)
         self._forward.observe(loss=loss, logits=logits)
@@ -418,6 +428,8 @@ class Recorder:
     @_guarded
     def _begin_backward(self, tensors: Any, grad_tensors: Any) -> Any:
         """Return a new pass and the gradients before it; None if the step does not use it."""
+        if self._in_step and not self._steps.is_running:
+            self._in_step = False  # an exception has ended the step
         if self._gradients.are_discarded():
             if self._in_step and self._backwards:
                 self._is_several = True
@@ -443,12 +455,16 @@ class Recorder:
     def _with_root(self, tensors: Any, grad_tensors: Any) -> BackwardPass:
         self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if grad_tensors is not None or any(root.numel() != 1 for root in roots):
+        if any(root.numel() != 1 for root in roots):
             return BackwardPass()
         values = [root.detach().reshape(()) for root in roots]
+        if grad_tensors is not None:
+            given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+            factors = [1 if one is None else one.detach().reshape(()) for one in given]
+            values = [value * factor for value, factor in zip(values, factors, strict=True)]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
         source = self._forward.source_of(roots[0]) if len(roots) == 1 else None
-        self._new_roots.update(root.data_ptr() for root in roots)
+        self._new_roots += [root.detach() for root in roots]
         return BackwardPass(root=value.clone(), scale=self._scale, source=source)
 
     # The optimizer's step ------------------------------------------------------------------------
@@ -504,6 +520,12 @@ class Recorder:
         if not self._has_closure:
             self._settle()
 
+    @_guarded
+    @torch.no_grad()
+    def _inside_step(self) -> None:
+        if not self._has_closure:
+            self._gradients.compare_again(inside=True)
+
     def _settle(self) -> None:
         if self._gradients.are_discarded():
             self._backwards.clear()
@@ -530,7 +552,10 @@ class Recorder:
             self._settle()
         else:
             self._gradients.compare_again()
-        self._end_step(skipped=found_overflow(optimizer))
+        skipped = found_overflow(optimizer)
+        if skipped:
+            self._gradients.set_unknown_factor()
+        self._end_step(skipped=skipped)
 
     @_guarded
     @torch.no_grad()
@@ -549,6 +574,9 @@ class Recorder:
         self._set_rates()
         backwards = self._backwards
         passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
+        if not backwards and len(passes) > 1:
+            passes = {}
+            self._notes.mention(_LOOSE)
         for number in sorted(passes):
             passes[number].deliver()
         total = self._gradients.total_norm
@@ -583,7 +611,7 @@ class Recorder:
             for name, value in scalars.items():
                 if value is not None:
                     rows.set(name, value)
-            rows.end_row(self.step + 1, had_effect=not skipped and self._gradients.exist)
+            rows.end_row(self.step + 1, had_effect=not skipped and total is not None)
         for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)
         if self._forward.loss_looks_divided:
@@ -598,7 +626,7 @@ class Recorder:
         self._gradients.begin_step()
         self._backwards = []
         self._loose = BackwardPass()
-        self._roots, self._new_roots = self._new_roots, set()
+        self._roots, self._new_roots = self._new_roots, []
         self._versions: dict[torch.Tensor, int] = self._present_versions()
         self._is_idle = True
         self._in_step = self._is_several = self._was_adopted = False
@@ -626,7 +654,8 @@ class Recorder:
     def _set_rates(self) -> None:
         now = [group.get("lr") for group in self._optimizer.param_groups]
         numbers = [(a, b) for a, b in zip(self._rates, now, strict=False) if _is_number(a)]
-        if not self._has_closure and any(_is_number(b) and a != b for a, b in numbers):
+        known = self._has_closure or all(not _is_number(b) or a == b for a, b in numbers)
+        if not known:
             self._notes.mention(_RATE)
         for rows in self._parameters:
             rate = rate_of(rows.parameter.group)
@@ -635,10 +664,11 @@ class Recorder:
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
                     "number; lr is NaN"
                 )
+            if rate is None or not known:
                 rate = torch.tensor(float("nan"), dtype=torch.float64)
             rows.set("lr", rate)
             if self._state is not None:
-                self._state.set_rates(rows)
+                self._state.set_rates(rows, known=known)
 
     def _check_weights(self, *, quick: bool = False) -> None:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""

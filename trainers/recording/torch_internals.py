@@ -41,6 +41,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_vmap() -> bool:
+    """Return True inside `torch.func.vmap`, whose tensors cannot be used outside.
+
+    torch has no public function that tells this.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; it detects clipping without a read.
 

@@ -6,7 +6,7 @@ If its state has a separate type, it is a class of `rounded_optimizer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from trajstore.trainers.rounded_optimizer import (
     RoundedSGD,
 )
 
-__all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "optimizer_of_groups", "recorded_optimizer"]
+__all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
@@ -145,33 +145,6 @@ def recorded_optimizer(
         optimizer_class=optimizer_class,
         hyperparameters=hyperparameters,
         example=_state(optimizer, parameter),
-    )
-
-
-def optimizer_of_groups(
-    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[torch.nn.Parameter]]
-) -> Optimizer:
-    """Return an optimizer without a state, with recorded parameter groups.
-
-    Parameters
-    ----------
-    groups : sequence of mapping
-        Class and hyperparameters of each group, from the attribute ``optimizer`` of a run.
-    members : sequence of sequence of Parameter
-        Parameters of each group.
-
-    Raises
-    ------
-    CannotReplay
-        If the class is not in `REPLAYABLE`.
-    """
-    optimizer_class = _optimizer_class(str(groups[0]["class"]))
-    return optimizer_class(
-        [
-            {"params": list(parameters), **_taken(optimizer_class, group["hyperparameters"])}
-            for group, parameters in zip(groups, members, strict=True)
-        ],
-        **_taken(optimizer_class, groups[0]["hyperparameters"]),
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.store.metadata.repairs import filled_rows
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.values.native_types import NativeType
@@ -55,8 +54,6 @@ class RecordedRows:
     natives : dict of str to NativeType
     skipped : ndarray of bool, (step,)
         True for rows of a step that a gradient scaler skipped.
-    filled : set of int
-        Rows that a repair filled with NaN in place of damaged values.
     """
 
     def __init__(self, source: TiledRun) -> None:
@@ -69,7 +66,6 @@ class RecordedRows:
             for name, series in source.series.items()
             if series.dims == ("step",)
         }
-        self.filled = filled_rows(source.attributes, len(self))
         self.skipped = np.zeros(len(self), bool)
         if "skipped" in self:
             self.skipped[1:] = [self.value("skipped", row) == 1 for row in range(1, len(self))]

@@ -108,11 +108,9 @@ def replay(
                 if steps is not None:
                     with unreplayed.collect(row.step):
                         steps.replay(previous, row)
-                if rows.filled.isdisjoint((previous.number, row.number)):
-                    summaries.compare(previous, row)
+                summaries.compare(previous, row)
                 previous = row
-            if row.number not in rows.filled:
-                check_cells(row, rows, comparisons, findings)
+            check_cells(row, rows, comparisons, findings)
             if on_progress is not None:
                 on_progress(row.number + 1, len(rows))
     replayed = frozenset() if steps is None else frozenset(steps.replayed)
@@ -267,8 +265,6 @@ class StepReplay:
 
     def _check(self, previous: RecordedRow, row: RecordedRow) -> None:
         rows, simulator = self._rows, self._simulator
-        if not rows.filled.isdisjoint((previous.number, row.number)):
-            raise CannotReplay("a repair filled damaged values with NaN")
         if row.step <= self._other_optimizer_until:
             raise CannotReplay(
                 "another optimizer took it, before the run was forked; replay the source of the "

@@ -7,10 +7,9 @@ attaches a recorder. ``checkpoint_schedule`` decides when to write a ``checkpoin
 ``training_state``.
 
 Before a run resumes, ``resume_checks`` compares the configurations. A row that holds everything
-replaces a checkpoint (``row_checkpoint``); ``proven_steps`` trains steps again from such rows,
-those of a Trainer by ``repeated_trainer`` with a ``given_data_set``. Without a checkpoint,
-``retraining`` repeats the training up to the last row, if the ``recorded_rates`` agree with its
-configurations.
+replaces a checkpoint (``row_checkpoint``); ``proven_steps`` trains steps again from such rows.
+Without a checkpoint, ``retraining`` repeats the training up to the last row, if the
+``recorded_rates`` agree with its configurations.
 
 ``fork`` continues from any step with other settings: ``fork_settings`` checks them, and
 ``forked_state`` converts the state.

@@ -14,12 +14,12 @@ import torch
 
 from trajstore.argument_types import checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
+from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.metadata.stretches import listed_stretches, stretches_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.store.writing.branched_run import branch_run
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
@@ -79,8 +79,9 @@ def fork(
     that step, if the run has it. Otherwise the steps from the nearest earlier checkpoint, or from
     the start, are trained again. Each row is compared with the recorded one, bit for bit. If a row
     differs (for example on another machine), a note reports it, and the new run has the repeated
-    rows from there on. The other rows are those of the source; whole blocks of them are hard links.
-    The root attribute ``provenance.fork`` records all this. The source is only read.
+    rows from there on. The other rows are those of the source. Their blocks are hard links, unless
+    the type of a variable or the rule of the encoding ``replay`` changes. The root
+    attribute ``provenance.fork`` records all this. The source is only read.
 
     Parameters
     ----------
@@ -421,13 +422,7 @@ class _Source:
         sources: dict[str, str],
         on_note: Callable[[str], None] | None,
     ) -> _ForkPoint:
-        """Return the state after a step from its row, and compare the steps to the next row.
-
-        Raises
-        ------
-        NothingToResume
-            If a repair filled the row.
-        """
+        """Return the state after a step from its row, and compare the steps to the next row."""
         checkpoint = row_checkpoint(self.path, at, text, sources=sources)
         following = [step for step in self.steps if step > at][:1]
         for step in following:

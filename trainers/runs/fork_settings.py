@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.exchange.exporting.branched_run import holds_exactly
 from trajstore.schema import TIERS
-from trajstore.store.writing.branched_run import holds_exactly
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.runs.run_plan import native_types
 from trajstore.values.optimizer_rule import MOMENTS

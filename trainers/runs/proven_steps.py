@@ -1,8 +1,7 @@
 """Proof of recorded steps from the data to the weights.
 
 A step is trained again from the recorded row before it: batch, forward and backward pass, clipping
-and the optimizer. Every variable of its row is compared, bit for bit. The run holds the place of
-its text; the data set of a Trainer is given again.
+and the optimizer. Every variable of its row is compared, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from trajstore.errors import (
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.metadata.repairs import filled_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
@@ -36,11 +34,9 @@ from trajstore.trainers.replay.findings import UnreplayedSteps, ulp_distance
 from trajstore.trainers.replay.replay_device import replay_device
 from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
-from trajstore.trainers.runs.repeated_trainer import GIVEN, RepeatedTrainer
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
 from trajstore.trainers.runs.retraining import Retrained, train_again
 from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
-from trajstore.trainers.step_models.step_model import Constructor
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.values.native_types import native_type
 
@@ -132,33 +128,21 @@ def prove_steps(
     steps: Steps = None,
     corpus: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    dataset: Any = None,
-    collator: Any = None,
-    constructor: Constructor | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Proof:
     """Train recorded steps again, each from the row before it, and compare all variables.
 
-    The batch follows from the configuration, or from the arguments of a Trainer. Loss, logits, all
-    gradients, the weights and the moments have to agree bit for bit. After a different row the
-    training starts from that row.
+    The batch follows from the configuration. Loss, logits, all gradients, the weights and the
+    moments have to agree bit for bit. After a different row the training starts from that row.
 
     Parameters
     ----------
     path : path-like or str
-        A run of `trainers.record` or of a Trainer, with ``record="everything"``.
+        A run of `trainers.record`, with ``record="everything"``.
     steps : str, int, slice or iterable of int, optional
         Steps to prove, such as ``"0:1000:10"``; default: all.
     corpus, tokenizer : path-like, optional
         As for `trainers.record`; default: the paths that the run was recorded with.
-    dataset : path-like or sequence, optional
-        The training data set of a Trainer: the object, a folder of ``Dataset.save_to_disk``, or a
-        file with ``input_ids`` (example, position) and, if they differ, ``labels``.
-    collator : callable, optional
-        ``trainer.data_collator``, unless it is transformers' ``default_data_collator``; with a
-        tokenizer it is not. It must not draw random numbers.
-    constructor : callable, optional
-        As for `model_at`, for a model that is not one of transformers.
     on_progress : callable, optional
         Called with the number of finished steps and the number of all selected steps.
 
@@ -171,12 +155,11 @@ def prove_steps(
     RunNotFound, FormatError
         If there is no run, or a chunk is damaged.
     InvalidArgument
-        If the training cannot be repeated: it was an own loop or is imported, the data set is
-        missing, or its Trainer had its own loss or several processes.
+        If the training cannot be repeated: it was an own loop or Trainer, or is imported.
     VariableNotRecorded
         If its rows do not hold the whole state.
     CorpusError
-        If the text or the data set differs from that of the run.
+        If the text differs from that of the run.
 
     Examples
     --------
@@ -191,27 +174,13 @@ def prove_steps(
     run = location(path)
     group: Any = open_group(run)
     attributes: dict[str, Any] = group.attrs.asdict()
-    facts = attribute(attributes, "provenance", "trainer")
-    of_preset = {"corpus": corpus, "tokenizer": tokenizer}
-    of_trainer = {"dataset": dataset, "collator": collator, "constructor": constructor}
-    _check_provable(path, attributes, facts, of_preset if facts else of_trainer)
-    if facts and dataset is None:
-        raise InvalidArgument(
-            f"{path} does not hold the data set of its Trainer; give it with --dataset PATH, or "
-            "dataset= in Python"
-        )
+    _check_provable(path, attributes)
     recorded = np.asarray(group[STEP.name][...])
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
     device = replay_device(attributes)
-    notes, given = device.notes, GIVEN if facts else ()
-    train: Train
-    if facts:
-        trainer = RepeatedTrainer(run, facts, device, dataset, collator, constructor)
-        train, notes = trainer.train, (*notes, *trainer.notes)
-    else:
-        train = _repeated_preset(run, attributes, corpus=corpus, tokenizer=tokenizer)
-    proofs = _Proofs(run, attributes, recorded.tolist(), train, from_next_row=bool(facts))
+    train = _repeated_preset(run, attributes, corpus=corpus, tokenizer=tokenizer)
+    proofs = _Proofs(run, attributes, recorded.tolist(), train)
     for number in proofs.prove(rows):
         if on_progress is not None:
             on_progress(number, len(rows))
@@ -223,33 +192,25 @@ def prove_steps(
         repeated_on=device.replayed_on,
         steps=len(rows),
         proven=proofs.proven,
-        variables=tuple(
-            name for name in group.array_keys() if name in VARIABLES and name not in given
-        ),
+        variables=tuple(name for name in group.array_keys() if name in VARIABLES),
         differences=tuple(found[:LISTED]),
         total=len(found),
         differing=len({one.step for one in found}),
         unproven=proofs.unproven.all(),
-        notes=notes,
+        notes=device.notes,
     )
 
 
-def _check_provable(
-    path: RunPath, attributes: Mapping[str, Any], facts: Any, needless: Mapping[str, Any]
-) -> None:
-    """Check that the training of a run can be repeated from its rows, with the given options."""
+def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
+    """Check that the training of a run can be repeated from its rows."""
     computed = attribute(attributes, "provenance", "what_if")
-    for name, value in needless.items():
-        if value is not None:
-            kind = "a" if facts else "no"
-            raise InvalidArgument(f"{path} records {kind} Trainer, got {name}; leave it out")
-    if not (attributes.get("config") or facts) or attributes.get("imported") or computed:
+    if not attributes.get("config") or attributes.get("imported") or computed:
         raise InvalidArgument(
-            f"{path} was not recorded by `trajstore record` or by the callback of a Trainer with "
-            "everything, so its training cannot be repeated"
+            f"{path} was not recorded by `trajstore record`, so its training cannot be repeated; "
+            "restore the row before a step in your program, and train the step there: restore()"
         )
     run = location(path)
-    if not facts and not holds_state(run, recorded_config(run)):
+    if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; --gradients needs "
             "--record everything, without float16 autocast or momentum of SGD"
@@ -280,8 +241,6 @@ class _Proofs:
         attributes: Mapping[str, Any],
         steps: list[int],
         train: Train,
-        *,
-        from_next_row: bool,
     ) -> None:
         self.proven = 0
         self.differences: list[Difference] = []
@@ -290,8 +249,6 @@ class _Proofs:
         self._attributes = attributes
         self._steps = steps
         self._train = train
-        self._from_next_row = from_next_row
-        self._filled = filled_rows(attributes, len(steps))
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
     def prove(self, rows: list[int]) -> Iterator[int]:
@@ -340,10 +297,6 @@ class _Proofs:
         return True
 
     def _check(self, row: int) -> None:
-        if not self._filled.isdisjoint((row - 1, row)):
-            raise CannotReplay("a repair filled damaged values with NaN")
-        if self._from_next_row and self._steps[row] != self._steps[row - 1] + 1:
-            raise CannotReplay("the run does not hold the step before")
         if self._steps[row] <= self._other_optimizer_until:
             raise CannotReplay(
                 "another optimizer or type trained it, before the run was forked; prove the source "

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from trajstore.errors import NothingToResume
-from trajstore.store.metadata.repairs import filled_rows
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
@@ -74,16 +72,9 @@ def row_checkpoint(
         If the run does not hold the step.
     InvalidArgument
         If the configuration gives other parameters than those of the run.
-    NothingToResume
-        If a repair filled the row with NaN.
     """
     config = recorded_config(run, after=step)
     stored = RunParameters(run)
-    if stored.number(step) in filled_rows(stored.attributes, len(stored.steps)):
-        raise NothingToResume(
-            f"a repair of {run} filled values of step {step} with NaN; use an earlier step, or "
-            "repair without --fill-damaged"
-        )
     training = build_training(config, text)
     _restore(training, stored, step)
     state, tensors = take_state(training, None)

@@ -37,16 +37,14 @@ from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = [
-    "QUIET",
     "ExampleDataset",
     "Training",
     "build_training",
     "find_device",
-    "train_after",
     "with_products",
 ]
 
-QUIET: dict[str, Any] = {
+_QUIET: dict[str, Any] = {
     "dataloader_num_workers": 0,
     "dataloader_pin_memory": False,
     "save_strategy": "no",
@@ -155,7 +153,7 @@ class Training:
                 optimizers=(self.optimizer, self.schedule),
                 callbacks=list(callbacks),
             )
-            train_after(trainer, first_step, scratch)
+            _train_after(trainer, first_step, scratch)
 
     def _run_plain(
         self, batches: Batches, first_step: int, on_step_end: Callable[[], bool]
@@ -278,7 +276,7 @@ def find_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def train_after(trainer: Trainer, first_step: int, scratch: str) -> None:
+def _train_after(trainer: Trainer, first_step: int, scratch: str) -> None:
     """Train with a Trainer from a position of its data. Its callbacks restore the state.
 
     Parameters
@@ -320,5 +318,5 @@ def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -
         use_cpu=device.type == "cpu",
         seed=training.seed,
         remove_unused_columns=not config.records_batch,  # the recorder removes the indices
-        **QUIET,
+        **_QUIET,
     )

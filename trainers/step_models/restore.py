@@ -15,7 +15,7 @@ from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "restore_from", "set_generator"]
+__all__ = ["restore", "restore_from"]
 
 
 def restore(
@@ -111,7 +111,7 @@ def restore_from(
     state = {numbers[one]: values for one, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     if draws:
-        set_generator(model, stored.value("random_state", step + 1))
+        _set_generator(model, stored.value("random_state", step + 1))
     return step
 
 
@@ -150,7 +150,7 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
             )
 
 
-def set_generator(model: torch.nn.Module, values: Any) -> None:
+def _set_generator(model: torch.nn.Module, values: Any) -> None:
     """Set the random generator of a model's device to a row of ``random_state``."""
     state = torch.from_numpy(values).to(torch.uint8)
     device = next(model.parameters()).device

@@ -54,6 +54,11 @@ _MEMORY = partial(
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables to write; default: all.")
 @click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
 @ENCODING(help="Encoding of the run to write, delta or replay; default: that of RUN.")
+@click.option(
+    "--fill-damaged",
+    is_flag=True,
+    help="With --format run: write NaN in place of damaged values, and list them.",
+)
 @_MEMORY(help="Memory of the row buffer, for zarr and run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
@@ -77,6 +82,8 @@ def export(
       trajstore export gatsby.zarr --format zarr -o anywhere.zarr
       trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
       trajstore export gatsby.zarr --encoding replay -o small.zarr
+      trajstore export damaged.zarr --format run --vars W,loss -o undamaged.zarr
+      trajstore export damaged.zarr --format run --fill-damaged -o filled.zarr
     """
     from trajstore.exchange.exporting.export import export as write
     from trajstore.store.reading.run_paths import run_paths
@@ -149,11 +156,6 @@ def _format_of(output: str) -> str:
     help="Step of the first row if the file labels none; default: 0.",
 )
 @click.option(
-    "--schedule",
-    metavar="SCHEDULE",
-    help="Compute lr from the file's learning rate: constant or linear:N.",
-)
-@click.option(
     "--layout", help="Layout of FILE, such as native or hdf5, or a TOML file; default: detected."
 )
 @click.option(
@@ -194,27 +196,33 @@ def import_(
     for kind, name in map(_assignment, mapped):
         kinds[kind] = (*kinds.get(kind, ()), name)
     labelled = dict([_assignment(labels)]) if labels else None
+    writing = {name: options.pop(name) for name in ("block_rows", "overwrite")}
     given = options | {"map": kinds, "labels": labelled, "bits": _bits(bits)}
-    if dry_run:
-        _preview(file, given, as_json=as_json)
-        return
-    if output is None:
+    if output is None and not dry_run:
         raise InvalidArgument("no output given; add -o NAME.zarr or --dry-run")
-    from trajstore.exchange.importing.import_file import import_file
+    from trajstore.exchange.importing.import_file import import_file, preview_import
 
-    with stopped_by_signals(), BytesProgress("importing") as progress:
-        done = import_file(file, output, on_progress=progress.show, **given)
+    if output is None or dry_run:
+        done = preview_import(file, **given)
+    else:
+        with stopped_by_signals(), BytesProgress("importing") as progress:
+            done = import_file(file, output, on_progress=progress.show, **writing, **given)
     runs = (done, *done.others)
     if as_json:
-        facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
+        facts = [
+            dataclasses.asdict(one) | {"path": one.path and str(one.path), "others": []}
+            for one in runs
+        ]
         print_json(facts[0] | {"others": facts[1:]})
         return
     _print_matches(done.table)
     for one in runs:
+        what = f"Imported {one.path}" if one.path else f"Run {one.label}".rstrip()
+        dead = "" if one.dead is None else f", {one.dead} of them dead"
         held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
         out.print(
-            f"Imported {one.path}: {one.rows} rows, steps {one.first_step} to {one.last_step}, "
-            f"{one.tokens} tokens, {held}; read as layout {one.layout}."
+            f"{what}: {one.rows} rows, steps {one.first_step} to {one.last_step}, {one.tokens} "
+            f"tokens{dead}, {one.hidden} hidden, {held}; read as layout {one.layout}."
         )
         print_notes(one.notes)
 
@@ -234,28 +242,6 @@ def _bits(texts: tuple[str, ...]) -> dict[str, str]:
         if types.setdefault(name, type) != type:
             raise InvalidArgument(f"got --bits {types[name]} and {type} for one variable; give one")
     return types
-
-
-def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
-    from trajstore.exchange.importing.import_file import preview_import
-
-    unused = ("block_rows", "overwrite")
-    seen = preview_import(
-        file, **{name: value for name, value in given.items() if name not in unused}
-    )
-    if as_json:
-        print_json(dataclasses.asdict(seen))
-        return
-    _print_matches(seen.table)
-    for label, run in seen.runs.items():
-        held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
-        dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
-        out.print(
-            f"Run{f' {label}' if label else ''}: {run['rows']} rows, steps {run['first_step']} to "
-            f"{run['last_step']}, {run['tokens']} tokens{dead}, {run['hidden']} hidden, {held}; "
-            f"read as layout {seen.layout}."
-        )
-        print_notes(run["notes"])
 
 
 def _print_matches(lines: Iterable[Detection]) -> None:

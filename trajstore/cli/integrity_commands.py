@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import BytesProgress, StepsProgress
 from trajstore.cli.tables import counted, out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.schema import STEP
 
 if TYPE_CHECKING:
     from trajstore.integrity.repair import Repair
@@ -38,7 +38,7 @@ __all__ = ["repair", "verify"]
     "--gradients",
     is_flag=True,
     help="With --replay: train each step again from the row before it, and compare all "
-    "variables. For runs with everything, of presets or of a Trainer.",
+    "variables. For runs of `trajstore record` with everything.",
 )
 @click.option("--steps", metavar="A:B:K", help="With --gradients: only these steps, such as 0:500.")
 @click.option(
@@ -53,13 +53,6 @@ __all__ = ["repair", "verify"]
     metavar="PATH",
     help="With --gradients: folder of the run's tokenizer. Default: as recorded.",
 )
-@click.option(
-    "--dataset",
-    type=click.Path(),
-    metavar="PATH",
-    help="With --gradients: data set of a Trainer's run: a folder of Dataset.save_to_disk, or "
-    "input_ids as .safetensors, .npz or .npy.",
-)
 @JSON
 @sentences
 def verify(
@@ -69,7 +62,6 @@ def verify(
     steps: str | None,
     corpus: str | None,
     tokenizer: str | None,
-    dataset: str | None,
     as_json: bool,
 ) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
@@ -82,11 +74,10 @@ def verify(
       trajstore verify gatsby.zarr
       trajstore verify gatsby.zarr --replay
       trajstore verify gatsby.zarr --replay --gradients --steps 0:200
-      trajstore verify trainer.zarr --replay --gradients --dataset examples.npz
     """
     if gradients and not with_replay:
         raise InvalidArgument("--gradients needs --replay; give both")
-    chosen = {"steps": steps, "corpus": corpus, "tokenizer": tokenizer, "dataset": dataset}
+    chosen = {"steps": steps, "corpus": corpus, "tokenizer": tokenizer}
     for name, value in chosen.items():
         if value is not None and not gradients:
             raise InvalidArgument(f"--{name} needs --gradients; leave it out or give both")
@@ -140,50 +131,27 @@ def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
 @click.command()
 @RUN
 @click.option("--yes", is_flag=True, help="Apply the repair. Without it, print what it would do.")
-@click.option(
-    "--fill-damaged",
-    is_flag=True,
-    help="Keep all rows: write NaN in place of the damaged values. Not possible for step, which "
-    "holds integers.",
-)
-@click.option(
-    "--drop-array",
-    "drop_arrays",
-    metavar="NAME",
-    multiple=True,
-    help="Keep all rows: remove this damaged array. Repeatable.",
-)
 @JSON
 @sentences
-def repair(
-    run: str, yes: bool, fill_damaged: bool, drop_arrays: tuple[str, ...], as_json: bool
-) -> None:
+def repair(run: str, yes: bool, as_json: bool) -> None:
     """Restore a damaged run to its last complete commit.
 
     Prints the repair, and applies it with --yes. Copy the run first: dropped rows are lost. Exits
-    with 1 if something cannot be repaired.
+    with 1 if something cannot be repaired. To save more rows, export the run: it prints how.
 
     \b
     Example:
       trajstore repair gatsby.zarr
-      trajstore repair gatsby.zarr --fill-damaged --yes
+      trajstore repair gatsby.zarr --yes
     """
     from trajstore.integrity.repair import repair as mend
 
     with BytesProgress("checking") as progress:
-        found = mend(
-            run,
-            yes=yes,
-            fill_damaged=fill_damaged,
-            drop_arrays=drop_arrays,
-            on_progress=progress.show,
-        )
+        found = mend(run, yes=yes, on_progress=progress.show)
     if as_json:
         print_json(found.facts())
     else:
-        chosen = ["--fill-damaged"] if fill_damaged else []
-        chosen += [f"--drop-array {shlex.quote(name)}" for name in drop_arrays]
-        print_repair(found, chosen)
+        print_repair(found)
     if found.unrepaired:
         sys.exit(1)
 
@@ -264,10 +232,17 @@ def print_verification(found: Verification) -> None:
             f"{format_bytes(found.bytes)}."
         )
     )
+    run = shlex.quote(str(found.path))
+    if any(problem.remedy != "none" for problem in found.problems):
+        out.print(Text(f"Print what a repair would do: trajstore repair {run}"))
+    damaged = {problem.array for problem in found.problems if problem.remedy == "cut"}
+    if damaged and STEP.name not in damaged:
+        copy = f"trajstore export {run} --format run --fill-damaged -o COPY.zarr"
+        out.print(Text(f"Copy all rows, with NaN for what is damaged: {copy}"))
 
 
-def print_repair(found: Repair, chosen: Sequence[str] = ()) -> None:
-    """Print what `trajstore.integrity.repair.repair` did with these options, or would do."""
+def print_repair(found: Repair) -> None:
+    """Print what `trajstore.integrity.repair.repair` did, or would do."""
     from trajstore.store.storage.remote_path import RemotePath
 
     if not found.actions and not found.unrepaired:
@@ -287,13 +262,12 @@ def print_repair(found: Repair, chosen: Sequence[str] = ()) -> None:
     if found.done:
         return
     run, remote = shlex.quote(str(found.path)), isinstance(found.path, RemotePath)
-    if found.alternatives:
-        out.print(Text("To keep more, use instead:"))
-        for options in found.alternatives:
-            out.print(Text(f"  trajstore repair {run} {options}"))
+    if found.exports:
+        out.print(Text("To keep more, copy the run instead:"))
+        for options in found.exports:
+            out.print(Text(f"  trajstore export {run} --format run {options} -o COPY.zarr"))
     if found.rows < found.rows_before and not remote:
         copy = shlex.quote(f"{found.path}.copy")
         out.print(Text(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}"))
     if found.actions:
-        options = " ".join([run, *chosen, "--yes"])
-        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {options}"))
+        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {run} --yes"))

@@ -41,6 +41,8 @@ __all__ = ["BLOCK", "BlockCodec", "local_folder"]
 
 BLOCK = "trajstore.block"
 
+_REMEDY = "; a selection of a run has other shapes: write it with ds.drop_encoding().to_zarr(…)"
+
 Array = npt.NDArray[Any]
 
 
@@ -134,10 +136,11 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         if len(self.chunk_shape) != len(shape) or not shape:
             raise ValueError(
                 f"{BLOCK} has inner chunks of {self.chunk_shape}, but the array has shape {shape}"
+                f"{_REMEDY}"
             )
         whole = getattr(chunk_grid, "chunk_shape", self.chunk_shape)
         if any(length % part for length, part in zip(whole, self.chunk_shape, strict=True)):
-            raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}")
+            raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}{_REMEDY}")
         dimensions = (2, 3) if self.chain.kind == "computed" else (3,)
         if self.chain.has_forms and (
             len(shape) not in dimensions or whole[0] != self.chunk_shape[0]
@@ -145,6 +148,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             raise ValueError(
                 f"got inner chunks of {self.chunk_shape} in {whole}, expected all rows and "
                 f"{' or '.join(map(str, dimensions))} dimensions for the kind {self.chain.kind}"
+                f"{_REMEDY}"
             )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ __all__ = [
     "check_expansion",
     "is_number",
     "plain_number",
-    "row_range",
+    "read_rows",
     "values_of",
 ]
 
@@ -186,30 +186,45 @@ def plain_number(held: Any) -> int | float | bool | None:
     return float(str(held)) if np.isfinite(held) else None
 
 
-def row_range(
-    shape: tuple[int, ...], start: int | None, stop: int | None, outer: int | None
-) -> tuple[tuple[int, ...], int]:
-    """Shape of some rows of an array, and the number of values before them.
+def read_rows(
+    file: IO[bytes],
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    offset: int,
+    start: int | None = None,
+    stop: int | None = None,
+    outer: int | None = None,
+) -> Array:
+    """Rows of an array that a file holds in C order, in the byte order of the machine.
 
     Parameters
     ----------
+    file : binary file
+    dtype : numpy.dtype
+        Type in the file.
     shape : tuple of int
+    offset : int
+        Position of the array in the file, in bytes.
     start, stop : int, optional
         Rows. Default: all.
     outer : int, optional
         Position along a first axis before the rows.
 
-    Examples
-    --------
-    >>> row_range((40, 6, 2), 10, 12, None)
-    ((2, 6, 2), 120)
-    >>> row_range((3, 40, 6, 2), 10, 12, 1)
-    ((2, 6, 2), 600)
+    Raises
+    ------
+    EOFError
+        If the file ends before the rows do.
     """
-    before = 0
     if outer is not None:
         shape = shape[1:]
-        before = outer * math.prod(shape)
-    if start is None or stop is None:
-        return shape, before
-    return (stop - start, *shape[1:]), before + start * math.prod(shape[1:])
+        offset += outer * math.prod(shape) * dtype.itemsize
+    if start is not None and stop is not None:
+        offset += start * math.prod(shape[1:]) * dtype.itemsize
+        shape = (stop - start, *shape[1:])
+    need = math.prod(shape) * dtype.itemsize
+    file.seek(offset)
+    data = file.read(need)
+    if len(data) < need:
+        raise EOFError("it was cut short")
+    values = np.frombuffer(data, dtype).reshape(shape)
+    return values.astype(dtype.newbyteorder("="), copy=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import numpy.typing as npt
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.errors import FormatError, InvalidArgument, MissingExtra
 from trajstore.formats.array_file import OpenedFile, check_expansion
-from trajstore.formats.hdf5_chunks import LARGE_CHUNK, ChunkStream, filters, is_streamed
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["Hdf5File", "load_h5py"]
@@ -34,6 +32,10 @@ _DEEPEST_GROUP = 4
 _MOST_NUMBERS = 1 << 12
 _LONGEST_TEXT = 1 << 12
 _COPIES_OF_A_CHUNK = 2
+"""HDF5 holds a chunk before and after a filter."""
+
+_LARGE_CHUNK = 16 << 20
+"""Largest chunk, in bytes, that HDF5 may decompress whole for a few rows."""
 
 
 class Hdf5File(OpenedFile):
@@ -44,7 +46,7 @@ class Hdf5File(OpenedFile):
     path : path-like
     memory : int
         Bytes of large compressed chunks that may be held at once. Uncompressed chunks are read in
-        place and gzip is decompressed as a stream, whatever their size.
+        place, whatever their size.
 
     Attributes
     ----------
@@ -75,10 +77,8 @@ class Hdf5File(OpenedFile):
             self._file = h5py.File(self.path, "r")
         except (OSError, ValueError, RuntimeError) as error:
             raise FormatError(f"{path} is not a valid HDF5 file: {error}") from None
-        self._raw = self.path.open("rb", buffering=0)
         self._memory = memory
-        self._streams: dict[str, ChunkStream] = {}
-        self._held: dict[str, tuple[tuple[int, ...], Array]] = {}
+        self._held: dict[str, int] = {}
         try:
             self._datasets = dict(self._sound(h5py))
             check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
@@ -88,7 +88,6 @@ class Hdf5File(OpenedFile):
         self.keys = tuple(self._datasets)
 
     def _close(self) -> None:
-        self._raw.close()
         self._file.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -139,20 +138,17 @@ class Hdf5File(OpenedFile):
         InvalidArgument
             If `memory` does not hold a compressed chunk that must be held whole.
         """
-        dataset = self._datasets[key]
         try:
+            if key not in self._held and _is_large_and_packed(self._datasets[key]):
+                self._hold_chunks(key, 0 if outer is None else 1)
+            dataset, where = self._datasets[key], slice(start, stop)
             if not dataset.shape:
                 values = np.asarray(dataset[()])
-            elif is_streamed(dataset):
-                values = self._streamed(key, start, stop, outer)
-            elif _must_be_held(dataset):
-                values = self._from_held(key, start, stop, outer)
             else:
-                where = slice(start, stop)
                 values = np.asarray(dataset[where] if outer is None else dataset[outer, where])
         except InvalidArgument:
             raise
-        except (*_UNSOUND, zlib.error) as error:
+        except _UNSOUND as error:
             raise self._wrong(key, error) from None
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
         dtype = self.dtype(key)
@@ -160,39 +156,29 @@ class Hdf5File(OpenedFile):
             return np.ascontiguousarray(values).view(NATIVE_TYPES[dtype].bits).reshape(values.shape)
         return values
 
-    def _streamed(self, key: str, start: int | None, stop: int | None, outer: int | None) -> Array:
-        dataset = self._datasets[key]
-        if key not in self._streams:
-            self._streams[key] = ChunkStream(self._raw, dataset)
-        rows = dataset.shape[0 if outer is None else 1]
-        return self._streams[key].read(start or 0, rows if stop is None else stop, outer)
+    def _hold_chunks(self, key: str, axis: int) -> None:
+        """Let HDF5 keep the chunks of the rows that are read, so that it decodes each once."""
+        import h5py
 
-    def _from_held(self, key: str, start: int | None, stop: int | None, outer: int | None) -> Array:
-        """Rows of chunks that HDF5 can only decompress whole. Each chunk is decompressed once."""
         dataset = self._datasets[key]
-        axis = 0 if outer is None else 1
-        length, depth = dataset.shape[axis], dataset.chunks[axis]
-        start, stop = start or 0, length if stop is None else stop
-        need = depth * math.prod(dataset.shape[axis + 1 :]) * dataset.dtype.itemsize
-        # HDF5 itself holds a chunk before and after a filter.
-        need += _COPIES_OF_A_CHUNK * math.prod(dataset.chunks) * dataset.dtype.itemsize
-        used = need + sum(held.nbytes for other, (_, held) in self._held.items() if other != key)
+        access, chunks, shape = dataset.id.get_access_plist(), dataset.chunks, dataset.shape
+        beside = zip(shape[axis + 1 :], chunks[axis + 1 :], strict=True)
+        chunk = math.prod(chunks) * dataset.dtype.itemsize
+        held = chunk * math.prod(-(-length // part) for length, part in beside)
+        self._held[key] = held + _COPIES_OF_A_CHUNK * chunk
+        used = sum(self._held.values())
         if used > self._memory:
             raise InvalidArgument(
-                f"{self.path}: {key} is compressed with filters other than gzip alone, so its "
-                f"chunks of {depth} rows must be held whole; this needs {format_bytes(used)}, but "
-                f"the memory budget is {format_bytes(self._memory)}; raise it (--memory), or "
-                "rewrite the file with smaller chunks (h5repack)"
+                f"{self.path}: {key} is compressed in chunks of {chunks[axis]} rows, which must be "
+                f"held whole; this needs {format_bytes(used)}, but the memory budget is "
+                f"{format_bytes(self._memory)}; raise it (--memory), or rewrite the file with "
+                "smaller chunks (h5repack)"
             )
-        parts = []
-        for at in range(start // depth * depth, stop, depth):
-            place = (at,) if outer is None else (outer, at)
-            if key not in self._held or self._held[key][0] != place:
-                where = slice(at, min(at + depth, length))
-                slab = dataset[where] if outer is None else dataset[outer, where]
-                self._held[key] = (place, np.asarray(slab))
-            parts.append(self._held[key][1][max(start - at, 0) : stop - at])
-        return np.concatenate(parts)
+        slots, _, preemption = access.get_chunk_cache()
+        access.set_chunk_cache(slots, held, preemption)
+        # HDF5 gives the cache to a dataset only when it is opened for the first time.
+        del dataset, self._datasets[key]
+        self._datasets[key] = h5py.Dataset(h5py.h5d.open(self._file.id, key.encode(), access))
 
     def _sound(self, h5py: Any) -> Iterator[tuple[str, Any]]:
         try:
@@ -306,7 +292,7 @@ def _check_stored(path: Path, name: str, dataset: Any) -> None:
             "read"
         )
     chunk = math.prod(dataset.chunks) * itemsize
-    if chunk > LARGE_CHUNK and not filters(dataset):
+    if chunk > _LARGE_CHUNK and not _is_packed(dataset):
         for at in range(chunks):
             stored = dataset.id.get_chunk_info(at).size
             if stored != chunk:
@@ -320,12 +306,17 @@ def _unwritten(path: Path, name: str, detail: str) -> FormatError:
     )
 
 
-def _must_be_held(dataset: Any) -> bool:
+def _is_large_and_packed(dataset: Any) -> bool:
     """True if HDF5 would decompress a large chunk again for every few of its rows."""
     if dataset.chunks is None:
         return False
-    large = math.prod(dataset.chunks) * dataset.dtype.itemsize > LARGE_CHUNK
-    return large and bool(filters(dataset))
+    is_large = math.prod(dataset.chunks) * dataset.dtype.itemsize > _LARGE_CHUNK
+    return is_large and _is_packed(dataset)
+
+
+def _is_packed(dataset: Any) -> bool:
+    """True if filters, such as gzip, apply to its chunks."""
+    return bool(dataset.id.get_create_plist().get_nfilters())
 
 
 def load_h5py() -> Any:

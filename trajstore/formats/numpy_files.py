@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import struct
 import tokenize
 import warnings
 import zipfile
 import zlib
+from functools import cached_property
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.byte_sizes import DEFAULT_MEMORY
 from trajstore.errors import FormatError
-from trajstore.formats.array_file import OpenedFile, check_expansion, row_range
-from trajstore.formats.fortran_rows import FortranRows
+from trajstore.formats.array_file import OpenedFile, check_expansion, read_rows
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["NpyFile", "NpzFile"]
@@ -51,11 +52,7 @@ class _Member:
     shape : tuple of int
     dtype : numpy.dtype
         Type in the file.
-    rows : FortranRows, optional
-        Reader of the rows of an array in Fortran order.
     """
-
-    rows: FortranRows | None = None
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
@@ -68,7 +65,8 @@ class _Member:
             raise ValueError(f"version {version} of NumPy's format is unknown")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about headers of Python 2
-            self.shape, self.is_fortran, self.dtype = read(file)
+            shape, is_fortran, self.dtype = read(file)
+        self.shape = tuple(shape)
         self._begin = file.tell()
         if any(length < 0 for length in self.shape):
             raise ValueError(f"it has shape {self.shape}")
@@ -77,6 +75,7 @@ class _Member:
             raise _Pickled(_PICKLED)
         if size - self._begin != need:
             raise ValueError(f"it needs {need} bytes, but holds {size - self._begin}")
+        self._is_scattered = is_fortran and len(self.shape) > 1 and need > 0
 
     @property
     def name(self) -> str:
@@ -84,45 +83,48 @@ class _Member:
         return "uint16" if self.dtype.kind == "V" and self.dtype.itemsize == 2 else self.dtype.name
 
     def read(self, start: int | None, stop: int | None, outer: int | None) -> Array:
-        shape, offset = row_range(self.shape, start, stop, outer)
-        if self.rows is not None:
-            values = self.rows.read(start, stop, outer)
+        if self._is_scattered:
+            rows = (self._mapped if outer is None else self._mapped[outer])[start:stop]
+            # First in the order of the file, so that it is read from its begin to its end.
+            values = np.ascontiguousarray(np.array(rows, self.dtype.newbyteorder("="), order="F"))
         else:
-            values = self._bytes(math.prod(shape), offset).reshape(shape)
+            values = read_rows(self._file, self.dtype, self.shape, self._begin, start, stop, outer)
         if self.dtype.kind == "V":
             return values.view(np.uint16)
-        values = values.astype(self.dtype.newbyteorder("="), copy=False)
         if self.name in NATIVE_TYPES:
             return values.reshape(-1).view(NATIVE_TYPES[self.name].bits).reshape(values.shape)
         return values
 
-    def hold_rows(self, memory: int) -> None:
-        """Read rows in Fortran order, with `memory` bytes for the rows held at once."""
-        self.rows = FortranRows(tuple(self.shape), self.dtype, self._bytes, memory)
-
-    @property
-    def is_scattered(self) -> bool:
-        """True if the values of a row are not contiguous."""
-        return bool(self.is_fortran) and len(self.shape) > 1
-
-    def _bytes(self, count: int, before: int) -> Array:
-        values = np.empty(count, self.dtype)
-        view = values.view(np.uint8).data
-        self._file.seek(self._begin + before * self.dtype.itemsize)
-        while view:
-            some = self._file.read(min(len(view), 1 << 20))
-            if not some:
-                raise ValueError("it was cut short")
-            view[: len(some)] = some
-            view = view[len(some) :]
-        return values
+    @cached_property
+    def _mapped(self) -> Array:
+        """The array in Fortran order, whose rows are scattered. A member is extracted first."""
+        if not isinstance(self._file, zipfile.ZipExtFile):
+            return np.memmap(self._file, self.dtype, "r", self._begin, self.shape, "F")
+        with TemporaryFile() as extracted:
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, extracted)
+            return np.memmap(extracted, self.dtype, "r", self._begin, self.shape, "F")
 
 
 class _NumpyFile(OpenedFile):
     """Base of the two files: members that are read one by one."""
 
-    _members: dict[str, _Member]
-    _opened: list[IO[bytes] | zipfile.ZipFile]  # in the order in which they are closed
+    format: str
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._members: dict[str, _Member] = {}
+        self._opened: list[IO[bytes] | zipfile.ZipFile] = []  # in the order of closing
+        try:
+            self._open()
+        except BaseException as error:
+            self._close()
+            if isinstance(error, _UNSOUND) and not isinstance(error, FormatError):
+                raise FormatError(f"{path} is not a valid .{self.format} file: {error}") from None
+            raise
+
+    def _open(self) -> None:
+        raise NotImplementedError
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -133,15 +135,9 @@ class _NumpyFile(OpenedFile):
         for opened in self._opened:
             opened.close()
 
-    def _share(self, memory: int) -> None:
-        """Divide the memory among the members in Fortran order."""
-        scattered = [member for member in self._members.values() if member.is_scattered]
-        for member in scattered:
-            member.hold_rows(memory // len(scattered))
-
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
-        return tuple(self._members[key].shape)
+        return self._members[key].shape
 
     def dtype(self, key: str) -> str:
         """Type of an array."""
@@ -166,6 +162,8 @@ class _NumpyFile(OpenedFile):
         """
         try:
             return self._members[key].read(start, stop, outer)
+        except OSError:  # of the disk, such as a full one
+            raise
         except _UNSOUND as error:
             raise FormatError(
                 f"{self.path} is not a valid NumPy file: cannot read {key} ({error})"
@@ -178,8 +176,6 @@ class NpyFile(_NumpyFile):
     Parameters
     ----------
     path : path-like
-    memory : int
-        Bytes of rows in Fortran order that may be held.
 
     Raises
     ------
@@ -191,19 +187,10 @@ class NpyFile(_NumpyFile):
 
     format = "npy"
 
-    def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
-        super().__init__(path)
+    def _open(self) -> None:
         file = self.path.open("rb")
-        self._opened = [file]
-        try:
-            member = _Member(file, os.fstat(file.fileno()).st_size)
-        except BaseException as error:
-            self._close()
-            if isinstance(error, _UNSOUND):
-                raise FormatError(f"{path} is not a valid .npy file: {error}") from None
-            raise
-        self._members = {self.path.stem: member}
-        self._share(memory)
+        self._opened.append(file)
+        self._members[self.path.stem] = _Member(file, os.fstat(file.fileno()).st_size)
 
 
 class NpzFile(_NumpyFile):
@@ -214,8 +201,6 @@ class NpzFile(_NumpyFile):
     Parameters
     ----------
     path : path-like
-    memory : int
-        Bytes of rows in Fortran order that may be held.
 
     Attributes
     ----------
@@ -232,34 +217,18 @@ class NpzFile(_NumpyFile):
 
     format = "npz"
 
-    def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
-        super().__init__(path)
-        self._members = {}
-        try:
-            self._zip = zipfile.ZipFile(self.path)
-        except _UNSOUND as error:
-            raise FormatError(f"{path} is not a valid .npz file: {error}") from None
-        self._opened = [self._zip]
-        try:
-            for info in self._zip.infolist():
-                name = info.filename.removesuffix(".npy")
-                try:
-                    self._members[name] = self._member(info)
-                except _Pickled as error:
-                    self.unread[name] = str(error)
-        except BaseException as error:
-            self._close()
-            if isinstance(error, _UNSOUND):
-                raise FormatError(f"{path} is not a valid .npz file: {error}") from None
-            raise
-        try:
-            check_expansion(self.path, sum(info.file_size for info in self._zip.infolist()))
-        except FormatError:
-            self._close()
-            raise
-        self._share(memory)
+    def _open(self) -> None:
+        archive = zipfile.ZipFile(self.path)
+        self._opened.append(archive)
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            try:
+                self._members[name] = self._member(archive, info)
+            except _Pickled as error:
+                self.unread[name] = str(error)
+        check_expansion(self.path, sum(info.file_size for info in archive.infolist()))
 
-    def _member(self, info: zipfile.ZipInfo) -> _Member:
+    def _member(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
         if not info.filename.endswith(".npy"):
             raise ValueError(f"it holds {info.filename!r}, which is not a NumPy array")
         size = self.path.stat().st_size
@@ -269,7 +238,7 @@ class NpzFile(_NumpyFile):
             )
         if info.filename.removesuffix(".npy") in self._members:
             raise ValueError(f"the name {info.filename} occurs twice in it")
-        opened = self._zip.open(info)
+        opened = archive.open(info)
         self._opened.insert(-1, opened)
         try:
             return _Member(opened, info.file_size)

@@ -20,7 +20,7 @@ __all__ = ["FORMATS", "open_file"]
 
 FORMATS = {
     "safetensors": "safetensors files",
-    "hdf5": "HDF5 files, chunks of any size (extra hdf5)",
+    "hdf5": "HDF5 files, compressed chunks up to --memory (extra hdf5)",
     "npz": ".npz and .npy of NumPy, without pickled objects",
     "torch": ".pt of torch.save, tensors and plain values only (extra train)",
     "folder": "folders of one such file per step (step_00100.safetensors), or of checkpoints of a "
@@ -42,8 +42,7 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     ----------
     path : path-like
     memory : int
-        Bytes that may be held at once for data that cannot be read row by row: large compressed
-        chunks of HDF5, and NumPy arrays in Fortran order.
+        Bytes of large compressed chunks of HDF5 that may be held at once.
 
     Raises
     ------
@@ -67,11 +66,11 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     if begin.startswith(_HDF5_SIGNATURE):
         return Hdf5File(found, memory)
     if begin.startswith(_NPY_SIGNATURE):
-        return NpyFile(found, memory)
+        return NpyFile(found)
     if begin.startswith(_OLD_TORCH):
         return TorchFile(found)
     if begin.startswith(_ZIP_SIGNATURES):
-        return TorchFile(found) if _is_of_torch(found) else NpzFile(found, memory)
+        return TorchFile(found) if _is_of_torch(found) else NpzFile(found)
     return SafetensorsFile(found)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.formats.array_file import ArrayFile, OpenedFile, is_number, plain_number, values_of
-from trajstore.formats.folder_numbers import common_numbers, logged_rows, numbers_of_steps
+from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
@@ -28,7 +28,6 @@ _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _MODELS = ("model.safetensors", "pytorch_model.bin")
 _MOST_OPEN = 8
 _MOST_NAMED = 20
-_LOGS = ("trainer_state.json",)
 _LAST_STEP = (1 << 63) - 1
 
 # Words before the number of a step that do not name an array.
@@ -57,8 +56,7 @@ def step_entries(path: Path, unread: dict[str, str] | None = None) -> list[tuple
         is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
         number = _NUMBER.search(entry.stem if entry.is_file() else entry.name)
         if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
-            if entry.name not in _LOGS:
-                others.append(entry)
+            others.append(entry)
             continue
         step = int(number[1])
         if step > _LAST_STEP:
@@ -124,8 +122,6 @@ class StepFolder(OpenedFile):
         self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         try:
             self._kinds = self._agreed()
-            if any(entry.is_dir() for _, entry in self._entries):
-                self._add_log()
         except BaseException:
             self._close()
             raise
@@ -246,14 +242,6 @@ class StepFolder(OpenedFile):
             here_too = values_of(file, key).reshape(here[key][0])
             if not np.array_equal(tables[key], here_too, equal_nan=_is_float(tables[key])):
                 del tables[key]
-
-    def _add_log(self) -> None:
-        """Add numbers that a Trainer logged at these steps, unless the checkpoints hold them."""
-        logged, left = logged_rows(self.path, self._entries)
-        self.unread |= left
-        for key, rows in logged.items():
-            if not any(key in there for there in (self._kinds, self._held, self.attributes)):
-                self._held[key] = rows
 
     def _close(self) -> None:
         while self._cache:

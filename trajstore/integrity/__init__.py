@@ -1,8 +1,7 @@
 """Verification and repair of runs.
 
 ``verify`` checks a run. ``repair`` applies the plan of ``repair_plan``. Each finding is a
-``problem``. ``damaged_shards`` finds damaged chunks and fills them with NaN.
-``replacement`` selects arrays to drop and chunks to fill, so that rows stay.
+``problem``.
 
 A new check belongs to the module that reads its files:
 

@@ -35,8 +35,6 @@ class CheckedMetadata:
         Copy of the root's fixed attributes in `step`.
     replaced : bool
         True if the document of `step` holds attributes that a resume replaced in the root.
-    dropped : set of str
-        Arrays that a repair dropped, as the root records.
     rows : int
         Committed rows.
     arrays : dict
@@ -55,7 +53,6 @@ class CheckedMetadata:
     attributes: Document = field(default_factory=dict)
     copy: Document | None = None
     replaced: bool = False
-    dropped: set[str] = field(default_factory=set)
     rows: int = 0
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

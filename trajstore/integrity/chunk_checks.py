@@ -25,7 +25,7 @@ from trajstore.store.storage.remote_path import Location, ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
 
-__all__ = ["CheckedChunks", "check_shard", "whole_chunks"]
+__all__ = ["CheckedChunks", "check_shard"]
 
 Array = npt.NDArray[Any]
 
@@ -135,31 +135,6 @@ def _check(
             )
         )
     return found
-
-
-def whole_chunks(stored: StoredArray, block: int, part: int) -> dict[int, bytes]:
-    """Inner chunks of a shard that match their checksums, by their number.
-
-    Empty if the shard is missing, its label or index is broken, or the label is that of other
-    chunks.
-    """
-    found = CheckedChunks()
-    path = stored.path / stored.key(block, part)
-    whole: dict[int, bytes] = {}
-    try:
-        with held(path) as file:
-            shard = _Shard(stored, stored.chain.native, block, part, path, file, finished=False)
-            for chunk in _read_index(shard, found):
-                with suppress(ValueError, RuntimeError):
-                    data = _read_chunk(shard, chunk)
-                    stored.form.decoder.unpack(data)
-                    whole[chunk.number] = data
-    except FileNotFoundError:
-        return {}
-    if shard.label is not None and len(whole) == math.prod(stored.form.grid):
-        digest = digest_of(hashlib.sha256(whole[at]).digest() for at in sorted(whole))
-        return whole if digest == shard.label.digest else {}
-    return whole
 
 
 class _Shard:

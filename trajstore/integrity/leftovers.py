@@ -15,7 +15,7 @@ from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftover
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath
 
-__all__ = ["Leftovers", "files_of", "find_leftovers"]
+__all__ = ["Leftovers", "find_leftovers"]
 
 
 _NAMED = 5
@@ -31,8 +31,6 @@ class Leftovers:
         Temporary files of unfinished writes.
     beyond : dict of str to list of Path or RemotePath
         Shards past the committed rows, by array.
-    dropped : list of Path or RemotePath
-        Files of arrays that a repair dropped.
     unknown : list of Path or RemotePath
     unlisted : list of str
         A sentence for each folder that the system refused to read.
@@ -44,7 +42,6 @@ class Leftovers:
 
     temporaries: list[Location] = field(default_factory=list)
     beyond: dict[str, list[Location]] = field(default_factory=dict)
-    dropped: list[Location] = field(default_factory=list)
     unknown: list[Location] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
     lock: Location | None = None
@@ -56,12 +53,6 @@ class Leftovers:
             f"{name} has shards past the commit ({len(paths)}), which no reader sees"
             for name, paths in self.beyond.items()
         ]
-        if self.dropped:
-            names = ", ".join(sorted({path.parent.name for path in self.dropped}))
-            notes.append(
-                f"files of a dropped array are left ({len(self.dropped)}, {names}): the repair "
-                "was interrupted, and another one removes them"
-            )
         if self.temporaries:
             named = [
                 f"{path.name} ({format_bytes(_size(path))})" for path in self.temporaries[:_NAMED]
@@ -100,24 +91,13 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
     found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
     for path in _entries(metadata, "", found):
-        if path.name in metadata.dropped:
-            found.dropped += files_of(metadata, path.name)
-        elif not _is_known(path) and path.name not in metadata.own:
+        if not _is_known(path) and path.name not in metadata.own:
             found.unknown.append(path)
     for name in metadata.own:
         _find_in_array(metadata, name, rows, found)
     with contextlib.suppress(OSError):  # the folder's note reports it
         found.links = inner_links(metadata.path)
     return found
-
-
-def files_of(metadata: CheckedMetadata, name: str) -> list[Location]:
-    """Files in the folder of an array."""
-    return [
-        path
-        for path in _entries(metadata, name, Leftovers())
-        if isinstance(path, RemotePath) or not path.is_dir()
-    ]
 
 
 def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Leftovers) -> None:

@@ -40,7 +40,6 @@ from trajstore.store.metadata.array_document import (
 from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.fingerprint import COPY
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.repairs import dropped_arrays
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
@@ -80,12 +79,10 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
         raise RunNotFound(
             f"there is no run at {text}, or its root is broken: {found.problems[0].message}"
         )
-    found.dropped = dropped_arrays(found.attributes) - (found.consolidated() or {}).keys()
     if folders is None:  # places without a listing
         folders = [name for name in found.consolidated() or {} if name and "/" not in name]
     for name in sorted(folders):
-        if name not in found.dropped:  # remains of an interrupted repair
-            found.own[name] = _read(found, name)
+        found.own[name] = _read(found, name)
     _choose_documents(found)
     _check_rows(found)
     _check_age(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class Repair:
         Damaged arrays with their damaged steps; empty text for damage outside of steps.
     whole : tuple of str
         Names of the sound variables, with `step`.
-    alternatives : tuple of str
-        Options of `trajstore repair` that keep more; Python has the same as arguments.
+    exports : tuple of str
+        Options of ``trajstore export --format run`` that copy more than the repair keeps.
     done : bool
         True if the actions were applied.
     """
@@ -57,7 +57,7 @@ class Repair:
     rows: int
     damaged: dict[str, str]
     whole: tuple[str, ...]
-    alternatives: tuple[str, ...]
+    exports: tuple[str, ...]
     done: bool
 
     def facts(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Repair:
             "actions": list(self.actions),
             "unrepaired": list(self.unrepaired),
             "whole": list(self.whole),
-            "alternatives": list(self.alternatives),
+            "exports": list(self.exports),
         }
 
 
@@ -75,27 +75,21 @@ def repair(
     path: RunPath,
     *,
     yes: bool = False,
-    fill_damaged: bool = False,
-    drop_arrays: Collection[str] = (),
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> Repair:
     """Restore a run to its last complete commit; by default only return the plan.
 
-    All arrays are cut to the rows before the first damaged block, unless an option keeps the rows.
-    Shards past the commit and temporary files are removed; no reader sees them. Documents are
-    rebuilt from their copies. Sound chunks of the remaining rows stay unchanged.
+    All arrays are cut to the rows before the first damaged block. Shards past the commit and
+    temporary files are removed; no reader sees them. Documents are rebuilt from their copies. Sound
+    chunks of the remaining rows stay unchanged. `trajstore.export` copies more of a damaged run, as
+    a new run: with ``variables`` or ``fill_damaged``.
 
     Parameters
     ----------
     path : path-like, str or RemotePath
     yes : bool
         Apply the repair. It can be repeated, also after an interruption.
-    fill_damaged : bool
-        Keep all rows: write NaN in place of damaged values. `step` has no NaN; its damage still
-        costs rows.
-    drop_arrays : collection of str
-        Keep all rows: remove these damaged arrays.
     threads : int, optional
         Threads that read the run; by default the number of processors, at most 8.
     on_progress : callable, optional
@@ -108,7 +102,7 @@ def repair(
     RunLocked
         If another process writes to it.
     InvalidArgument
-        If `path` is on a web server; if an array of `drop_arrays` is whole or required.
+        If `path` is on a web server.
     OSError
         If a write failed; another repair continues.
 
@@ -134,7 +128,7 @@ def repair(
     refuse_links(run)
     with RunLock.acquire(run) if yes or _has_place_for_lock(run) else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
-        plan = plan_repair(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
+        plan = plan_repair(checked)
         if yes:
             if isinstance(lock, RemoteLock) and not lock.is_held():
                 raise taken_over(run)
@@ -147,7 +141,7 @@ def repair(
         rows=plan.rows,
         damaged=plan.damaged,
         whole=plan.whole,
-        alternatives=plan.alternatives,
+        exports=plan.exports,
         done=yes,
     )
 
@@ -169,9 +163,6 @@ def _carry_out(run: Location, plan: RepairPlan) -> None:
         if isinstance(target, Path) and target.parent != run:  # do not recreate a deleted run
             target.parent.mkdir(exist_ok=True)
         put(target, [data])
-    # The root already records them: after an interruption here, the next repair continues.
-    for target, shard in plan.shards.items():
-        put(target, shard)
     for path in plan.removed:
         path.unlink(missing_ok=True)
     for folder in {path.parent for path in plan.removed if isinstance(path, Path)}:

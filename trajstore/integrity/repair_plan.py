@@ -1,24 +1,25 @@
 """The plan of a repair, complete before anything is written.
 
-Documents are rebuilt from their copies. A damaged block costs the rows from there on, unless
-``replacement`` keeps them. Each decision has a sentence.
+Documents are rebuilt from their copies. A damaged block costs the rows from there on. Each decision
+has a sentence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from trajstore.codec.computed_rows import unit_of
+from trajstore.integrity.array_checks import in_steps
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.fingerprint_checks import made_again
-from trajstore.integrity.leftovers import files_of, find_leftovers
+from trajstore.integrity.leftovers import find_leftovers
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.replacement import Replacement, alternatives, damage_by_array
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import FORMAT, STEP
+from trajstore.schema import FORMAT, STEP, TRAJECTORIES, coordinate
 from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.document_form import (
     REQUIRED,
@@ -30,8 +31,6 @@ from trajstore.store.metadata.document_form import (
 )
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.repairs import with_repairs, without_later_repairs
-from trajstore.store.metadata.shard import Shard
 from trajstore.store.metadata.zarr_json import RunMetadata, is_outgrown
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
@@ -50,8 +49,6 @@ class RepairPlan:
         Remaining rows.
     documents : dict of Path or RemotePath to bytes
         Documents to write.
-    shards : dict of Path or RemotePath to Shard
-        Shards to write, with NaN in place of damaged values.
     removed : tuple of Path or RemotePath
         Files to remove.
     sweeps : bool
@@ -64,60 +61,33 @@ class RepairPlan:
         Damaged arrays with their damaged steps; empty text for damage outside of steps.
     whole : tuple of str
         Names of the sound variables, with `step`.
-    alternatives : tuple of str
-        Options of `trajstore repair` that keep more.
+    exports : tuple of str
+        Options of `trajstore export --format run` that copy more than the repair keeps.
     """
 
     rows: int
     documents: dict[Location, bytes] = field(default_factory=dict)
-    shards: dict[Location, Shard] = field(default_factory=dict)
     removed: tuple[Location, ...] = ()
     sweeps: bool = False
     actions: tuple[str, ...] = ()
     unrepaired: tuple[str, ...]
     damaged: dict[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    alternatives: tuple[str, ...] = ()
+    exports: tuple[str, ...] = ()
 
 
-def plan_repair(
-    checked: CheckedRun, *, fill_damaged: bool = False, drop_arrays: Collection[str] = ()
-) -> RepairPlan:
-    """Plan the repair of a run.
-
-    Parameters
-    ----------
-    checked : CheckedRun
-    fill_damaged : bool
-        Fill damaged inner chunks with NaN; by default their rows are dropped.
-    drop_arrays : collection of str
-        Damaged arrays to drop.
-
-    Raises
-    ------
-    InvalidArgument
-        If an array cannot be dropped.
-    """
+def plan_repair(checked: CheckedRun) -> RepairPlan:
+    """Plan the repair of a run."""
     metadata = checked.metadata
     # A document that the system refuses to read may be sound: do not replace it, drop no rows.
     if metadata.refused or STEP.name not in metadata.arrays:
         return RepairPlan(rows=metadata.rows, unrepaired=tuple(map(str, checked.found.problems)))
-    wanted = Replacement.planned(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
-    lost = _lost_blocks(checked, wanted)
+    lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
-    replaced = wanted.before(rows)
-    on_replaced, damaged = replaced.sentences(checked), damage_by_array(checked)
-    options = alternatives(checked, replaced)
-    left_over = [path for name in sorted(replaced.dropped) for path in files_of(metadata, name)]
-    checked = replaced.applied(checked)
-    metadata = checked.metadata
+    damaged = _damage_by_array(checked)
     attributes, on_attributes = _attributes(metadata)
-    repaired = _with_repairs(attributes, replaced, rows)
-    digests, on_digests = _digests(
-        checked, rows, repaired, changed=bool(on_attributes), replaced=bool(replaced)
-    )
-    status = _status(metadata, rows)
-    changed = _changed_documents(metadata, rows, repaired, status, digests, replaced.dropped)
+    digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
+    changed = _changed_documents(metadata, rows, attributes, _status(metadata, rows), digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
@@ -127,11 +97,9 @@ def plan_repair(
             path: json.dumps(document, indent=1, allow_nan=False).encode()
             for path, document in changed.items()
         },
-        shards=replaced.shards(metadata),
-        removed=(*beyond, *broken, *left_over, *checked.leftovers.dropped),
+        removed=(*beyond, *broken),
         sweeps=bool(checked.leftovers.temporaries),
         actions=(
-            *on_replaced,
             *_on_rows(metadata, rows, lost),
             *on_attributes,
             *on_digests,
@@ -141,21 +109,65 @@ def plan_repair(
         ),
         unrepaired=tuple(map(str, lasting)),
         damaged=damaged,
-        alternatives=options,
-        whole=tuple(name for name in metadata.arrays if is_series(name) and name not in damaged),
+        whole=_whole(metadata, damaged),
+        exports=_exports(checked, damaged),
     )
 
 
-def _lost_blocks(checked: CheckedRun, replaced: Replacement) -> list[tuple[int, Problem]]:
+def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
     """Problems that cost rows, with the first lost row."""
     metadata = checked.metadata
-    filled = {problem.path for _, problem in replaced.filled}
     return [
         (problem.block * metadata.stored(problem.array).shard[0], problem)
         for problem in checked.found.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
-        if problem.array not in replaced.dropped and problem.path not in filled
     ]
+
+
+def _damage_by_array(checked: CheckedRun) -> dict[str, str]:
+    """Damaged arrays with their damaged steps; empty text for damage outside of steps."""
+    metadata = checked.metadata
+    rows: dict[str, list[tuple[int, int]]] = {
+        problem.array: []
+        for problem in checked.found.problems
+        if problem.array is not None
+        and (problem.remedy != "rewrite" or problem.array not in metadata.arrays)
+        and (is_series(problem.array) or coordinate(problem.array) is not None)
+    }
+    for first, problem in _lost_blocks(checked):
+        assert problem.array is not None
+        length = metadata.stored(problem.array).shard[0]
+        rows[problem.array].append((first, min(first + length, metadata.rows)))
+    chains = [metadata.stored(name).chain for name in metadata.arrays if is_series(name)]
+    for unit in (unit_of(rule) for rule in dict.fromkeys(chain.rule for chain in chains) if rule):
+        if unit.chains.keys() & rows.keys():
+            lost = [each for name in unit.chains for each in rows.get(name, ())]
+            rows |= dict.fromkeys(unit.rule.state, lost)
+    return {name: in_steps(checked.read, rows[name]) if rows[name] else "" for name in rows}
+
+
+def _whole(metadata: CheckedMetadata, damaged: dict[str, str]) -> tuple[str, ...]:
+    """Names of the sound variables, with `step`."""
+    return tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
+
+
+def _exports(checked: CheckedRun, damaged: dict[str, str]) -> tuple[str, ...]:
+    """Options of `trajstore export --format run` that copy more than the repair keeps."""
+    # A run is not opened if a coordinate has no values at all. Broken values have a place.
+    is_closed = any(
+        problem.remedy == "none" and problem.block is None and coordinate(problem.array)
+        for problem in checked.found.problems
+        if problem.array is not None
+    )
+    if not damaged or is_closed or {STEP.name, "token", "parameter"} & damaged.keys():
+        return ()
+    found = []
+    whole = [name for name in _whole(checked.metadata, damaged) if name != STEP.name]
+    if all(map(is_series, damaged)) and not set(whole).isdisjoint(TRAJECTORIES):
+        found.append(f"--vars {','.join(whole)}")
+    if _lost_blocks(checked) or not all(map(is_series, damaged)):
+        found.append("--fill-damaged")
+    return tuple(found)
 
 
 def _on_rows(
@@ -235,16 +247,8 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
     return {key: values[key] for key in REQUIRED if key in values}
 
 
-def _with_repairs(attributes: Document, replaced: Replacement, rows: int) -> Document:
-    """Attributes that record this repair, and earlier ones of remaining rows."""
-    new = replaced.new()
-    if replaced.dropped or new:
-        attributes = with_repairs(attributes, filled=new, dropped=replaced.dropped, time=utc_now())
-    return without_later_repairs(attributes, rows)
-
-
 def _digests(
-    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool, replaced: bool
+    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Content digest and fingerprint after the repair, and the actions.
 
@@ -255,7 +259,6 @@ def _digests(
     lost = not all(map(is_digest, kept.values()))
     as_before = {key: str(value) for key, value in kept.items()}
     keeps_rows = not lost and rows == metadata.rows and metadata.consolidated() is not None
-    keeps_rows = keeps_rows and not replaced
     if keeps_rows and not changed:
         return as_before, []
     found = made_again(metadata, checked.read, rows=rows, attributes=attributes)
@@ -287,7 +290,6 @@ def _changed_documents(
     attributes: Document,
     status: Status,
     digests: dict[str, str],
-    dropped: Collection[str],
 ) -> dict[Location, Document]:
     """New versions of the documents that change, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
@@ -298,7 +300,7 @@ def _changed_documents(
     strange = {
         name: entry
         for name, entry in listed.items()
-        if name not in arrays and name not in dropped and not _is_dropped(metadata, name)
+        if name not in arrays and not _is_dropped(metadata, name)
         if rows == metadata.rows or not is_outgrown(name, entry)
     }
     order = dict.fromkeys([*listed, *targets])
@@ -361,8 +363,6 @@ def _on_removed(
     past = sum(map(len, checked.leftovers.beyond.values()))
     if past:
         yield (f"shards past the commit are removed ({past}): no reader sees them")
-    if checked.leftovers.dropped:
-        yield f"files of a dropped array are removed ({len(checked.leftovers.dropped)})"
     if len(beyond) > past:
         yield f"shards of the dropped rows are removed ({len(beyond) - past})"
     if checked.leftovers.temporaries:

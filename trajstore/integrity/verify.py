@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
-from trajstore.integrity.array_checks import check_chunks, in_steps
+from trajstore.integrity.array_checks import check_chunks
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
 from trajstore.integrity.chunk_checks import CheckedChunks
@@ -25,10 +25,8 @@ from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.repairs import dropped_arrays, filled_rows, filled_shards
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath
-from trajstore.strict_json import Document
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
@@ -183,7 +181,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     relabeled = [] if whole and not fingerprint else chunks.relabeled
     cells: list[Problem] = []
     if whole and "cells" in metadata.arrays:
-        cells = _check_cells(metadata.path, metadata.attributes)
+        cells = _check_cells(metadata.path)
     found = Verification(
         path=metadata.path,
         problems=(
@@ -197,7 +195,6 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         ),
         notes=(
             *metadata.notes,
-            *_repair_notes(metadata, chunks),
             *leftovers.notes(),
             *chunks.notes,
             *(() if relabeled else _relabeled_notes(chunks)),
@@ -212,40 +209,23 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
 
 
-def _repair_notes(metadata: CheckedMetadata, chunks: CheckedChunks) -> Iterator[str]:
-    """Sentences about earlier repairs."""
-    for name in sorted(dropped_arrays(metadata.attributes)):
-        yield f"{name} is missing: a repair dropped it"
-    shards = filled_shards(metadata.attributes)
-    for name in dict.fromkeys(shard.array for shard in shards):
-        where = in_steps(chunks, [shard.rows for shard in shards if shard.array == name])
-        yield f"{name} has NaN in {where}: a repair filled what was damaged"
-
-
 def _relabeled_notes(chunks: CheckedChunks) -> Iterator[str]:
     """Sentences about shards that another program wrote with the values of the run."""
     for name, count in Counter(problem.array for problem in chunks.relabeled).items():
         yield f"{name}: another program wrote {count} shards again, with the recorded values"
 
 
-def _check_cells(path: Location, attributes: Document) -> list[Problem]:
-    """Compare ``cells`` with W rounded to bfloat16, to nearest even, tile by tile.
+def _check_cells(path: Location) -> list[Problem]:
+    """Compare ``cells`` of a readable run with W rounded to bfloat16, to nearest even.
 
-    Parameters
-    ----------
-    path : Path or RemotePath
-        A run with readable chunks.
-    attributes : dict
-        Of its root.
+    NaN is not compared: the value of one of them may have been lost.
     """
     where = path / "cells" / DOCUMENT
     try:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():
             return []
-        count, step, token = _wrong_cells(
-            run, filled_rows(attributes, len(run.steps), ("W", "cells"))
-        )
+        count, step, token = _wrong_cells(run)
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
@@ -260,17 +240,16 @@ def _check_cells(path: Location, attributes: Document) -> list[Problem]:
     return [Problem(array="cells", path=where, message=message)]
 
 
-def _wrong_cells(run: TiledRun, filled: set[int]) -> tuple[int, int, int]:
-    """Number of wrong cells outside filled rows, and step and token of the first."""
+def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:
+    """Number of wrong cells, and step and token of the first."""
     W, cells, bfloat16 = run.series["W"], run.series["cells"], NATIVE_TYPES["bfloat16"]
     rows, count, first = np.arange(len(run.steps)), 0, (0, 0)
     for tile in W.tiles(rows, None):
         expected, _ = convert(tile.read(), W.native, bfloat16)
         held = cells.bits(tile.where)
-        wrong = (held != expected) & ~(is_nan(held, bfloat16) & is_nan(expected, bfloat16))
-        at, among = tile.where
-        wrong[[row in filled for row in rows[at]]] = False
+        wrong = (held != expected) & ~(is_nan(held, bfloat16) | is_nan(expected, bfloat16))
         if wrong.any() and not count:
+            at, among = tile.where
             row, token, _ = np.argwhere(wrong)[0]
             ids = run.coordinates["token"]
             first = int(run.steps[at.start + row]), int(ids[among.start + token])

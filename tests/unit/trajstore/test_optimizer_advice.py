@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trajstore.errors import ConfigError
@@ -65,7 +66,8 @@ def test_the_first_moment() -> None:
 def test_weight_decay_that_is_always_lost() -> None:
     lost = texts(adam(weight_decay=0.01), state="float32")
     assert lost["W"].startswith(
-        "weight decay can never change W: (1 − 0.001·0.01)·W rounds back to W for 100 % of bfloat16"
+        "weight decay can never change W at learning rates up to 0.001: "
+        "(1 − 0.001·0.01)·W rounds back to W for 100 % of bfloat16"
     )
     assert "W" in texts(adam(weight_decay=0.01, lr=0.0, initial_lr=1e-3))
     assert "W" in texts(adam("Adam", weight_decay=0.01, decoupled_weight_decay=True))
@@ -128,6 +130,16 @@ def test_a_run_by_its_attributes() -> None:
     assert variables(grad="bfloat16", logits="float32") == ["exp_avg_sq", "W"]
     assert variables(W="float32", logits="bfloat16") == variables() == []
     assert advise_run({}, {"W": "bfloat16"}) == []
+
+
+def test_advice_holds_for_all_recorded_rates() -> None:
+    """A loop that warms up by hand: the first rate is the one in the attributes."""
+    attributes = {"optimizer": adam(weight_decay=0.1, lr=0.0033)}
+    types = {"W": "bfloat16", "exp_avg_sq": "float32"}
+    assert [one.variable for one in advise_run(attributes, types)] == ["W"]
+    assert advise_run(attributes, types, [0.0033, 0.1, np.nan]) == []
+    (one,) = advise_run(attributes, types, [0.0033, 0.01])
+    assert "can never change W at learning rates up to 0.01: (1 − 0.01·0.1)" in one.sentence
 
 
 def test_strictness_is_one_sentence() -> None:

@@ -1,5 +1,9 @@
 """Export of runs for other programs.
 
+``branched_run``
+    A new run from the first rows of another one: with its blocks, or written again.
+``damaged_chunks``
+    Damaged inner chunks of a run, exported as NaN.
 ``export``
     The public function: a run, or part of it, to safetensors, HDF5, Zarr or a new run.
 ``export_layout``

@@ -16,6 +16,7 @@ import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
+from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.exporting.export_layout import layout_file, without_step_0
 from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
@@ -88,6 +89,7 @@ def export(
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
     encoding: Encoding | None = None,
+    fill_damaged: bool = False,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
@@ -126,6 +128,10 @@ def export(
         Rows of a chunk of ``zarr``, or of a block of ``run``. Default: planned.
     encoding : {'delta', 'replay'}, optional
         Encoding of a ``run``. Default: the encoding of the exported run.
+    fill_damaged : bool
+        Write NaN in place of the values of damaged inner chunks, and leave out damaged coordinates
+        other than ``token``. For the format ``run``. The attribute ``notes`` of the
+        copy, and the notes of the result, list what was filled.
     memory : int or str, default 320 MiB
         Memory for the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of
         16 MiB.
@@ -144,12 +150,17 @@ def export(
         If `file` exists and `overwrite` is not set, or it is of another kind.
     InvalidArgument
         If the format, layout or encoding is unknown, or the selection cannot be parsed or is empty.
+        If `fill_damaged` is set, and the format is not ``run``, or the run is a Dataset.
         If there are several runs, and the layout holds one, or they have other steps or tokens.
         If both `layout` and `like` are given, or the file of `like` holds nothing of a run.
     VariableNotRecorded, StepNotFound
         If the run lacks a variable or step of the layout or the selection.
     MissingExtra
         If the format is ``hdf5`` and h5py is not installed.
+    FormatError
+        If the run is damaged, and `fill_damaged` is not set, or ``step`` or ``token`` is damaged.
+    RunLocked
+        If `fill_damaged` is set, and a process is writing to the run.
     OSError
         If the disk is full, for example. Nothing is left behind.
 
@@ -169,7 +180,7 @@ def export(
             raise InvalidArgument(f"got layout {layout} and a file to export like; give one")
         described, notes = layout_like(like)
         layout = described.name
-    format = _checked_format(format, layout, described, block_rows, encoding)
+    format = _checked_format(format, layout, described, block_rows, encoding, fill_damaged)
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
@@ -180,7 +191,8 @@ def export(
             f"got {len(given)} runs, expected one; a layout such as flannel-3 or flannel-5 holds "
             "several, flannel-2 both matrices of untied weights"
         )
-    opened = [open_tiled(each) for each in given]
+    damaged = DamagedChunks(given[0]) if fill_damaged else None
+    opened = [open_tiled(each) for each in given] if damaged is None else [damaged.run]
     runs: Sequence[tuple[TiledRun, Selection]] = [
         (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
     ]
@@ -198,9 +210,11 @@ def export(
         if format == "run":
             remarks: list[str] = []
             notes = remarks
-            options |= {"encoding": encoding, "on_note": remarks.append}
+            options |= {"encoding": encoding, "damaged": damaged, "on_note": remarks.append}
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
+        if damaged is not None:
+            notes = (*notes, *damaged.sentences(selection))
     else:
         if described is not None:
             content = layout_file(described, runs)
@@ -232,6 +246,7 @@ def _checked_format(
     described: Layout | None,
     block_rows: int | None,
     encoding: str | None,
+    fill_damaged: bool,
 ) -> str:
     """Format of the export, after a check of the arguments."""
     if format is not None and format not in FORMATS:
@@ -254,6 +269,10 @@ def _checked_format(
         raise InvalidArgument(
             f"got encoding={encoding} with format {own}, which has no encoding; use "
             "format run, or omit the encoding"
+        )
+    if fill_damaged and own != "run":
+        raise InvalidArgument(
+            f"got fill_damaged with format {own}; fill a copy first: --format run --fill-damaged"
         )
     if encoding is not None:
         check_encoding(encoding)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
+from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
-from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
+from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE, notes_of
 from trajstore.store.reading.tiled_reader import Tile, TiledRun
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
@@ -31,7 +32,9 @@ def write_run(
     block_rows: int | None,
     memory: int | str,
     encoding: Encoding | None = None,
-    on_note: Callable[[str], None],
+    damaged: DamagedChunks | None = None,
+    status: Literal["complete", "interrupted"] = "complete",
+    on_note: Callable[[str], None] | None,
     on_progress: Progress | None = None,
 ) -> None:
     """Write a selection as a new run.
@@ -51,7 +54,10 @@ def write_run(
         Memory for the buffer of the writer and the rows held in between.
     encoding : {'delta', 'replay'}, optional
         Default: the encoding of `run`.
-    on_note : callable
+    damaged : DamagedChunks, optional
+        The source of `run`, if damaged values become NaN. The attribute ``notes`` lists them.
+    status : {'complete', 'interrupted'}
+    on_note : callable, optional
         As for `RunWriter.create`.
     on_progress : callable, optional
 
@@ -87,6 +93,11 @@ def write_run(
         **coordinates,
     ) as new:
         _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
+        filled = [] if damaged is None else damaged.notes(selection)
+        last = run.steps[selection.rows].max(initial=-1)
+        kept = [one for one in notes_of(run.attributes) if one["first_step"] <= last]
+        new.notes = [*kept, *filled]
+        new.close(status)
 
 
 def _copy(

@@ -18,7 +18,6 @@ from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, STEP, VARIABLES
 __all__ = [
     "AMBIGUOUS",
     "ARRAY_KINDS",
-    "RULE",
     "SCALARS",
     "ArrayKind",
     "Name",
@@ -275,10 +274,7 @@ class Scalar:
         return {code: word for word, code in reversed(list(self.codes.items()))}
 
 
-RULE = ("optimizer", "hyperparameters")
-"""Path of the optimizer's hyperparameters in the attributes of a run."""
-
-_RULE, _MODEL = ".".join(RULE), "config.model"
+_RULE, _MODEL = "optimizer.hyperparameters", "config.model"
 
 
 def _scalar(names: str, paths: str, **codes: int) -> Scalar:

@@ -14,8 +14,6 @@
     Options of an import.
 ``imported_file``
     Content of a file after detection, with checked shapes and types.
-``learning_rates``
-    Learning rates from a schedule, for files without them.
 ``read_runs``
     Runs of a file under the given options: the only way from a path to runs.
 ``run_parts``

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, InvalidArgument
+from trajstore.errors import FormatError
 from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
-from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, RULE, is_pair, scalar_of
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
 from trajstore.exchange.importing.file_numbers import (
     STARTING_STEP,
     attributes_of,
-    number_of,
     scalar_numbers,
 )
 from trajstore.exchange.importing.file_rows import (
@@ -35,7 +34,6 @@ from trajstore.exchange.importing.imported_file import (
     checked_texts,
     kept_attributes,
 )
-from trajstore.exchange.importing.learning_rates import with_rates
 from trajstore.exchange.importing.run_parts import RunPart
 from trajstore.exchange.importing.token_tables import (
     TokenArray,
@@ -115,14 +113,7 @@ class RunReading:
         if not self.own:
             variables, notes = aligned(file.path, variables, self._alignment())
             self.notes += notes
-        attributes = self._attributes(variables)
-        if self.options.schedule is not None:
-            self._check_rule_is_read()
-            peak = number_of(file.path, self.part.numbers, "learning_rate", self.options.mapped)
-            variables, attributes, notes = with_rates(
-                variables, attributes, self.options.schedule, float(peak), self.steps
-            )
-            self.notes += notes
+        attributes = self._attributes()
         coordinates: dict[str, Any] = dict(tokens.coordinates)
         key = HDF5_TEXTS["token_text"]
         if self.own and key in file.keys:
@@ -354,8 +345,8 @@ class RunReading:
             and (shape[1] == tokens.vocabulary)
         ):
             pick, shape = tokens.token, (shape[0], here)
-        missing = len(shape) == len(dims) and shape[0] == self.rows - 1 and self.rows > 1
-        if not self.single and missing and shape[1:] == expected[1:]:
+        lacks_first = self.rows > 1 and shape == (self.rows - 1, *expected[1:])
+        if lacks_first:
             self.notes.append(
                 f"{one.key} has one row less than {self.anchor.key}: its first row is the second "
                 "row of the run"
@@ -367,8 +358,6 @@ class RunReading:
                 f"({', '.join(dims[1:] if self.single else dims)}), as {self.anchor.key} has shape "
                 f"{self.anchor.shape}"
             )
-        else:
-            missing = False
         if not all(expected):
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected no length of 0"
@@ -384,7 +373,7 @@ class RunReading:
             row_shape=(shape[0], self.tokens, *shape[2:])[1 : len(dims)] if "token" in dims
             else tuple(shape[1:]),
             single=self.single,
-            missing=missing,
+            shift=-1 if lacks_first else 0,
         )  # fmt: skip
 
     def _native(self, one: DetectedArray) -> NativeType:
@@ -398,7 +387,7 @@ class RunReading:
             )
         return NATIVE_TYPES[one.dtype]
 
-    def _attributes(self, variables: tuple[ImportedVariable, ...]) -> dict[str, Any]:
+    def _attributes(self) -> dict[str, Any]:
         if self.own:
             key = HDF5_TEXTS["attributes"]
             if self.file.dtype(key) != "uint8" or len(self.file.shape(key)) != 1:
@@ -429,17 +418,6 @@ class RunReading:
         """Numbers that are a given size of the table of scalars, by their keys."""
         numbers = scalar_numbers(self.part.numbers, name, self.options.mapped)
         return {key: size for key, size in numbers.items() if isinstance(size, int)}
-
-    def _check_rule_is_read(self) -> None:
-        """Refuse a default in place of a hyperparameter that the format cannot read."""
-        for key, why in self.file.unread.items():
-            scalar = scalar_of(key)
-            is_of_rule = scalar is not None and scalar.paths[0][:2] == RULE
-            if (is_of_rule or is_pair(key)) and key not in self.options.ignored:
-                raise InvalidArgument(
-                    f"{self.file.path}: {key} is {why}, so --schedule would use a default instead; "
-                    f"write it as a number, or accept the default with --map ignore={key}"
-                )
 
     def _note_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
         names = {held.variable for held in variables}

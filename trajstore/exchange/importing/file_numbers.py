@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import FormatError, InvalidArgument
+from trajstore.errors import FormatError
 from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS, Scalar, scalar_of
 from trajstore.exchange.importing.token_tables import POPULATION_SIZES
 from trajstore.schema import STEP
 
-__all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of", "scalar_numbers"]
+__all__ = ["STARTING_STEP", "attributes_of", "places_of", "scalar_numbers"]
 
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
 """Names of the step at which a training was resumed."""
@@ -64,22 +64,6 @@ def attributes_of(
 def places_of(numbers: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
     """Path of each number in the attributes, by its key, for display."""
     return {key: ".".join(path) for key, path, _ in _placed(numbers, mapped)}
-
-
-def number_of(where: Path, numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]) -> Any:
-    """Number of a scalar of the table.
-
-    Raises
-    ------
-    InvalidArgument
-        If the file does not hold it.
-    """
-    for value in scalar_numbers(numbers, name, mapped).values():
-        return value
-    raise InvalidArgument(
-        f"{where} holds no {name}, under none of the names {', '.join(SCALARS[name].names)}; name "
-        f"the number with --map {name}=NAME"
-    )
 
 
 def scalar_numbers(

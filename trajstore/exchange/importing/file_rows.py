@@ -255,7 +255,8 @@ def _before(where: Any, variables: Variables, rows: Alignment) -> Variables:
                 "be consecutive; use the run from which it was exported"
             )
     return tuple(
-        replace(held, time="before") if held.variable in _STATE else held for held in variables
+        replace(held, shift=held.shift + 1) if held.variable in _STATE else held
+        for held in variables
     )
 
 
@@ -277,7 +278,7 @@ def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
             f"{where}: {states[same.index(False)].key} differs between rows 0 and 1, but in layout "
             f"{rows.forced} both come before step 1; omit --layout {rows.forced}"
         )
-    if not all(same) or "grad" not in held or held["grad"].missing:
+    if not all(same) or "grad" not in held or held["grad"].shift:
         return False
     if rows.is_before:
         return True
@@ -299,7 +300,7 @@ def _with_first_row(
     where: Any, held: ImportedVariable, rows: Alignment, notes: list[str]
 ) -> ImportedVariable:
     """The variable. Its first row becomes NaN if no step precedes it."""
-    if held.missing or held.time == "before" or VARIABLES[held.variable].row0 != "nan":
+    if held.shift or VARIABLES[held.variable].row0 != "nan":
         return held
     if rows.steps[0] != 0 and not rows.resumed:
         if held.variable == "grad" and len(rows.steps) > 1 and first_row_is_blank(held):

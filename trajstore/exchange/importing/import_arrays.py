@@ -153,8 +153,8 @@ def _table(
         held = read.get(one.key)
         if held is not None:
             why += [f"bits of {held.native.name}"] if one.dtype in ("uint16", "int16") else []
-            why += ["before the step of its row"] if held.time == "before" else []
-            why += ["without the first row"] if held.missing else []
+            why += ["before the step of its row"] if held.shift > 0 else []
+            why += ["without the first row"] if held.shift < 0 else []
             why += ["first row NaN"] if held.blank else []
         elif one.kind.is_variable:
             kind, why = "", ["one number per run"]

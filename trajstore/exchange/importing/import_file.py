@@ -8,7 +8,7 @@ difference between the file and the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from trajstore.threads import Progress
 from trajstore.values.native_types import STEP_TYPE
 from trajstore.version import __version__
 
-__all__ = ["Imported", "Preview", "import_file", "preview_import"]
+__all__ = ["Imported", "import_file", "preview_import"]
 
 Array = npt.NDArray[Any]
 
@@ -42,14 +42,19 @@ _FEWEST_MEMORY = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """Result of an import.
+    """Result of an import, or of its preview.
 
     Attributes
     ----------
-    path : Path
+    path : Path, optional
+        Path of the run; None in a preview.
+    label : str
+        Name among the runs of the file; empty for the only one.
     layout : str
         Layout of the file, or its format if it has no known layout.
-    rows, tokens : int
+    rows, tokens, hidden : int
+    dead : int, optional
+        Number of dead tokens; None if unknown.
     first_step, last_step : int
     variables : dict of str to str
         Native type of each variable.
@@ -61,10 +66,13 @@ class Imported:
         Further runs of a file that holds several.
     """
 
-    path: Path
+    path: Path | None
+    label: str
     layout: str
     rows: int
     tokens: int
+    hidden: int
+    dead: int | None
     first_step: int
     last_step: int
     variables: dict[str, str]
@@ -73,28 +81,9 @@ class Imported:
     others: tuple[Imported, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """Preview of an import.
-
-    Attributes
-    ----------
-    layout : str
-    runs : dict of str to dict
-        ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number; None
-        if unknown), ``variables`` and ``notes`` of each run, by its label. A single run has an
-        empty label.
-    table : tuple of Detection
-    """
-
-    layout: str
-    runs: dict[str, dict[str, Any]]
-    table: tuple[Detection, ...]
-
-
 def preview_import(
     file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **options: Any
-) -> Preview:
+) -> Imported:
     """Preview the result of `import_file`. Nothing is written.
 
     Parameters
@@ -102,7 +91,7 @@ def preview_import(
     file : path-like
     memory : int or str
     **options
-        Options of `import_file`: layout, map, bits, labels, first_row, masks, schedule.
+        Options of `import_file`: layout, map, bits, labels, first_row, masks.
 
     Raises
     ------
@@ -117,23 +106,7 @@ def preview_import(
     [('momentum', 'exp_avg')]
     """
     with opened_file(file, import_options(**options), memory) as held:
-        return Preview(
-            layout=held.layout,
-            runs={
-                run.label: {
-                    "rows": len(run.steps),
-                    "tokens": len(run.token),
-                    "hidden": run.hidden,
-                    "first_step": int(run.steps[0]),
-                    "last_step": int(run.steps[-1]),
-                    "dead": _dead(run),
-                    "variables": _types(run),
-                    "notes": list(_notes(run)),
-                }
-                for run in held.runs
-            },
-            table=held.table,
-        )
+        return _imported(held, [None] * len(held.runs))
 
 
 def import_file(
@@ -146,7 +119,6 @@ def import_file(
     labels: Mapping[str, str] | None = None,
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
-    schedule: str | None = None,
     block_rows: int | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
@@ -179,14 +151,10 @@ def import_file(
         Step of the first row of a file without labels. Each row is the state after its step.
     masks : path-like, optional
         File that labels the dead tokens, or counts tokens.
-    schedule : str, optional
-        ``constant`` or ``linear:N``: compute ``lr`` from the file's learning rate, and complete the
-        optimizer's rule with defaults. The attribute ``imported`` records the given values.
     block_rows : int, optional
         Rows of a block. Default: planned from `memory`.
     memory : int or str, default 320 MiB
-        Memory for the buffer of the writer. Compressed HDF5 chunks that must be read whole may take
-        as much again.
+        Memory for the buffer of the writer. Large compressed chunks of HDF5 may take as much again.
     overwrite : bool
         Replace an existing run.
     on_progress : callable, optional
@@ -229,7 +197,6 @@ def import_file(
         labels=labels,
         first_row=first_row,
         masks=masks,
-        schedule=schedule,
     )
 
     def check(labels: Iterable[str]) -> None:
@@ -248,8 +215,7 @@ def import_file(
             rows = block_rows or _block_rows(run, parse_bytes(memory))
             report = _reported(on_progress, sum(sizes[:number]), sum(sizes))
             _write(place, run, origin, report, {"memory": memory, "block_rows": rows})
-    done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
-    return replace(done[0], others=tuple(done[1:]))
+    return _imported(held, targets)
 
 
 def _block_rows(run: ImportedRun, memory: int) -> int | None:
@@ -270,18 +236,25 @@ def _target(path: Path, label: str) -> Path:
     return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
 
 
-def _imported(target: Path, held: ImportedFile, run: ImportedRun) -> Imported:
-    return Imported(
-        path=target,
-        layout=held.layout,
-        rows=len(run.steps),
-        tokens=len(run.token),
-        first_step=int(run.steps[0]),
-        last_step=int(run.steps[-1]),
-        variables=_types(run),
-        notes=tuple(_notes(run)),
-        table=held.table,
+def _imported(held: ImportedFile, targets: Sequence[Path | None]) -> Imported:
+    first, *others = (
+        Imported(
+            path=target,
+            label=run.label,
+            layout=held.layout,
+            rows=len(run.steps),
+            tokens=len(run.token),
+            hidden=run.hidden,
+            dead=_dead(run),
+            first_step=int(run.steps[0]),
+            last_step=int(run.steps[-1]),
+            variables=_types(run),
+            notes=tuple(_notes(run)),
+            table=held.table,
+        )
+        for run, target in zip(held.runs, targets, strict=True)
     )
+    return replace(first, others=tuple(others))
 
 
 def _types(run: ImportedRun) -> dict[str, str]:
@@ -313,18 +286,15 @@ def _origin(
         origin["run"] = run.label
     if masks is not None:
         origin["masks"] = Path(masks).name
-    earlier = dict(run.attributes.get("imported", {}))
-    if "given" in earlier and "file" not in earlier:
-        origin["given"] = earlier.pop("given")
-    if earlier:
-        origin["earlier"] = earlier
+    if run.attributes.get("imported"):
+        origin["earlier"] = run.attributes["imported"]
     return origin
 
 
 def _notes(run: ImportedRun) -> Iterator[str]:
     """Notes on differences between the file and the run, and on missing information."""
     yield from run.notes
-    shifted = [held.variable for held in run.variables if held.time == "before"]
+    shifted = [one.variable for one in run.variables if one.rows - one.shift < len(run.steps)]
     if shifted:
         yield (
             f"{', '.join(shifted)} are the values before the step of their row and were shifted by "
@@ -369,25 +339,16 @@ def _fill(run: RunWriter, imported: ImportedRun, report: Callable[[int], None]) 
     variables = {held.variable: held for held in imported.variables}
     for at, places in run.stretches(imported.steps, max(1, _BATCH // imported.row_bytes)):
         for name, place in places.items():
-            place[...] = _rows(variables[name], at.start, at.stop)
+            _copy(variables[name], at.start, at.stop, place)
         report(imported.row_bytes * at.stop)
 
 
-def _rows(held: ImportedVariable, start: int, stop: int) -> Array:
-    """Bits of the wanted type for rows of the run."""
-    shift = 1 if held.time == "before" else -1 if held.missing else 0
-    first, last = max(start + shift, 0), min(stop + shift, held.rows)
-    bits = np.empty((0, *held.row_shape), held.native.bits)
-    if last > first:
-        bits = held.read(first, last)
-    bits = held.wanted_bits(bits)
-    nan = np.full((1, *held.row_shape), held.wanted.nan_bits, held.wanted.bits)
-    if held.missing and start == 0:
-        bits = np.concatenate([nan, bits])
-    if len(bits) < stop - start:
-        # The file lacks the state after the last step: it holds states before steps.
-        bits = np.concatenate([bits, nan])
+def _copy(held: ImportedVariable, start: int, stop: int, place: Array) -> None:
+    """Write rows of the run from `start` up to `stop` to a place, as bits of the wanted type."""
+    first, last = max(start + held.shift, 0), min(stop + held.shift, held.rows)
+    before, count = first - held.shift - start, max(last - first, 0)
+    if count:
+        place[before : before + count] = held.wanted_bits(held.read(first, last))
+    place[:before] = place[before + count :] = held.wanted.nan_bits
     if held.blank and start == 0:
-        bits = bits if bits.flags.writeable else bits.copy()
-        bits[0] = held.wanted.nan_bits
-    return bits
+        place[0] = held.wanted.nan_bits

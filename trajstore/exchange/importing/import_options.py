@@ -38,8 +38,6 @@ class ImportOptions:
         Labels of the rows: a key, or numbers such as ``0:2001:50``.
     first_row : {0, 1}, optional
         Step of the first row of a file without labels.
-    schedule : str, optional
-        Schedule of the learning rate.
     masks : tuple of TokenArray
         Labels of tokens from another file.
     """
@@ -51,7 +49,6 @@ class ImportOptions:
     bits: Mapping[str, str] = field(default_factory=dict)
     steps: str | None = None
     first_row: int | None = None
-    schedule: str | None = None
     masks: tuple[TokenArray, ...] = ()
 
     def bits_of(self, variable: str, *keys: str) -> str | None:
@@ -72,7 +69,6 @@ def import_options(
     labels: Mapping[str, str] | None = None,
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
-    schedule: str | None = None,
 ) -> ImportOptions:
     """Check the options of an import. Of all files, only ``masks`` is read.
 
@@ -88,7 +84,6 @@ def import_options(
         ``steps``: the name of an array, or numbers such as ``0:2001:50``.
     first_row : {0, 1}, optional
     masks : path-like, optional
-    schedule : str, optional
 
     Raises
     ------
@@ -127,6 +122,5 @@ def import_options(
         bits=bits_of,
         steps=(labels or {}).get("steps"),
         first_row=first_row,
-        schedule=schedule,
         masks=() if masks is None else masks_of(masks),
     )

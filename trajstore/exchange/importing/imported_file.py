@@ -25,7 +25,6 @@ __all__ = [
     "ImportedRun",
     "ImportedVariable",
     "Source",
-    "Time",
     "checked_texts",
     "checked_tokens",
     "first_row_is_blank",
@@ -36,9 +35,6 @@ Array = npt.NDArray[Any]
 
 HalfForm = Literal["values", "bits", "either"]
 """float16 that holds values of bfloat16, that can only be bits of bfloat16, or that is all 0."""
-
-Time = Literal["after", "before"]
-"""Time of the state in a row: after its step, or before it."""
 
 _DEEPEST_JSON = 32
 _BATCH = 4 << 20
@@ -80,15 +76,13 @@ class ImportedVariable:
         Number of rows in the file.
     row_shape : tuple of int
         Shape of a row in the run.
-    file : ArrayFile, optional
+    file : ArrayFile
     sources : tuple of Source
-    given : ndarray, optional
-        Bits of a variable that no file holds.
     single : bool
         True if the file holds one state, without an axis of steps.
-    time : {'after', 'before'}
-    missing : bool
-        True if its first row in the file is the second row of the run.
+    shift : int
+        Rows of the file before the value of the first row of the run. 1 for values before the step
+        of their row, -1 if the file lacks the first row. Rows that the file lacks become NaN.
     blank : bool
         True if its first row becomes NaN in the run, whatever its value: no step produced it.
     """
@@ -98,18 +92,16 @@ class ImportedVariable:
     wanted: NativeType
     rows: int
     row_shape: tuple[int, ...]
-    file: ArrayFile | None = None
-    sources: tuple[Source, ...] = ()
-    given: Array | None = None
+    file: ArrayFile
+    sources: tuple[Source, ...]
     single: bool = False
-    time: Time = "after"
-    missing: bool = False
+    shift: int = 0
     blank: bool = False
 
     @property
     def key(self) -> str:
         """Name in the file."""
-        return " and ".join(source.key for source in self.sources) or self.variable
+        return " and ".join(source.key for source in self.sources)
 
     @property
     def row_bytes(self) -> int:
@@ -118,9 +110,6 @@ class ImportedVariable:
 
     def read(self, start: int, stop: int) -> Array:
         """Bits of the rows of the file from `start` up to `stop`, in its native type."""
-        if self.given is not None:
-            return self.given[start:stop]
-        assert self.file is not None
         whole = np.empty((stop - start, *self.row_shape), self.native.bits)
         for source in self.sources:
             if self.single:

@@ -19,6 +19,7 @@ from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
 )
+from trajstore.exchange.layouts import HDF5_TEXTS
 from trajstore.formats.open_file import open_file
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.store.storage.remote_path import local_path
@@ -110,7 +111,7 @@ def read_runs(
         on_labels([run.label for run in found.runs])
     if found.layout == "native":
         return found
-    own = file.format == "hdf5" and found.layout == "hdf5" and _records_types(found)
+    own = file.format == found.layout == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
     return found if own else replace(found, runs=tuple(_typed(run, options) for run in found.runs))
 
 
@@ -122,7 +123,6 @@ def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
         "--labels": options.steps is not None,
         "--first-row": options.first_row is not None,
         "--masks": options.masks,
-        "--schedule": options.schedule is not None,
     }
     given = [name for name, is_given in flags.items() if is_given]
     if given:
@@ -132,19 +132,13 @@ def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
         )
 
 
-def _records_types(found: ImportedFile) -> bool:
-    return any("trajstore_json" in held.file.keys for run in found.runs for held in run.variables
-               if held.file is not None)  # fmt: skip
-
-
 def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
     """The run with the narrowest types that hold every value, and notes on them."""
     halves = _halves(run, options)
     made, narrowed, warned, valued, reread = [], [], [], [], []
     for held in run.variables:
         form = halves.get(held.variable)
-        is_float32 = held.given is None and held.native.name == "float32"
-        if form is None and is_float32 and held.holds_bfloat16():
+        if form is None and held.native.name == "float32" and held.holds_bfloat16():
             narrowed.append(held.variable)
             made.append(_as_bfloat16(held))
         elif form is None or options.bits_of(held.variable, *_keys(held)) is None:
@@ -192,7 +186,7 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
     unnamed: dict[str, str] = {}
     for held in run.variables:
         type = options.bits_of(held.variable, *_keys(held))
-        if held.given is not None or held.native.name != "float16" or type == "float16":
+        if held.native.name != "float16" or type == "float16":
             continue
         form = found[held.variable] = held.half_form()
         if type == "bfloat16" and not options.names_bits(held.variable, *_keys(held)):

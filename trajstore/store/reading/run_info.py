@@ -42,7 +42,8 @@ def information(path: RunPath) -> dict[str, Any]:
         - ``written_to``: True if a process writes to the run (`is_written_to`)
         - ``notes``: what the recording could not see, each with ``note``, ``first_step``,
           ``last_step`` and the ``count`` of steps
-        - ``advice``: limits of the numeric types of the optimizer state and of W
+        - ``advice``: limits of the numeric types of the optimizer state and of W, for all
+          recorded learning rates
           (`trajstore.optimizer_advice.Advice`)
         - ``populations``: number of tokens of each population named during the recording
 
@@ -81,7 +82,8 @@ def information(path: RunPath) -> dict[str, Any]:
     total = _stored(sizes, "")
     raw = sum(array["bytes_native"] for array in arrays.values())
     attributes = dict(group.attrs)
-    advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays})
+    rates = whole(path, group, "lr") if "lr" in arrays else ()
+    advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays}, rates)
     return {
         **attributes,
         "steps": first_last and dict(zip(("first", "last"), first_last, strict=True)),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, row_lengths
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
@@ -23,7 +23,7 @@ from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
-__all__ = ["Tile", "TiledRun", "TiledVariable", "open_tiled", "positions"]
+__all__ = ["Tile", "TiledRun", "TiledVariable", "Where", "open_tiled", "positions"]
 
 Array = npt.NDArray[Any]
 Where = tuple[slice, ...]
@@ -60,6 +60,8 @@ class TiledVariable:
     attributes : dict
     tile : tuple of int
         Numbers of rows, and of tokens if the variable has them, that are read together.
+    chunk : tuple of int
+        Shape of an inner chunk; empty if another library reads the values.
     get, bits : callable
         Return stored values or native bits for a tuple of slices.
     """
@@ -70,6 +72,7 @@ class TiledVariable:
     native: NativeType
     attributes: dict[str, Any]
     tile: tuple[int, ...]
+    chunk: tuple[int, ...]
     get: Callable[[Where], Array]
     bits: Callable[[Where], Array]
 
@@ -131,13 +134,18 @@ class TiledRun:
         return row_lengths({name: each.shape[1:] for name, each in self.series.items()})
 
 
-def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
+def open_tiled(
+    run: RunPath | xr.Dataset, *, on_lost: Callable[[str, FormatError], None] | None = None
+) -> TiledRun:
     """Open a run or Dataset for an export.
 
     Parameters
     ----------
     run : path-like, str or Dataset
         A run, or a Dataset with variables and coordinates of a run.
+    on_lost : callable, optional
+        Called with the name of a coordinate of a run that cannot be read, and the error. If it
+        returns, the coordinate is left out. By default the error is raised.
 
     Raises
     ------
@@ -148,7 +156,7 @@ def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
     VariableNotRecorded
         If there is no variable of a run.
     """
-    source = _of_dataset(run) if isinstance(run, xr.Dataset) else _of_path(run)
+    source = _of_dataset(run) if isinstance(run, xr.Dataset) else _of_path(run, on_lost)
     if not source.series:
         raise VariableNotRecorded(
             f"there is nothing to export, expected at least one of {', '.join(VARIABLES)}"
@@ -156,14 +164,15 @@ def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
     return source
 
 
-def _of_path(path: RunPath) -> TiledRun:
+def _of_path(path: RunPath, on_lost: Callable[[str, FormatError], None] | None = None) -> TiledRun:
     group = open_group(path)
-    local = isinstance(location(path), Path)
+    # Of an object store zarr reads parts of objects; to find damage, they are read as a whole.
+    whole_objects = isinstance(location(path), Path) or on_lost is not None
     arrays: dict[str, Any] = dict(group.arrays())
     series = {}
     for name in (name for name in VARIABLES if name in arrays):
         array = arrays[name]
-        fast = stored_array(path, name, array) if local else None
+        fast = stored_array(path, name, array) if whole_objects else None
         native = array.attrs.get("native_dtype", str(array.dtype))
         series[name] = _series(
             name,
@@ -173,11 +182,20 @@ def _of_path(path: RunPath) -> TiledRun:
             (array.shards or array.chunks)[:1] + _inner(array, fast)[1:2],
             array.__getitem__ if fast is None else fast.values,
             fast.bits if fast is not None and fast.chain.native.name == native else None,
+            () if fast is None else fast.chunk,
         )
+    coordinates = {}
+    for name in (STEP.name, *along_token(arrays)):
+        try:
+            coordinates[name] = whole(path, group, name)
+        except FormatError as error:
+            if on_lost is None:
+                raise
+            on_lost(name, error)
     return TiledRun(
         attributes=dict(group.attrs),
-        steps=whole(path, group, STEP.name),
-        coordinates={name: whole(path, group, name) for name in along_token(arrays)},
+        steps=coordinates.pop(STEP.name),
+        coordinates=coordinates,
         series=series,
         parameters=whole(path, group, "parameter") if "parameter" in arrays else None,
     )
@@ -231,6 +249,7 @@ def _series(
     tile: tuple[int, ...],
     get: Callable[[Where], Array],
     bits: Callable[[Where], Array] | None = None,
+    chunk: tuple[int, ...] = (),
 ) -> TiledVariable:
     dims = VARIABLES[name].dims
     native = native_type(attributes.get("native_dtype", dtype.name))
@@ -248,6 +267,7 @@ def _series(
         native=native,
         attributes=attributes,
         tile=tile,
+        chunk=chunk,
         get=get,
         bits=bits or (lambda where: convert(get(where), native, native)[0]),
     )

@@ -43,8 +43,10 @@ def run_dataset(
 ) -> xr.Dataset:
     """Dataset of the group of a run, without dask.
 
-    Steps are read without zarr, whose overhead for their small blocks is large. In an object store,
-    only the first and last step are read, if they show that all steps between them were recorded.
+    The variables have no encoding but their preferred chunks, because the blocks of a run cannot
+    store other shapes, such as a selection that the user writes with ``to_zarr``. Steps are read
+    without zarr, whose overhead for their small blocks is large. In an object store, only the first
+    and last step are read, if they show that all steps between them were recorded.
 
     Raises
     ------
@@ -53,7 +55,11 @@ def run_dataset(
     """
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
     try:
-        return _dataset(group, place, dropped, reader)
+        ds = _dataset(group, place, dropped, reader)
+        for variable in ds.variables.values():
+            chunks = variable.encoding.get("preferred_chunks")
+            variable.encoding = {} if chunks is None else {"preferred_chunks": chunks}
+        return ds
     except (TrajstoreError, OSError, MemoryError):
         raise
     except Exception as error:  # xarray and codecs raise many types for damaged data
@@ -80,8 +86,7 @@ def _dataset(
         return reader(store, drop_variables=dropped)
     described = cast(Any, store).open_store_variable(STEP.name)
     ds = reader(store, drop_variables={*dropped, STEP.name})
-    encoding = {**described.encoding, "dtype": steps.dtype}
-    variable = xr.Variable(described.dims, steps, described.attrs, encoding)
+    variable = xr.Variable(described.dims, steps, described.attrs, described.encoding)
     return ds.assign_coords({STEP.name: variable})
 
 

@@ -322,9 +322,9 @@ def location(path: RunPath) -> Location:
     Parameters
     ----------
     path : path-like, str or RemotePath
-        A local path, or ``s3://bucket/key``, ``gs://…``, ``az://container/key``, ``memory://…``
-        (of this process), ``https://…``, ``hf://datasets/USER/NAME/key``. Credentials come from the
-        environment.
+        A local path, in which ``~`` is the home, or ``s3://bucket/key``, ``gs://…``,
+        ``az://container/key``, ``memory://…`` (of this process), ``https://…``,
+        ``hf://datasets/USER/NAME/key``. Credentials come from the environment.
 
     Raises
     ------
@@ -337,7 +337,7 @@ def location(path: RunPath) -> Location:
         return path
     text = os.fspath(path)
     if "://" not in text:
-        return Path(text)
+        return Path(os.path.expanduser(text))
     try:
         parts = urlsplit(text)
     except ValueError as error:  # brackets, as in a pattern that the shell did not expand

@@ -6,14 +6,14 @@
     Buffers and commits of the blocks of an open run, both full and unfinished.
 ``block_writer``
     Encoding and writing of blocks in background threads.
-``branched_run``
-    A new run with the first rows of another one, hard-linked where they do not change.
 ``commit``
     The commit: it writes the documents that make the rows of written shards part of a run.
 ``commit_timer``
     Commits of unfinished blocks, a given number of seconds after the last commit.
 ``create``
     Creation of a run: checks of its path, and atomic creation of its folder.
+``linked_run``
+    A new run of hard links to the blocks of another one, with other documents.
 ``new_run``
     Content of a new run before its first row: documents and checked coordinates.
 ``replay_encoding``

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,14 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, along_token
-from trajstore.store.metadata.fingerprint import coordinate_digests
-from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
+from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.open_group import open_group, whole
-from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.storage.remote_path import RemotePath
 from trajstore.store.writing.create import staged_run
+from trajstore.store.writing.linked_run import link_run
 from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
-from trajstore.store.writing.resumed_run import check_run, resumed_run, stored_fingerprints
+from trajstore.store.writing.resumed_run import check_run, resumed_run
 
 __all__ = ["annotate_run", "check_unlabeled"]
 
@@ -135,19 +133,10 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
     arrays |= made
     metadata = RunMetadata(arrays, stored.metadata.attributes)
-    replaced = {f"{name}/{DOCUMENT}" for name in arrays} | {DOCUMENT}
-    replaced |= {chunk_key(name, 0, 1) for name in wanted}
-    _link(run, new, replaced)
-    for name in wanted:
-        (new / name).mkdir(exist_ok=True)
-        key = chunk_key(name, 0, 1)
-        put(new / key, [chunks[key]], fsync=False)
-    for name in metadata.names():
-        put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=False)
-    held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
-    status = root["attributes"]["status"]
-    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=False)
-    _check_kept(new, metadata, run, wanted)
+    metadata.notes = stored.metadata.notes
+    files = (file for file in run.rglob("*") if file.is_symlink() or not file.is_dir())
+    keys = (file.relative_to(run).as_posix() for file in files)
+    link_run(stored, new, keys, metadata, status=root["attributes"]["status"], chunks=chunks)
 
 
 def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
@@ -172,27 +161,3 @@ def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any
     ):
         return document
     return document | {"attributes": document["attributes"] | {"coordinates": auxiliary}}
-
-
-def _link(run: Path, new: Path, replaced: set[str]) -> None:
-    """Link all files of a run into another folder, except those that are replaced."""
-    for parent, folders, files in os.walk(run):
-        below = Path(parent).relative_to(run)
-        (new / below).mkdir(parents=True, exist_ok=True)
-        for name in [*files, *(name for name in folders if (Path(parent) / name).is_symlink())]:
-            if (below / name).as_posix() in replaced:
-                continue
-            source = Path(parent) / name
-            if source.is_symlink():
-                shutil.copy(source, new / below / name, follow_symlinks=False)
-            else:
-                link_or_copy(source, new / below / name)
-
-
-def _check_kept(
-    new: Path, metadata: RunMetadata, run: Path, wanted: Mapping[str, npt.ArrayLike]
-) -> None:
-    """Raise an error if another coordinate has changed."""
-    names = [name for name in metadata.names() if name not in wanted]
-    if coordinate_digests(new, names) != coordinate_digests(run, names):
-        raise FormatError(f"{run} changed while it was annotated; try again")

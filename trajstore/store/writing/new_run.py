@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ __all__ = [
     "coordinate_objects",
     "new_run",
     "parameter_coordinate",
-    "series_metadata",
     "token_coordinates",
 ]
 
@@ -175,21 +174,8 @@ def new_run(
     }
     for fault in attribute_faults(fixed):
         raise InvalidArgument(f"invalid attributes of a run: {fault}")
-    own, chunks = coordinate_objects(coordinates)
-    return RunMetadata(series_metadata(layout, coordinates) | own, fixed), chunks
-
-
-def series_metadata(layout: Layout, coordinates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Metadata of the arrays that grow with the rows of a run, by name.
-
-    Parameters
-    ----------
-    layout : Layout
-    coordinates : iterable of str
-        Names of all coordinates of the run.
-    """
     auxiliary = [name for name in along_token(coordinates) if name != "token"]
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, array in layout.arrays.items():
         native = None if name == STEP.name else array.native.name
         facts = ArrayFacts(
@@ -199,7 +185,8 @@ def series_metadata(layout: Layout, coordinates: Iterable[str]) -> dict[str, dic
             form=array.form(layout.runs),
         )
         found[name] = document_of(facts)
-    return found
+    own, chunks = coordinate_objects(coordinates)
+    return RunMetadata(found | own, fixed), chunks
 
 
 def coordinate_objects(

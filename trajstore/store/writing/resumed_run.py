@@ -23,7 +23,6 @@ from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.document_form import run_identity
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
-from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
 from trajstore.store.reading.checked_documents import check_own_documents
@@ -219,7 +218,7 @@ def resumed_run(
             f"cannot resume {path} after {keep} rows, expected 0 to {committed}, its committed rows"
         )
     lasting = {**root["attributes"], **(attributes or {})}
-    metadata = RunMetadata.stored({**root, "attributes": without_later_repairs(lasting, keep)})
+    metadata = RunMetadata.stored({**root, "attributes": lasting})
     found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
     _check_content(path, root, found[-1])
     own = layout if share is None else share.of_layout(layout)

@@ -189,9 +189,7 @@ def test_missing_inputs_are_reported(make_run):
     with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*all"):
         analysis.adam_update(ds.drop_vars("exp_avg_sq"))
     imported = ds.drop_vars("lr").assign_attrs(imported={"file": "f"})
-    with pytest.raises(
-        VariableNotRecorded, match=r"lr, .*; import with --schedule constant or linear:N"
-    ):
+    with pytest.raises(VariableNotRecorded, match=r"lr, .*; assign the rate of each step"):
         analysis.adam_update(imported)
     with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
         analysis.adam_update(ds.drop_attrs())

@@ -172,10 +172,13 @@ def test_missing_inputs_are_reported():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_error_is_that_by_hand(dtype):
     ds = trained("AdamW", {}, dtype)
+    odd = ds.token.values % 2 == 1  # overlaps dead and live tokens
+    ds = ds.assign_coords(is_odd=("token", odd))
     levels = [0.1, 0.5, 1.0]
     got = analysis.moment_error(chunked(ds, (4, 4, -1)), quantiles=levels).compute()
     assert got.norm_ratio.dims == ("step", "population", "moment")
     members = {"dead": ds.is_dead.values, "live": ~ds.is_dead.values, "all": slice(None)}
+    members["odd"] = odd
     for moment, exact in by_hand(ds).items():
         for population, at in members.items():
             found = got.sel(moment=moment, population=population)

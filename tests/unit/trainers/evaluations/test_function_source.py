@@ -27,6 +27,28 @@ def test_a_function_of_a_file_imports_modules_next_to_it(
     assert load_function("math:sqrt")(4) == 2
 
 
+def test_a_file_runs_once_beside_a_module_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    (tmp_path / "math.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "@dataclass\n"
+        "class Probe:\n"
+        "    count: ClassVar[int] = 1\n"
+        "def made():\n"
+        "    return Probe()\n"
+    )
+    probe, made = (load_function(f"{tmp_path}/math.py:{name}") for name in ("Probe", "made"))
+    assert type(made()) is probe
+    assert load_function("math:sqrt")(4) == 2
+    (tmp_path / "math.py").write_text("def made():\n    return 5\n")
+    assert load_function(f"{tmp_path}/math.py:made")() == 5
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,7 +184,7 @@ def test_gradients_that_are_assigned(
             optimizer.step()
             lists.add(W=lists.parameter)
     lists.agree_with(tmp_path / "run.zarr")
-    assert about(notes, "no backward pass has produced")
+    assert about(notes, "not that of a backward pass")
 
 
 def test_masked_gradients(tiny: Any, record: Any, notes: list[str], tmp_path: Path) -> None:
@@ -761,3 +764,248 @@ def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any, tmp_path: Path)
     ds = read(tmp_path)
     expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
+
+
+# 21. The end of the interpreter ------------------------------------------------------------------
+
+GENERATOR = """
+import torch
+from list_recorder import TinyModel, batches
+from trajstore.trainers import capture
+
+
+def losses(model, optimizer):
+    with capture(model, optimizer, "run.zarr"):
+        for batch in batches(9):
+            loss = model(**batch)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+
+model = TinyModel()
+left_open = losses(model, torch.optim.AdamW(model.parameters()))
+for _ in range(4):
+    next(left_open)
+"""
+
+
+def test_a_generator_that_is_left_open(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATOR],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
+    ds = read(tmp_path)
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4])
+
+
+# Found by trying other loops ---------------------------------------------------------------------
+
+
+def losses_of(tmp_path: Path) -> list[float]:
+    return [float(loss) for loss in read(tmp_path).loss.values[1:]]
+
+
+class OwnStep(torch.optim.AdamW):
+    """Clips, and clears the gradients, in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        super().step(closure)
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def test_a_step_that_calls_that_of_its_base_class(tiny: Any, record: Any, tmp_path: Path) -> None:
+    adamw(torch.nn.Linear(1, 1))  # torch adds hooks to the base class when it is first used
+    optimizer, expected = OwnStep(tiny.parameters(), lr=0.01), []
+    with record(optimizer):
+        for output in steps(tiny, optimizer):
+            expected.append(output["loss"].item())
+    assert losses_of(tmp_path) == expected
+    assert (read(tmp_path).clip_coef.values[1:] < 0.2).all()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_has_failed(error: Any, tiny: Any, record: Any, tmp_path: Path) -> None:
+    optimizer, calls, expected = adamw(tiny), [0], []
+
+    def fails_once(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise error("no step")
+
+    with record(optimizer):
+        optimizer.register_step_pre_hook(fails_once)
+        for batch in batches(4):
+            try:
+                optimizer.zero_grad(set_to_none=False)
+                loss = tiny(**batch)["loss"]
+                loss.backward()
+                norm = torch.nn.utils.get_total_norm([p.grad for p in tiny.parameters()])
+                optimizer.step()
+            except error:
+                continue
+            expected.append((loss.item(), float(norm)))
+    ds = read(tmp_path)
+    assert losses_of(tmp_path) == [loss for loss, _ in expected]
+    np.testing.assert_allclose(ds.grad_norm[1:], [norm for _, norm in expected], rtol=1e-6)
+
+
+def test_a_loss_observed_before_backward(
+    tiny: Any, record: Any, notes: list[str], tmp_path: Path
+) -> None:
+    """Tensors are freed at once, so that their addresses are used again."""
+    optimizer, expected = adamw(tiny), []
+
+    def train(batch: Any) -> None:
+        logits = tiny(batch["input_ids"])["logits"]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        run.observe(loss=loss.detach())
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        (loss + 0.1 * logits.square().mean()).backward()
+        optimizer.step()
+
+    with record(optimizer) as run:
+        for batch in batches(30):
+            train(batch)
+    assert losses_of(tmp_path) == expected
+    assert not about(notes, "observe")
+
+
+class TwoLosses(torch.autograd.Function):
+    """Two losses from one node, as of a fused kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Any:
+        ctx.save_for_backward(logits)
+        return logits.mean(), logits.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        (logits,) = ctx.saved_tensors
+        return (given[0] + 2 * given[1] * logits) / logits.numel()
+
+
+class WithTotal(TinyModel):
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        loss, total = TwoLosses.apply(super().forward(input_ids)["logits"])
+        return {"loss": loss, "total": total}
+
+
+def test_another_loss_of_the_same_node(record: Any, tmp_path: Path) -> None:
+    model, expected = WithTotal(), []
+    optimizer = adamw(model)
+    with record(optimizer, model=model):
+        for batch in batches(3):
+            total = model(**batch)["total"]
+            optimizer.zero_grad()
+            total.backward(gradient=torch.ones_like(total))
+            optimizer.step()
+            expected.append(total.item())
+    assert losses_of(tmp_path) == expected
+
+
+def test_a_backward_pass_for_another_optimizer(tiny: Any, record: Any, tmp_path: Path) -> None:
+    tiny.critic = torch.nn.Linear(1, 1)
+    critic = torch.optim.SGD(tiny.critic.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW([*tiny.embedding.parameters(), *tiny.mix.parameters()])
+    expected = []
+    with record(optimizer):
+        for output in steps(tiny, optimizer):
+            expected.append(output["loss"].item())
+            critic.zero_grad()
+            tiny.critic(torch.ones(1, 1)).sum().backward()
+            critic.step()
+    assert losses_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_the_gradient_of_the_matrix_is_discarded(
+    zeroed: bool, tiny: Any, record: Any, tmp_path: Path
+) -> None:
+    optimizer, expected = adamw(tiny), []
+    with record(optimizer):
+        for output in steps(tiny, optimizer):
+            expected.append(output["loss"].item())
+            if zeroed:
+                tiny.embedding.weight.grad.zero_()
+            else:
+                tiny.embedding.weight.grad = None
+    ds = read(tmp_path)
+    assert losses_of(tmp_path) == expected
+    assert np.nan_to_num(ds.grad.values[1:]).any() == 0
+    assert "clip_coef" not in ds or np.isnan(ds.clip_coef.values[1:]).all()
+
+
+def test_a_pass_that_has_failed(tiny: Any, record: Any, tmp_path: Path) -> None:
+    """The loop then calls the modules itself."""
+    optimizer = adamw(tiny)
+    with record(optimizer):
+        with pytest.raises(IndexError):
+            tiny(torch.tensor([[10**6]]))
+        for batch in batches(3):
+            optimizer.zero_grad()
+            states = torch.tanh(tiny.mix(tiny.embedding(batch["input_ids"])))
+            loss = tiny.head(states).flatten(0, 1)
+            torch.nn.functional.cross_entropy(loss, batch["labels"].flatten()).backward()
+            optimizer.step()
+    assert np.isfinite(read(tmp_path).logits.values[1:]).all()
+
+
+def test_gradients_of_single_examples(tiny: Any, record: Any, tmp_path: Path) -> None:
+    optimizer, lists = adamw(tiny), Lists(tiny.embedding.weight)
+
+    def loss(parameters: Any, ids: Any, labels: Any) -> Any:
+        given = (ids[None], labels[None])
+        return torch.func.functional_call(tiny, parameters, given)["loss"]
+
+    with record(optimizer):
+        for batch in batches(3):
+            named = {name: p.detach() for name, p in tiny.named_parameters()}
+            one = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+            gradients = one(named, batch["input_ids"], batch["labels"])
+            for name, parameter in tiny.named_parameters():
+                parameter.grad = gradients[name].mean(0)
+            lists.add(grad=tiny.embedding.weight.grad)
+            optimizer.step()
+            lists.add(W=tiny.embedding.weight)
+    lists.agree_with(tmp_path / "run.zarr")
+
+
+def test_a_scheduler_that_a_hook_of_the_step_calls(
+    tiny: Any, record: Any, notes: list[str], tmp_path: Path
+) -> None:
+    optimizer = adamw(tiny)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    with record(optimizer, record=("all", "everything")):
+        for _ in steps(tiny, optimizer):
+            pass
+    ds = read(tmp_path)
+    assert np.isnan(ds.lr.values[1:]).all()
+    assert np.isnan(ds.params_lr.values[1:]).all()
+    assert about(notes, "lr is NaN", "scheduler")
+
+
+def test_a_probe_beside_an_assigned_gradient(
+    tiny: Any, record: Any, notes: list[str], tmp_path: Path
+) -> None:
+    optimizer, parameters = adamw(tiny), list(tiny.parameters())
+    with record(optimizer):
+        for probe, batch in zip(batches(2, seed=1), batches(2), strict=True):
+            torch.autograd.grad(tiny(**probe)["loss"], parameters)
+            found = torch.autograd.grad(tiny(**batch)["loss"], parameters)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    assert "logits" not in read(tmp_path)
+    assert about(notes, "several forward passes")

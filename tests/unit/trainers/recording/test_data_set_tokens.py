@@ -195,6 +195,11 @@ def test_texts_are_of_the_tokenizer() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert facts_of([], tokenizer).options["token_text"] == ["a", "b\\t", "c"] + [""] * (VOCAB - 3)
     assert "token_text" not in facts_of([], tokenizer, token_text=["x"] * VOCAB).options
+    more = {str(number): number for number in range(VOCAB + 1)}
+    backend = Tokenizer(models.WordLevel(more, unk_token="0"))
+    longer = facts_of([], PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert "token_text" not in longer.options
+    assert any(f"has {VOCAB + 1} tokens, and the matrix {VOCAB} rows" in n for n in longer.notes)
 
 
 def test_a_tokenizer_that_fails_is_said() -> None:

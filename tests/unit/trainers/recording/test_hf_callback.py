@@ -16,7 +16,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import Lists, TinyModel, batches  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from trajstore import RecordingError, RunExists, verify  # noqa: E402
 from trajstore.trainers import TrajectoryCallback  # noqa: E402
@@ -63,9 +63,10 @@ def trained(model: Any, path: Path, *, steps: int = 7, **arguments: Any) -> List
         "dataloader_pin_memory": False,
         "optim": "adamw_torch",
     } | arguments
-    options = arguments.pop("options", {})
-    trainer = ListTrainer(
+    options, kind = arguments.pop("options", {}), arguments.pop("trainer", ListTrainer)
+    trainer = kind(
         model=model,
+        compute_loss_func=arguments.pop("compute_loss_func", None),
         args=TrainingArguments(**arguments),
         train_dataset=examples(11),
         callbacks=[TrajectoryCallback(path, **options)],
@@ -161,6 +162,82 @@ def test_the_loss_of_a_causal_model_counts_all_micro_batches(tmp_path: Path) -> 
     ds = xr.open_zarr(path)
     assert ds.loss.values[1] == pytest.approx(expected, rel=1e-5)
     assert "exp_avg" not in ds
+
+
+class PenaltyTrainer(ListTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        output = model(**inputs)
+        loss = output["loss"] + model.embedding.weight.square().sum()
+        return (loss, output) if return_outputs else loss
+
+
+def preferred(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss as that of DPO."""
+    chosen, other = output["logits"].log_softmax(-1)[..., :2].mean((0, 1))
+    return -torch.nn.functional.logsigmoid(chosen - other)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given"),
+    [
+        (ListTrainer, {"label_smoothing_factor": 0.2}),
+        (ListTrainer, {"compute_loss_func": preferred}),
+        (PenaltyTrainer, {}),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_loss_is_what_the_trainer_differentiates(
+    trainer: Any, given: dict[str, Any], accumulation: int, tmp_path: Path, tiny: Any
+) -> None:
+    """The Trainer divides each loss by the number of micro-batches, and logs their sum."""
+
+    tiny.config = PretrainedConfig()  # smoothing of labels looks into it
+    losses = []
+
+    class Kept(trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    kept = trained(
+        tiny,
+        tmp_path / "run.zarr",
+        trainer=Kept,
+        steps=3,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulation,
+        **given,
+    )
+    expected = np.reshape(losses, (3, accumulation)).sum(axis=1)
+    ds = kept.lists.agree_with(tmp_path / "run.zarr")
+    np.testing.assert_allclose(ds.loss.values[1:], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_smaller_batch_begins_the_recording_again(at: int, tmp_path: Path, tiny: Any) -> None:
+    """``auto_find_batch_size`` runs the loop again when the memory is full."""
+    refused: list[int] = []
+
+    class Full(ListTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            if not refused and self.state.global_step == at:
+                refused.append(len(inputs["input_ids"]))
+                raise RuntimeError("CUDA out of memory. Tried to allocate 1 TiB")
+            return super().training_step(model, inputs, *args)
+
+    def train(**options: Any) -> None:
+        arguments = {"per_device_train_batch_size": 4, "auto_find_batch_size": True}
+        trained(tiny, tmp_path / "run.zarr", trainer=Full, steps=3, options=options, **arguments)
+
+    if at:
+        with pytest.raises(RecordingError, match="pass overwrite=True"):
+            train()
+        refused.clear()
+    train(overwrite=bool(at))
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert (refused, ds.attrs["status"]) == ([4], "complete")
+    assert ds.step.values.tolist() == [0, 1, 2, 3]
 
 
 def test_early_stop_records_the_last_step(tmp_path: Path, tiny: Any) -> None:

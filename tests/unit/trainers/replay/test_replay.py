@@ -16,7 +16,7 @@ from altered_runs import flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
-from trajstore import RunWriter, open_run, repair  # noqa: E402
+from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.cli.integrity_commands import print_replay  # noqa: E402
 from trajstore.trainers import capture, preset, record  # noqa: E402
 from trajstore.trainers.replay.replay import replay  # noqa: E402
@@ -219,15 +219,6 @@ def test_only_pairs_of_consecutive_steps(tmp_path: Path) -> None:
     assert "every > 1" in reason
     assert steps == (3, 2, 6)
     assert replay(path).variables["exp_avg"].steps == 1  # 6 to 7
-
-
-def test_steps_that_a_repair_filled_are_not_proven(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3)
-    next((path / "grad").glob("c.0*")).unlink()
-    repair(path, fill_damaged=True, yes=True)
-    ((reason, steps),) = left_out(path).items()
-    assert reason == "a repair filled damaged values with NaN"
-    assert steps == (3, 1, 3)
 
 
 def test_gaps_end_what_is_rebuilt(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
         assert result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("missing", ["torch", "accelerate", "safetensors.torch"])
+@pytest.mark.parametrize("missing", ["torch", "accelerate"])
 def test_a_replay_without_its_packages_names_the_extra(
     tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from zarr.storage import MemoryStore
 
 from trajstore import RunWriter, open_run, repair, sample_run, verify
 from trajstore.codec.computed_rows import cache
-from trajstore.errors import FormatError, InvalidArgument
+from trajstore.errors import FormatError
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
@@ -227,10 +227,11 @@ def test_a_repair_drops_the_rows_of_all_that_is_computed(run: Path, history: xr.
     damage(run, "exp_avg", 1)
     (problem,) = verify(run).problems
     assert problem.array == "exp_avg"
-    with pytest.raises(InvalidArgument, match=r"cannot drop exp_avg: .* computed together"):
-        repair(run, drop_arrays=["exp_avg"])
-    done = repair(run, yes=True, fill_damaged=True)
+    done = repair(run, yes=True)
     assert done.rows == BLOCK
+    found = ("exp_avg", "W", "exp_avg_sq")
+    assert done.damaged == dict.fromkeys(found, f"steps {BLOCK} to {2 * BLOCK - 1}")
+    assert "grad" in done.whole
     assert verify(run).clean
     for name in MATRICES:
         assert open_run(run)[name].values.tobytes() == history[name].values[:BLOCK].tobytes()

@@ -18,6 +18,7 @@ def arrays() -> dict[str, np.ndarray]:
         "fortran": np.asfortranarray(rng.normal(size=(5, 4, 3))),
         "big_endian": rng.normal(size=(5, 2)).astype(">f2"),
         "bf16": rng.normal(size=(5, 2)).astype(ml_dtypes.bfloat16),
+        "bf16_fortran": np.asfortranarray(rng.normal(size=(5, 2))).astype(ml_dtypes.bfloat16),
         "steps": np.arange(5),
         "scalar": np.float32(1e-3),
     }
@@ -37,16 +38,18 @@ def test_rows_of_every_member(tmp_path: Path, compressed: bool) -> None:
                 for start in (3, 0):  # also back
                     part = np.ascontiguousarray(whole[start : start + 2])
                     assert file.read(key, start, start + 2).tobytes() == part.tobytes()
-        inner = np.ascontiguousarray(arrays()["W"][4, 1:3])
-        assert file.read("W", 1, 3, 4).tobytes() == inner.tobytes()
+        for key in ("W", "fortran"):
+            inner = np.ascontiguousarray(arrays()[key][4, 1:3])
+            assert file.read(key, 1, 3, 4).tobytes() == inner.tobytes()
 
 
 def test_one_array_has_the_name_of_its_file(tmp_path: Path) -> None:
-    np.save(tmp_path / "W_history.npy", arrays()["W"])
-    with NpyFile(tmp_path / "W_history.npy") as file:
-        assert file.keys == ("W_history",)
-        assert file.shape("W_history") == (5, 4, 3)
-        assert (file.read("W_history", 2, 4).view("f4") == arrays()["W"][2:4]).all()
+    for W in (arrays()["W"], np.asfortranarray(arrays()["W"])):
+        np.save(tmp_path / "W_history.npy", W)
+        with NpyFile(tmp_path / "W_history.npy") as file:
+            assert file.keys == ("W_history",)
+            assert file.shape("W_history") == (5, 4, 3)
+            assert (file.read("W_history", 2, 4).view("f4") == W[2:4]).all()
 
 
 def test_pickles_are_never_read(tmp_path: Path) -> None:

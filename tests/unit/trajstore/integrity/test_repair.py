@@ -13,7 +13,7 @@ import pytest
 import zarr
 from bits_and_calls import nightly_but
 from checkpoints import write_checkpoint
-from damage import contents, cut, edit, flip
+from damage import contents, cut, edit, flip, shard_index
 from disk import Disk
 
 from trajstore import (
@@ -56,6 +56,26 @@ def mended(run: Path) -> Repair:
     assert (again.actions, again.unrepaired) == ((), ())
     assert contents(run) == after
     return done
+
+
+def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
+    path, index = shard_index(run, "grad", 1)
+    flip(path, 8 * index[0][0] + 300)
+    (run / "loss" / "c.2").unlink()
+    found = repair(run)
+    assert found.damaged == {"grad": "steps 4 to 7", "loss": "steps 8 to 10"}
+    assert found.whole == ("step", "W", "exp_avg")
+    assert found.rows == 4
+    assert found.exports == ("--vars W,exp_avg", "--fill-damaged")
+    flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
+    assert repair(run).exports == ("--fill-damaged",)
+    (run / "token_text" / "c.0").unlink()  # then no export opens the run
+    assert repair(run).exports == ()
+
+
+def test_no_copy_holds_more_if_steps_are_damaged(run: Path) -> None:
+    flip(run / "step" / "c.2", 99)
+    assert repair(run).exports == ()
 
 
 def assert_first_rows(run: Path, whole: Path, rows: int) -> None:

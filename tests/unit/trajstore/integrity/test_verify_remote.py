@@ -21,6 +21,8 @@ from trajstore import (
     RunLocked,
     RunNotFound,
     RunWriter,
+    export,
+    open_run,
     repair,
     verify,
 )
@@ -179,6 +181,17 @@ def test_a_repair_whose_lock_was_taken_writes_nothing(
     with pytest.raises(RunLocked, match="took over its lock"):
         repair(address, yes=True)
     assert held_by(far) == before
+
+
+def test_a_damaged_run_is_copied_with_nan(address: str, run: Path) -> None:
+    flip(run / "grad/c.1.0.0", 300)
+    far = copied(run, address)
+    (far / "loss/c.2").unlink()
+    out = run.with_name("out.zarr")
+    notes = export(address, out, format="run", fill_damaged=True).notes
+    assert [note.split()[0] for note in notes] == ["grad", "loss"]
+    assert verify(out).clean
+    assert np.flatnonzero(np.isnan(open_run(out).loss.values)).tolist() == [0, 8, 9, 10]
 
 
 def test_a_run_on_a_web_server(run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from grammar_files import FORMATS, stored, truth, write
 
 import trajstore
-from trajstore.errors import FormatError, InvalidArgument
+from trajstore.errors import FormatError
 
 KNOWN = truth()
 ARRAYS = {
@@ -33,15 +33,12 @@ def test_numbers_in_arrays_of_one_value_and_pairs(tmp_path: Path, form: str) -> 
         "seed": np.array([7]), "learning_rate": np.array([0.01], "f4"), "threshold": np.array([3]),
         "n_runs": np.array([1]),
     }  # fmt: skip
-    ds, done = imported(tmp_path, arrays, form, schedule="constant")
+    ds, _ = imported(tmp_path, arrays, form)
     rule = ds.attrs["optimizer"]["hyperparameters"]
     assert rule["betas"] == [0.9, 0.95]
     assert (rule["eps"], rule["initial_lr"]) == (1e-6, 0.01)
     assert ds.attrs["config"]["training"]["seed"] == 7
     assert ds.attrs["config"]["scalars"]["threshold"] == 3
-    # The note names the defaults and no value of the file.
-    assert ds.attrs["imported"]["given"]["defaults"] == {"weight_decay": 0.01}
-    assert any(note.endswith("analyses that need its rule") for note in done.notes)
 
 
 @pytest.mark.parametrize("form", ["hdf5", "safetensors"])
@@ -49,28 +46,15 @@ def test_numbers_in_attributes_and_texts(tmp_path: Path, form: str) -> None:
     texts = {"betas": "(0.8, 0.95)", "learning_rate": "0.001", "eps": "1e-7"}
     lists = {"betas": [0.8, 0.95], "learning_rate": np.float32(0.001), "eps": [1e-7]}
     attributes = texts if form == "safetensors" else lists | {"seed": np.array([3])}
-    ds, _ = imported(tmp_path, {}, form, attributes=attributes, schedule="constant")
+    ds, _ = imported(tmp_path, {}, form, attributes=attributes)
     rule = ds.attrs["optimizer"]["hyperparameters"]
     assert (rule["betas"], rule["eps"], rule["initial_lr"]) == ([0.8, 0.95], 1e-7, 0.001)
 
 
-def test_a_text_that_is_not_read_does_not_become_a_default(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"attributes": {"betas": "(0.9, 0.95)", "learning_rate": 0.1}}
-    with pytest.raises(InvalidArgument, match="betas is a variable-length string"):
-        imported(tmp_path, {}, "hdf5", schedule="constant", **options)
-    options |= {"attributes": {"betas": "(0.9, 0.95)", "learning_rate": 0.1}}
-    _, done = imported(
-        tmp_path, {}, "hdf5", schedule="constant", map={"ignore": "betas"}, **options
-    )
-    assert any("omitted: betas" in note for note in done.notes)
-
-
-def test_one_beta_alone_wins_over_its_default(tmp_path: Path) -> None:
-    arrays = {"adam_beta2": 0.95, "learning_rate": 0.01}
-    ds, done = imported(tmp_path, arrays, schedule="constant")
-    assert ds.attrs["optimizer"]["hyperparameters"]["betas"] == [0.9, 0.95]
-    assert ds.attrs["imported"]["given"]["defaults"]["adam_beta1"] == 0.9
-    assert any("adam_beta1 0.9" in note for note in done.notes)
+def test_one_beta_alone_is_kept_under_its_name(tmp_path: Path) -> None:
+    ds, _ = imported(tmp_path, {"adam_beta2": 0.95, "learning_rate": 0.01})
+    assert ds.attrs["optimizer"]["hyperparameters"] == {"initial_lr": 0.01}
+    assert ds.attrs["config"]["scalars"] == {"adam_beta2": 0.95}
 
 
 def test_contradicting_numbers_of_runs(tmp_path: Path) -> None:

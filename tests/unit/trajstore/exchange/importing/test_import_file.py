@@ -155,7 +155,6 @@ def test_a_forced_layout_names_the_missing_keys(tmp_path: Path) -> None:
         ("labels", {"steps": "0:12"}),
         ("first_row", 0),
         ("masks", "masks"),
-        ("schedule", "constant"),
     ],
 )
 def test_options_are_refused_for_a_native_file(tmp_path: Path, option: str, value: Any) -> None:

@@ -18,8 +18,7 @@ from trajstore.codec.block_label import ANYWHERE, BlockLabel
 from trajstore.store.metadata.block_plan import ArrayLayout, plan
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.shard import Shard, chunk_windows, encode_chunk, shard_digest
-from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.writing.new_run import series_metadata
+from trajstore.store.writing.new_run import new_run
 from trajstore.values.native_types import widen
 
 RUNS = ((0, "5a" * 16),)
@@ -54,8 +53,9 @@ def make(
     array = layout.arrays[name]
     bits = random_bits((BLOCK_ROWS, *array.row), 5, 8 * array.native.itemsize)
     labelled = replace(layout, runs=RUNS)
-    arrays = series_metadata(labelled, ["token"])
-    return array, bits, json.loads(RunMetadata(arrays, {}).array(name, BLOCK_ROWS))
+    coordinates = {"token": np.arange(tokens)}
+    metadata, _ = new_run(labelled, coordinates, config=None, attributes=None, encoding="delta")
+    return array, bits, json.loads(metadata.array(name, BLOCK_ROWS))
 
 
 def encoded(form: BlockForm, bits: np.ndarray, part: int) -> tuple[bytes, bytes]:

@@ -106,13 +106,11 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
-@pytest.mark.parametrize("opener", [open_run, xr.open_zarr])
 def test_a_copy_that_xarray_makes_reads_the_same(
-    small_run: tuple[Path, Any], tmp_path: Path, opener: Any
+    small_run: tuple[Path, Any], tmp_path: Path
 ) -> None:
     path, _ = small_run
-    source = opener(path)
-    source.to_zarr(tmp_path / "copy.zarr")
+    xr.open_zarr(path).to_zarr(tmp_path / "copy.zarr")
     expected = xr.open_zarr(path).load()
     for again in (xr.open_zarr, open_run):
         ds = again(tmp_path / "copy.zarr")
@@ -128,3 +126,18 @@ def test_a_copy_that_xarray_makes_reads_the_same(
         data = (tmp_path / "copy.zarr" / "W" / "c" / "1" / "0" / "0").read_bytes()
         form = codec.form(array.chunks)
         assert form.read_tail(data[-form.tail_length :], (1, 0)).label.block == ANYWHERE
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_selections_can_be_written_with_xarray(small_run: tuple[Path, Any], tmp_path: Path) -> None:
+    """Plain zarr keeps the encoding of the run, and says what to do."""
+    for number, ds in enumerate((open_run(small_run[0]), open_run(small_run[0], chunks=None))):
+        one, joined = ds.isel(step=5), xr.concat([ds.isel(step=[0]), ds.isel(step=[5])], "step")
+        for name, selected in {"one": one, "token": ds.isel(token=1), "joined": joined}.items():
+            selected.to_zarr(tmp_path / f"{name}{number}.zarr")
+            written = xr.open_zarr(tmp_path / f"{name}{number}.zarr")
+            xr.testing.assert_identical(written.compute(), selected.compute())
+    plain = xr.open_zarr(small_run[0]).isel(step=5)
+    with pytest.raises(ValueError, match=r"ds\.drop_encoding\(\)\.to_zarr"):
+        plain.to_zarr(tmp_path / "plain.zarr")
+    plain.drop_encoding().to_zarr(tmp_path / "plain.zarr", mode="w")

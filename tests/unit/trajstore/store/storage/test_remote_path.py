@@ -37,6 +37,7 @@ def test_parts_of_an_address() -> None:
     assert str(path / "W/c.0" / "x") == "s3://bucket/a/b.zarr/W/c.0/x"
     assert location(path) is path
     assert location("a/b") == Path("a/b")
+    assert location("~/a.zarr") == location(Path("~/a.zarr")) == Path.home() / "a.zarr"
 
 
 def test_an_address_is_no_path() -> None:

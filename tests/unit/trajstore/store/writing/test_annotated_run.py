@@ -39,6 +39,9 @@ def root(path: Path) -> dict[str, Any]:
 def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path) -> None:
     run = write(tmp_path / "run.zarr")
     (run / "notes.txt").write_text("mine")
+    notes = [{"note": "a test", "first_step": 1, "last_step": 3, "count": 2}]
+    with RunWriter.resume(run) as writer:
+        writer.notes = notes
     inodes = {file: (run / file).stat().st_ino for file in ("W/c.0.0.0", "loss/c.1")}
     before = root(run)
     told = {
@@ -49,6 +52,7 @@ def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path) -> None:
     assert annotate_run(run, **told) == tuple(told)  # type: ignore[arg-type]
     recorded = write(tmp_path / "recorded.zarr", **told)
     assert verify(run).clean, [*map(str, verify(run).problems)]
+    assert root(run)["notes"] == notes
     (run / "notes.txt").unlink()
     assert verify(run).notes == verify(recorded).notes
     xr.testing.assert_identical(

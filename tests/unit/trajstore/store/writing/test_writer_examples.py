@@ -11,7 +11,7 @@ import xarray as xr
 
 import trajstore
 from trajstore import InvalidArgument, RunWriter, analysis, open_run, repair, verify
-from trajstore.store.writing.branched_run import branch_run
+from trajstore.exchange.exporting.branched_run import branch_run
 
 ROWS, EXAMPLES, POSITIONS, HIDDEN = 10, 4, 6, 3
 TYPES = {

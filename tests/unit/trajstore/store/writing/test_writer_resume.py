@@ -27,9 +27,9 @@ from trajstore import (
     repair,
     verify,
 )
+from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.store.storage import atomic
 from trajstore.store.storage.atomic import sweep
-from trajstore.store.writing.branched_run import branch_run
 
 BLOCK = 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float64"}

@@ -13,8 +13,8 @@ from replayed_runs import RULE_ARRAYS, same_bits, sample_part
 
 from trajstore import RunWriter, repair, verify
 from trajstore.errors import InvalidArgument, RunExists
+from trajstore.exchange.exporting.branched_run import branch_run, holds_exactly
 from trajstore.store.reading.stored_forms import stored_forms
-from trajstore.store.writing.branched_run import branch_run, holds_exactly
 
 Small = tuple[Path, dict[str, np.ndarray]]
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
@@ -47,19 +47,28 @@ def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
 
 
 @pytest.mark.parametrize("rows", [4, 6, 11])
-def test_whole_blocks_are_shared_and_the_last_is_rewritten(small_run: Small, rows: int) -> None:
-    source, _ = small_run
+def test_all_blocks_are_shared_until_more_rows_follow(small_run: Small, rows: int) -> None:
+    source, values = small_run
     before = contents(source)
     path = branch(source, rows)
     ds = same_rows(path, source, rows)
     assert ds.attrs["status"] == "interrupted"
     assert ds.attrs["config"] == {"why": "a branch"}
     assert ds.attrs["created"] >= xr.open_zarr(source).attrs["created"]
-    for name in (*TYPES, "step"):
+    for name in (*TYPES, "step", "token_text"):
+        for shard in (path / name).glob("c.*"):
+            assert shard.samefile(source / name / shard.name)
+    assert {shard.name for shard in (path / "loss").glob("c.*")} == {
+        f"c.{block}" for block in range(-(-rows // 4))
+    }
+    row = {name: values[name][0] for name in TYPES} | {"loss": np.float32(1)}
+    with RunWriter.resume(path) as run:
+        run.append(100, **row)
+    assert verify(path).clean
+    for name in TYPES:
         for shard in (path / name).glob("c.*"):
             whole = (int(shard.name.split(".")[1]) + 1) * 4 <= rows
-            assert shard.samefile(source / name / shard.name) == whole
-    assert (path / "token_text" / "c.0").samefile(source / "token_text" / "c.0")
+            assert (shard.stat().st_nlink == 2) == whole
     assert contents(source) == before
 
 
@@ -70,8 +79,7 @@ def test_wider_types_hold_the_same_values(small_run: Small) -> None:
     assert ds.W.attrs["native_dtype"] == ds.grad.attrs["native_dtype"] == "float32"
     assert ds.logits.attrs["native_dtype"] == "bfloat16"
     assert (ds.W.values.view("u4") == values["W"][:10].astype("u4") << 16).all()
-    assert (path / "logits" / "c.0.0").stat().st_nlink == 2
-    assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
+    assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {1}  # all is written again
 
 
 def test_a_branch_is_gone_on_with_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
@@ -96,6 +104,20 @@ def test_variables_can_be_left_out(small_run: Small) -> None:
     path = source.with_name("branch.zarr")
     branch_run(source, path, 5, types={"W": "bfloat16"}, attributes={}, memory="64MiB")
     assert list(same_rows(path, source, 5).data_vars) == ["W"]
+
+
+@pytest.mark.parametrize("types", [{}, {"W": "float32"}], ids=["linked", "written"])
+def test_notes_of_its_rows_are_kept(small_run: Small, types: dict[str, str]) -> None:
+    source, values = small_run
+    notes = [
+        {"note": name, "first_step": step, "last_step": step, "count": 1}
+        for name, step in (("early", 4), ("late", 22))
+    ]
+    with RunWriter.resume(source) as run:
+        row: dict[str, Any] = {name: values[name][0] for name in ("W", "grad", "logits")}
+        run.append(22, **row, loss=np.float32(1))
+        run.notes = notes
+    assert xr.open_zarr(branch(source, 11, **types)).attrs["notes"] == notes[:1]
 
 
 def test_without_hard_links_files_are_copied(
@@ -141,26 +163,24 @@ OPTIMIZER = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 @pytest.mark.parametrize(
     ("types", "settings", "shared", "differing"),
     [
-        pytest.param({}, {}, {*SAMPLE_TYPES}, 0, id="nothing changes"),
-        pytest.param({}, {"betas": [0.5, 0.9]}, {"grad"}, 3, id="another rule"),
-        pytest.param({}, {"rounding": "stochastic"}, {*SAMPLE_TYPES} - {*RULE_ARRAYS}, None,
-                     id="no rule"),
-        pytest.param({"exp_avg": "float32"}, {}, {"grad"}, None, id="a wider type",
+        pytest.param({}, {}, True, 0, id="nothing changes"),
+        pytest.param({}, {"betas": [0.5, 0.9]}, False, 3, id="another rule"),
+        pytest.param({}, {"rounding": "stochastic"}, False, None, id="no rule"),
+        pytest.param({"exp_avg": "float32"}, {}, False, None, id="a wider type",
                      marks=pytest.mark.nightly),
-        pytest.param({"grad": "float32"}, {}, set(), None, id="a wider gradient"),
-        pytest.param({"clip_coef": None}, {}, {"grad"}, 0, id="less to compute from",
+        pytest.param({"grad": "float32"}, {}, False, None, id="a wider gradient"),
+        pytest.param({"clip_coef": None}, {}, False, 0, id="less to compute from",
                      marks=pytest.mark.nightly),
-        pytest.param({"exp_avg": None, "exp_avg_sq": None}, {},
-                     {*SAMPLE_TYPES} - {*RULE_ARRAYS}, None, id="no moments",
+        pytest.param({"exp_avg": None, "exp_avg_sq": None}, {}, False, None, id="no moments",
                      marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
-def test_arrays_that_are_computed_are_taken_over_or_encoded_anew_together(
+def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
     sample: Path,
     tmp_path: Path,
     types: dict[str, str | None],
     settings: dict[str, Any],
-    shared: set[str],
+    shared: bool,
     differing: int | None,
 ) -> None:
     source = sample_part(sample, tmp_path / "run.zarr")
@@ -181,8 +201,7 @@ def test_arrays_that_are_computed_are_taken_over_or_encoded_anew_together(
     ds = same_bits(source, path, 19)
     assert ds.attrs["encoding"] == "replay"
     assert verify(path).clean
-    linked = {name for name in kept if next((path / name).glob("c.0*")).stat().st_nlink == 2}
-    assert linked == shared
+    assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {2 if shared else 1}
     forms = stored_forms(path)
     computed = [name for name, counts in forms.items() if "elements" in counts]
     has_rule = "rounding" not in settings and "exp_avg" in kept
