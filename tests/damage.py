@@ -36,6 +36,17 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(document))
 
 
+def put(document: Any, place: str, value: Any) -> None:
+    """Set a member of a document, or remove it with ``...``."""
+    *way, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    for part in way:
+        document = document[part]
+    if value is ...:
+        del document[last]
+    else:
+        document[last] = value
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {

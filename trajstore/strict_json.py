@@ -11,8 +11,10 @@ from typing import Any
 
 __all__ = [
     "LARGEST_DOCUMENT",
+    "MISSING",
     "Document",
     "canonical",
+    "changes",
     "differences",
     "document_bytes",
     "parse",
@@ -22,6 +24,9 @@ __all__ = [
 ]
 
 Document = dict[str, Any]
+
+MISSING = object()
+"""In place of a member that a document does not have."""
 
 LARGEST_DOCUMENT = 16 << 20
 """Bytes."""
@@ -109,25 +114,31 @@ def same(one: Any, other: Any) -> bool:
     return bool(json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True))
 
 
-def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Places in which two JSON values differ, such as ``codecs.0.name``."""
+def changes(one: Any, other: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """Places in which two JSON values differ, such as ``codecs.0.name``, with both values.
+
+    A member that only one of them has is `MISSING` in the other.
+    """
+    if one is other:
+        return []
     if isinstance(one, dict) and isinstance(other, dict):
-        return [
-            line
-            for key in sorted(one.keys() | other.keys())
-            for line in (
-                differences(one[key], other[key], f"{at}.{key}" if at else key)
-                if key in one and key in other
-                else [f"{at}.{key}" if at else key]
-            )
-        ]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [
-            line
-            for number, pair in enumerate(zip(one, other, strict=True))
-            for line in differences(*pair, f"{at}.{number}")
-        ]
-    return [] if same(one, other) else [at]
+        keys: list[Any] = sorted(one.keys() | other.keys())
+        pairs = [(one.get(key, MISSING), other.get(key, MISSING)) for key in keys]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        keys, pairs = [*range(len(one))], [*zip(one, other, strict=True)]
+    else:
+        equal = MISSING not in (one, other) and same(one, other)
+        return [] if equal else [(at, one, other)]
+    return [
+        found
+        for key, pair in zip(keys, pairs, strict=True)
+        for found in changes(*pair, f"{at}.{key}" if at else str(key))
+    ]
+
+
+def differences(one: Any, other: Any, at: str = "") -> list[str]:
+    """Places in which two JSON values differ."""
+    return [place for place, *_ in changes(one, other, at)]
 
 
 def utc_now() -> str:

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import ObjectStoreError
-from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks, check_shard
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP
+from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
@@ -138,7 +138,7 @@ def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator
         wrong = np.flatnonzero(values <= before)
         if wrong.size:
             at = int(wrong[0])
-            block = (first + at) // block_rows(metadata.arrays[STEP.name])
+            block = (first + at) // metadata.stored(STEP.name).shard[0]
             yield Problem(
                 array=STEP.name,
                 block=block,

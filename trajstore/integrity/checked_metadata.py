@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.document_form import open_document
+from trajstore.store.metadata.array_document import ArrayFacts, facts_of
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.reading.array_reader import StoredArray, stored_array
+from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import Document
 
@@ -28,13 +28,13 @@ class CheckedMetadata:
     root : dict or None
         Stored document of the root; None if it cannot be read.
     own : dict
-        Document in each array's folder, without announced attributes; None if it cannot be read.
+        Document in each array's folder; None if it cannot be read.
     attributes : dict
         Attributes of the root; empty if it cannot be read.
     copy : dict or None
         Copy of the root's fixed attributes in `step`.
-    announced : bool
-        True if the document of `step` announces new attributes.
+    replaced : bool
+        True if the document of `step` holds attributes that a resume replaced in the root.
     rows : int
         Committed rows.
     arrays : dict
@@ -52,7 +52,7 @@ class CheckedMetadata:
     own: dict[str, Document | None] = field(default_factory=dict)
     attributes: Document = field(default_factory=dict)
     copy: Document | None = None
-    announced: bool = False
+    replaced: bool = False
     rows: int = 0
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -61,9 +61,14 @@ class CheckedMetadata:
 
     def stored(self, name: str) -> StoredArray:
         """Reader of an array that grows with the rows."""
-        stored = stored_array(self.path, name, open_document(self.arrays[name]))
-        assert stored is not None  # otherwise its document has a fault
-        return stored
+        facts = facts_of(name, self.arrays[name])
+        assert isinstance(facts, ArrayFacts)  # otherwise its document has a fault
+        return self.reader(facts)
+
+    def reader(self, facts: ArrayFacts) -> StoredArray:
+        """Reader of an array with these facts, which grows with the rows."""
+        assert facts.form is not None
+        return StoredArray(path=self.path, name=facts.name, shape=facts.shape, form=facts.form)
 
     def consolidated(self) -> dict[str, Any] | None:
         """Documents of the arrays in the root; None if they are lost."""

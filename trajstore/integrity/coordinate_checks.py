@@ -14,7 +14,7 @@ from trajstore.errors import ObjectStoreError
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
-from trajstore.store.metadata.document_form import open_document
+from trajstore.store.metadata.array_document import open_document
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from trajstore.errors import FormatError, ObjectStoreError
-from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.schema import STEP
+from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.fingerprint import (
     CONTENT,
     FINGERPRINT,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
 from trajstore.store.storage.lock import lock_left
@@ -112,7 +112,7 @@ def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Lefto
         place = block_of(path.name, len(document["shape"]))
         if place is None or place[1] >= stored.parts:
             found.unknown.append(path)
-        elif place[0] * block_rows(document) >= rows:
+        elif place[0] * stored.shard[0] >= rows:
             beyond.append((place, path))
     if beyond:
         found.beyond[name] = [path for _, path in sorted(beyond, key=lambda item: item[0])]

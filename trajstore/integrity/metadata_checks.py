@@ -2,7 +2,8 @@
 
 Each fact about an array is stored twice: in its own `zarr.json` and in the root's consolidated
 metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a document is
-detected, and mostly also which copy is right.
+detected, and mostly also which copy is right. Of two sound documents of an array, the labels of its
+blocks decide, then the other arrays and the schema.
 """
 
 from __future__ import annotations
@@ -12,23 +13,38 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
-from trajstore.integrity.array_json_checks import is_series, with_rows
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
-from trajstore.schema import EXPORTED, OF_PARAMETERS, STEP, TRAJECTORIES, VARIABLES, coordinate
+from trajstore.integrity.root_attribute_checks import (
+    check_attributes,
+    fixed_attributes,
+    is_replaced,
+    parsed_copy,
+)
+from trajstore.schema import EXPORTED, OF_PARAMETERS, STEP, TRAJECTORIES, entry_of
+from trajstore.store.metadata.array_document import (
+    ArrayFacts,
+    array_faults,
+    contradicting_lengths,
+    document_of,
+    facts_of,
+    is_series,
+    recorded_attributes,
+    with_rows,
+)
 from trajstore.store.metadata.document_form import is_length, root_faults
+from trajstore.store.metadata.fingerprint import COPY
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
-from trajstore.strict_json import Document, parse
+from trajstore.strict_json import Document, differences, parse, same
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]
 
@@ -53,20 +69,21 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     """
     text, place = str(path), location(path).absolute()
     found = CheckedMetadata(path=place)
-    if isinstance(place, Path):
-        folders = _array_folders(place, text)
-    elif place.listed:
+    if isinstance(place, RemotePath) and place.listed:
         found.objects = object_sizes(place)
-        folders = _listed_arrays(found.objects, place)
-    else:
-        folders = _named_arrays(place)
+    folders = _array_folders(found, text)
     found.root = _read(found, None)
     if found.root is not None:
         _check_root(found)
-    for name in folders:
+    elif folders is None:
+        raise RunNotFound(
+            f"there is no run at {text}, or its root is broken: {found.problems[0].message}"
+        )
+    if folders is None:  # places without a listing
+        folders = [name for name in found.consolidated() or {} if name and "/" not in name]
+    for name in sorted(folders):
         found.own[name] = _read(found, name)
-    settle_announced(found)
-    choose_documents(found)
+    _choose_documents(found)
     _check_rows(found)
     _check_age(found)
     _check_lengths(found)
@@ -114,56 +131,36 @@ def _runs_in(found: CheckedMetadata) -> list[str]:
     return [entry.name for entry in found.path.iterdir() if (entry / key).exists()]
 
 
-def _array_folders(path: Path, text: str) -> list[str]:
-    """Folders with an array, or with the name of one.
+def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
+    """Folders with an array, or with the name of one; None for a place without a listing.
 
     Raises
     ------
     RunNotFound, FormatError
         If there is nothing, or no array and no document.
     """
-    if not path.exists():
-        raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
-    if not path.is_dir():
-        raise FormatError(f"{text} is a file; a run is a folder")
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
-    found = [name for name in names if _is_array(name) or os.path.exists(path / name / DOCUMENT)]
-    if not found and not os.path.lexists(path / DOCUMENT):
-        raise FormatError(_without_documents(text))
-    return sorted(found)
+    path, objects = found.path, found.objects
+    if isinstance(path, Path):
+        if not path.exists():
+            raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
+        if not path.is_dir():
+            raise FormatError(f"{text} is a file; a run is a folder")
+        with os.scandir(path) as entries:
+            names = {entry.name for entry in entries if entry.is_dir()}
+    elif objects is None:
+        return None
+    elif not objects:
+        raise RunNotFound(f"there is no run at {text}")
+    else:
+        names = {key.partition("/")[0] for key in objects if "/" in key}
 
+    def has(key: str) -> bool:
+        return os.path.lexists(f"{path}/{key}") if objects is None else key in objects
 
-def _listed_arrays(objects: dict[str, int], place: RemotePath) -> list[str]:
-    """The same for the keys of an object store."""
-    if not objects:
-        raise RunNotFound(f"there is no run at {place}")
-    names = {key.partition("/")[0] for key in objects if "/" in key}
-    found = [name for name in names if _is_array(name) or f"{name}/{DOCUMENT}" in objects]
-    if not found and DOCUMENT not in objects:
-        raise FormatError(_without_documents(str(place)))
-    return sorted(found)
-
-
-def _named_arrays(place: RemotePath) -> list[str]:
-    """Arrays in the root, for places without a listing."""
-    root = read_document(place / DOCUMENT, None)
-    if isinstance(root, Problem):
-        raise RunNotFound(f"there is no run at {place}, or its root is broken: {root.message}")
-    block = root.get("consolidated_metadata")
-    entries = block.get("metadata") if isinstance(block, dict) else None
-    if not isinstance(entries, dict):
-        raise FormatError(f"{place} is not a run: its root lists no arrays")
-    return sorted(name for name in entries if name and "/" not in name)
-
-
-def _is_array(name: str) -> bool:
-    """True for names of arrays of a run."""
-    return name in {STEP.name, *VARIABLES} or coordinate(name) is not None
-
-
-def _without_documents(text: str) -> str:
-    return f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one"
+    folders = [name for name in names if entry_of(name) or has(f"{name}/{DOCUMENT}")]
+    if not folders and not has(DOCUMENT):
+        raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
+    return folders
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:
@@ -184,12 +181,9 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
     array : str or None
         Array of the document; None for the root.
     """
-    first: int | None = None
-    size = 0
+    remedy: Literal["rewrite", "none"] = "rewrite"
     try:
-        data = document_in(path)
-        size = len(data)
-        value = parse(data.decode())
+        value = parse(document_in(path).decode())
         if isinstance(value, dict):
             return value
         message = "it is not a JSON object"
@@ -199,22 +193,11 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
         raise
     except OSError as error:
         # A later attempt may succeed: do not replace the document.
-        message = f"{DOCUMENT} cannot be read: {error.strerror or error}"
-        return Problem(array=array, path=path, message=message, remedy="none")
-    except UnicodeDecodeError as error:
-        first, message = error.start, f"it is not JSON: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        first, message = error.pos, f"it is not JSON: {error}"
+        message, remedy = str(error.strerror or error), "none"
     except ValueError as error:
         message = f"it is not the JSON document of a run: {error}"
-    return Problem(
-        array=array,
-        path=path,
-        first_byte=first,
-        stop_byte=None if first is None else size,
-        message=f"{DOCUMENT} cannot be read: {message}",
-        remedy="rewrite",
-    )
+    message = f"{DOCUMENT} cannot be read: {message}"
+    return Problem(array=array, path=path, message=message, remedy=remedy)
 
 
 def _check_root(found: CheckedMetadata) -> None:
@@ -232,38 +215,141 @@ def _check_root(found: CheckedMetadata) -> None:
         found.attributes = attributes
 
 
+def _choose_documents(found: CheckedMetadata) -> None:
+    """Check each array's two documents, report problems, and choose the better."""
+    consolidated = found.consolidated()
+    copies = consolidated or {}
+    sound: dict[str, list[Document]] = {}
+    # Writers keep the order of the root, if it has one.
+    for name in dict.fromkeys([*copies, *found.own]):
+        own, copy = found.own.get(name), copies.get(name)
+        if entry_of(name) is None and isinstance(own, dict):
+            found.notes.append(f"{name} is an array that is not part of the run")
+            continue
+        if copy is None and consolidated is not None and own is not None:
+            found.report(name, "the root's metadata do not have it", found.path / DOCUMENT)
+        if name not in found.own:
+            found.own[name] = None
+            found.report(name, "its folder is missing")
+        both = ((copy, found.path / DOCUMENT), (own, found.path / name / DOCUMENT))
+        sound[name] = [
+            document
+            for document, path in both
+            if document is not None and _is_sound(found, name, document, path)
+        ]
+    shapes = {name: documents[0]["shape"] for name, documents in sound.items() if documents}
+    for name in shapes:
+        found.arrays[name] = _better(found, name, sound[name], shapes)
+
+
+def _is_sound(found: CheckedMetadata, name: str, document: Any, path: Location) -> bool:
+    """Report the faults of a document of an array; True without any."""
+    if entry_of(name) is None:
+        wrong = ["this version has no variable or coordinate of this name"]
+    else:
+        facts = facts_of(name, document)
+        wrong = [str(fault) for fault in array_faults(facts, document)]
+        if isinstance(facts, ArrayFacts) and facts.foreign is not None:
+            recorded = document_of(replace(facts, foreign=None))
+            members = [
+                member
+                for member in ("chunk_key_encoding", "codecs")
+                if not same(facts.foreign.get(member, recorded[member]), recorded[member])
+            ]
+            wrong.append(
+                "its storage differs from that of a recorder, so its values cannot be checked; "
+                f"another program wrote it, or changed its {' and '.join(members)}"
+            )
+    for fault in wrong:
+        found.report(name, fault, path)
+    return not wrong
+
+
+def _better(
+    found: CheckedMetadata, name: str, sound: list[Document], shapes: dict[str, list[int]]
+) -> Document:
+    """The better of the sound documents of an array; report differences."""
+    copy, own = sound[0], sound[-1]
+    if is_series(name):
+        rows, copied = own["shape"][0], copy["shape"][0]
+        if rows > copied:
+            found.notes.append(
+                f"{name} is {rows - copied} rows ahead of the root; a writer is in a "
+                "commit, or died in one"
+            )
+        elif rows < copied:
+            found.report(name, f"has {rows} rows in its own document, {copied} in the root's")
+        own = with_rows(name, own, copied)
+    differing = differences(own, copy)
+    if differing == [f"attributes.{COPY}"] and is_replaced(found, copy, own):
+        found.replaced = True
+        found.notes.append(
+            "the attributes of the root are being changed; a writer is in a resume, or died in one"
+        )
+        return copy
+    if not differing:
+        return copy
+    chosen = min(copy, own, key=lambda document: _rank(found, name, document, shapes))
+    found.report(
+        name,
+        f"its own document and its copy in the root differ in {', '.join(differing)}",
+        found.path / (name if chosen is copy else "") / DOCUMENT,
+    )
+    return chosen
+
+
+def _rank(
+    found: CheckedMetadata, name: str, document: Document, shapes: dict[str, list[int]]
+) -> tuple[bool, int]:
+    """Rank of a sound document that differs from its copy; lower is better."""
+    facts = facts_of(name, document)
+    assert isinstance(facts, ArrayFacts)  # or it had a fault
+    among = contradicting_lengths({**shapes, name: document["shape"]})
+    odd = sum(other == name for other, *_ in among)
+    attributes = facts.attributes
+    named = attributes.get("coordinates", "").split()
+    known = recorded_attributes(name, attributes.get("native_dtype"), named)
+    odd += sum(attributes.get(key) != value for key, value in known.items())
+    odd += not found.own.keys() >= set(named)
+    if COPY in attributes:
+        odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
+    return not _fits_label(found, facts), odd
+
+
+def _fits_label(found: CheckedMetadata, facts: ArrayFacts) -> bool:
+    """True if the first block was written with the settings of these facts, or there is none."""
+    if facts.form is None or not facts.shape[0]:
+        return True
+    stored = found.reader(facts)
+    try:
+        with stored.opened(0, 0) as file:
+            stored.tail(file, 0, 0)
+    except ObjectStoreError:
+        raise
+    except (FormatError, OSError):
+        return False
+    return True
+
+
 def _check_rows(found: CheckedMetadata) -> None:
     """Determine the committed rows, and report contradictions."""
     series = [name for name in found.arrays if is_series(name)]
     committed = found.attributes.get("committed_rows")
-    if not is_length(committed):
-        if found.attributes:
-            found.report(None, f"committed_rows is {committed!r}, expected a number of rows")
-        committed = None
     copies = found.consolidated() or {}
     shown = {name: copies[name]["shape"][0] for name in series if _has_shape(copies.get(name))}
-    votes = Counter(shown.values())
-    if committed is not None:
-        votes[committed] += 1
+    votes = Counter([*shown.values(), *filter(is_length, [committed])])
     if votes:
         best = max(votes.values())
         found.rows = min(rows for rows, count in votes.items() if count == best)
     elif series:
         # Without a root: a writer writes the shards before any document grows.
         found.rows = min(found.arrays[name]["shape"][0] for name in series)
-    if committed is not None and committed != found.rows:
+    if is_length(committed) and committed != found.rows:
         found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
-    for name, rows in shown.items():
-        if rows != found.rows:
-            found.report(
-                name,
-                f"has {rows} rows in the root's document, others have {found.rows}",
-                found.path / DOCUMENT,
-            )
     for name in series:
-        own = found.own.get(name)
-        if name not in shown and _has_shape(own) and own["shape"][0] < found.rows:  # type: ignore[index]
-            found.report(name, f"has {own['shape'][0]} rows of {found.rows}")  # type: ignore[index]
+        rows = shown.get(name, min(found.arrays[name]["shape"][0], found.rows))
+        if rows != found.rows:
+            found.report(name, f"has {rows} rows, others have {found.rows}", found.path / DOCUMENT)
         found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
 
 
@@ -302,12 +388,9 @@ def _check_lengths(found: CheckedMetadata) -> None:
             "it is missing; every run needs W, or delta, or cells",
             remedy="none",
         )
-    lengths = agreed_lengths(found.arrays.values())
-    for name, document in found.arrays.items():
-        for dim, length in zip(document["dimension_names"], document["shape"], strict=True):
-            if dim in lengths and length != lengths[dim]:
-                message = f"has {length} along {dim}, others have {lengths[dim]}"
-                found.report(name, message, remedy="none")
+    shapes = {name: document["shape"] for name, document in found.arrays.items()}
+    for name, dim, length, other in contradicting_lengths(shapes):
+        found.report(name, f"has {length} along {dim}, others have {other}", remedy="none")
     block = found.attributes.get("block_rows")
     for name in filter(is_series, found.arrays):
         stored = found.stored(name)

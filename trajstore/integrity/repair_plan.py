@@ -13,7 +13,6 @@ from typing import Any
 
 from trajstore.codec.computed_rows import unit_of
 from trajstore.integrity.array_checks import in_steps
-from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.fingerprint_checks import made_again
 from trajstore.integrity.leftovers import find_leftovers
@@ -21,6 +20,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import FORMAT, STEP, TRAJECTORIES, coordinate
+from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.document_form import (
     REQUIRED,
     STATUSES,
@@ -116,9 +116,9 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
 
 def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
     """Problems that cost rows, with the first lost row."""
-    arrays = checked.metadata.arrays
+    metadata = checked.metadata
     return [
-        (problem.block * block_rows(arrays[problem.array]), problem)
+        (problem.block * metadata.stored(problem.array).shard[0], problem)
         for problem in checked.found.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
     ]
@@ -136,7 +136,7 @@ def _damage_by_array(checked: CheckedRun) -> dict[str, str]:
     }
     for first, problem in _lost_blocks(checked):
         assert problem.array is not None
-        length = block_rows(metadata.arrays[problem.array])
+        length = metadata.stored(problem.array).shard[0]
         rows[problem.array].append((first, min(first + length, metadata.rows)))
     chains = [metadata.stored(name).chain for name in metadata.arrays if is_series(name)]
     for unit in (unit_of(rule) for rule in dict.fromkeys(chain.rule for chain in chains) if rule):
@@ -312,8 +312,7 @@ def _changed_documents(
     if not _same_root(root, metadata.root):
         changed[metadata.path / DOCUMENT] = root
     for name in arrays:
-        announces = name == STEP.name and metadata.announced
-        if announces or not same(targets[name], metadata.own[name]):
+        if not same(targets[name], metadata.own[name]):
             changed[metadata.path / name / DOCUMENT] = targets[name]
     return changed
 
@@ -354,8 +353,8 @@ def _on_documents(
                 f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
-        elif metadata.announced:
-            yield f"{what} no longer announces attributes of the root"
+        elif metadata.replaced and path.parent.name == STEP.name:
+            yield f"{what} receives the attributes of the root"
 
 
 def _on_removed(

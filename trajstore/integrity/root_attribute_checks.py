@@ -5,37 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 from trajstore.errors import FormatError
-from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import FORMAT, STEP
-from trajstore.store.metadata.document_form import REQUIRED, attribute_faults, is_possible
-from trajstore.store.metadata.fingerprint import COMING
+from trajstore.store.metadata.array_document import is_series
+from trajstore.store.metadata.document_form import (
+    REQUIRED,
+    attribute_faults,
+    is_digest,
+    is_possible,
+    run_identity,
+)
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.store.metadata.zarr_json import CHANGING, COPY
-from trajstore.store.reading.open_group import run_identity
-from trajstore.strict_json import Document, differences, parse, same
+from trajstore.strict_json import MISSING, Document, changes, parse, same
 
 __all__ = [
     "check_attributes",
     "fixed_attributes",
+    "is_replaced",
     "parsed_copy",
-    "settle_announced",
 ]
 
 
-def settle_announced(found: CheckedMetadata) -> None:
-    """Choose the copy in `step` that matches the root, after an interrupted change."""
-    own = found.own.get(STEP.name)
-    attributes = None if own is None else own.get("attributes")
-    if own is None or not isinstance(attributes, dict) or COMING not in attributes:
-        return
-    before = {key: value for key, value in attributes.items() if key != COMING}
-    changed = same(parsed_copy(attributes[COMING]), fixed_attributes(found.attributes))
-    settled = before | {COPY: attributes[COMING]} if changed else before
-    found.own[STEP.name] = own | {"attributes": settled}
-    found.announced = True
-    found.notes.append(
-        "the attributes of the root are being changed; a writer is in a resume, or died in one"
+def is_replaced(found: CheckedMetadata, copy: Document, own: Document) -> bool:
+    """True if `step` only holds the attributes that the root had before a resume.
+
+    A resume replaces the root before the document of `step`. The fingerprint covers the attributes,
+    so it shows that those of the root, and of its copy of that document, are the present ones.
+
+    Parameters
+    ----------
+    found : CheckedMetadata
+    copy, own : dict
+        Document of `step` in the root, and in its folder.
+    """
+    attributes = found.attributes
+    content = attributes.get(CONTENT)
+    return (
+        attributes.get("status") == "recording"
+        and is_digest(content)
+        and attributes.get(FINGERPRINT) == fingerprint_of(attributes, bytes.fromhex(content))
+        and same(parsed_copy(copy["attributes"].get(COPY)), fixed_attributes(attributes))
+        and parsed_copy(own["attributes"].get(COPY)) is not None
     )
 
 
@@ -56,21 +68,12 @@ def check_attributes(found: CheckedMetadata) -> None:
         return
     attributes = found.attributes
     if found.copy is not None:
-        fixed = fixed_attributes(attributes)
-        for key in sorted(fixed.keys() | found.copy.keys()):
-            if key not in fixed or key not in found.copy:
-                where = "the root" if key not in fixed else f"its copy in {STEP.name}"
-                found.report(None, f"the attribute {key} is missing in {where}")
-            elif not same(fixed[key], found.copy[key]):
-                found.report(
-                    None,
-                    f"the attribute {key} differs from its copy in {STEP.name}: "
-                    f"{', '.join(differences(fixed[key], found.copy[key], key))}",
-                )
+        for key, value, copied in changes(fixed_attributes(attributes), found.copy):
+            where = "the root" if value is MISSING else f"its copy in {STEP.name}"
+            lost = value is MISSING or copied is MISSING
+            how = "is missing in" if lost else "differs from"
+            found.report(None, f"the attribute {key} {how} {where}")
     _check_identity(found)
-    for key in REQUIRED:
-        if key not in attributes and not (found.copy and key in found.copy):
-            found.report(None, f"the attribute {key} is missing")
     number = attributes.get("trajstore_format")
     copied = (found.copy or {}).get("trajstore_format", number)
     if type(number) is int and number != FORMAT and copied == number:
@@ -78,7 +81,8 @@ def check_attributes(found: CheckedMetadata) -> None:
             f"{found.path} is of store format {number}, and this version checks format {FORMAT}; "
             f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
         )
-    for fault in attribute_faults(attributes):
+    required = [key for key in REQUIRED if key not in (found.copy or {})]
+    for fault in attribute_faults(attributes, required):
         found.report(None, str(fault))
     listed: Any = attributes.get(STRETCHES)
     if are_stretches(listed) and not same(listed[-1]["config"], attributes.get("config")):

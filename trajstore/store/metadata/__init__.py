@@ -1,17 +1,17 @@
 """Metadata of a run: names, shapes, codecs, attributes, digests.
 
+``array_document``
+    The document of an array, made from a few facts and compared with them.
 ``block_plan``
     The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
 ``document_form``
-    The form of a run's documents: their members, types and values.
+    The form of the root's document: its members, their types and possible values.
 ``fingerprint``
     Digests of the stored content of a run, updated with each block.
 ``fork_provenance``
     Optimizers of a fork's steps, from its provenance.
 ``object_keys``
     Names of the objects of a run, and of the files next to it.
-``schema_check``
-    Comparison of the arrays' metadata with the schema, so that values are read as recorded.
 ``shard``
     Assembly of a shard: encoded inner chunks, label and index.
 ``stretches``

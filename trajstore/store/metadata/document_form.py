@@ -1,61 +1,52 @@
-"""The form of a run's documents: the members of each, their types and possible values.
+"""The form of the root's document: its members, their types and possible values.
 
-Every function that opens a run checks the root here, before zarr reads it. `verify` also checks the
-document of each array. Data covered by the checksums of the blocks is not checked here.
+Every function that opens a run checks the root here, before zarr reads it. For the documents of the
+arrays see `trajstore.store.metadata.array_document`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
-import zarr
-from zarr.buffer.cpu import Buffer
-from zarr.storage import MemoryStore
-
-from trajstore.errors import FormatError
+from trajstore.codec.block_form import Runs
 from trajstore.schema import ENCODINGS, FORMAT
-from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPRINT
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
-from trajstore.strict_json import Document
+from trajstore.strict_json import MISSING, Document, changes
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = [
-    "ARRAY_MEMBERS",
-    "MOST_CHUNKS",
+    "EXPLAINED",
     "REQUIRED",
+    "RUNS",
     "STATUSES",
     "Fault",
     "Status",
-    "array_faults",
+    "are_lengths",
+    "are_runs",
     "attribute_faults",
+    "differing",
     "is_digest",
     "is_length",
     "is_moment",
     "is_possible",
-    "open_document",
     "root_faults",
+    "root_of",
+    "run_identity",
 ]
 
 Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
-MOST_CHUNKS = 1 << 16
-"""Inner chunks of a block."""
-
 _LONGEST = 1 << 48
-_LARGEST_BLOCK = 1 << 38  # values; 1 TiB of float32
-_CACHED = 64 << 10  # characters; shorter documents are kept in memory after they are opened
-_MISSING = object()
-_CONFIGURED = "an object with name and configuration"
+
+EXPLAINED = object()
+"""Received value of a fault whose other text is a whole explanation."""
 
 
 class Fault(NamedTuple):
@@ -68,16 +59,18 @@ class Fault(NamedTuple):
     expected : str
         Description of possible values.
     received : object
-        Value of the member, if the document has one.
+        Value of the member, `MISSING` or `EXPLAINED`.
     """
 
     member: str
     expected: str
-    received: Any = _MISSING
+    received: Any = MISSING
 
     def __str__(self) -> str:
         name = self.member or "the document"
-        if self.received is _MISSING:
+        if self.received is EXPLAINED:
+            return f"{name}: {self.expected}"
+        if self.received is MISSING:
             return f"{name} is missing, expected {self.expected}"
         return f"{name} is {_SHORT.repr(self.received)}, expected {self.expected}"
 
@@ -95,7 +88,12 @@ def is_length(value: Any) -> bool:
     return type(value) is int and 0 <= value < _LONGEST
 
 
-def is_digest(value: Any) -> bool:
+def are_lengths(value: Any) -> bool:
+    """True for a list of lengths."""
+    return isinstance(value, list) and all(map(is_length, value))
+
+
+def is_digest(value: Any) -> TypeGuard[str]:
     """True for a SHA-256 in 64 hexadecimal digits."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
@@ -108,7 +106,7 @@ def is_moment(text: Any) -> bool:
         return False
 
 
-def _are_runs(value: Any) -> bool:
+def are_runs(value: Any) -> bool:
     """True for a list of identities, each with its first block, from block 0."""
     if not isinstance(value, list) or not value:
         return False
@@ -153,7 +151,7 @@ def _is_tensor(entry: Any) -> bool:
         isinstance(entry, dict)
         and isinstance(entry.get("name"), str)
         and isinstance(entry.get("dtype"), str)
-        and _are_lengths(entry.get("shape"))
+        and are_lengths(entry.get("shape"))
         and is_length(entry.get("offset", 0))
     )
 
@@ -167,7 +165,7 @@ def _is_model_config(value: Any) -> bool:
     )
 
 
-_RUNS = "a list of [block, identity of the run], from block 0"
+RUNS = "a list of [block, identity of the run], from block 0"
 
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trajstore_format": (lambda value: type(value) is int and value == FORMAT, str(FORMAT)),
@@ -180,7 +178,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "encoding": (lambda value: value in ENCODINGS, " or ".join(ENCODINGS)),
     "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
     "config": (lambda value: isinstance(value, dict), "an object"),
-    "runs": (_are_runs, _RUNS),
+    "runs": (are_runs, RUNS),
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
     STRETCHES: (are_stretches, "a list of step and config, from step 0, in order"),
@@ -208,9 +206,28 @@ def attribute_faults(
 ) -> Iterator[Fault]:
     """Attributes of a root with impossible values, and required ones that are missing."""
     for name, (possible, expected) in _ATTRIBUTES.items():
-        value = attributes.get(name, _MISSING)
-        if name in required if value is _MISSING else not possible(value):
+        value = attributes.get(name, MISSING)
+        if name in required if value is MISSING else not possible(value):
             yield Fault(f"attributes.{name}", expected, value)
+
+
+def run_identity(attributes: Mapping[str, Any]) -> Runs:
+    """Identities of the blocks of a run, from the checked attributes of its root."""
+    return tuple((block, run) for block, run in attributes["runs"])
+
+
+def root_of(attributes: Document, arrays: Document) -> Document:
+    """Document of a root with these attributes, and these documents of its arrays."""
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": attributes,
+        "consolidated_metadata": {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": arrays,
+        },
+    }
 
 
 def root_faults(root: Any) -> Iterator[Fault]:
@@ -218,261 +235,20 @@ def root_faults(root: Any) -> Iterator[Fault]:
     if not isinstance(root, dict):
         yield Fault("", "an object", root)
         return
-    yield from _node_faults(root, "group")
-    yield from _unknown(root, {"zarr_format", "node_type", "attributes", "consolidated_metadata"})
-    if "attributes" not in root:
-        yield Fault("attributes", "an object")
-    # zarr drops the consolidated metadata when another program sets an attribute.
-    block = root.get("consolidated_metadata")
-    if block is None:
-        return
-    if not isinstance(block, dict):
-        yield Fault("consolidated_metadata", "an object", block)
-        return
-    if block.get("kind") != "inline":
-        yield Fault("consolidated_metadata.kind", "inline", block.get("kind", _MISSING))
-    if block.get("must_understand") is not False:
-        received = block.get("must_understand", _MISSING)
-        yield Fault("consolidated_metadata.must_understand", "false", received)
-    known = {"kind", "must_understand", "metadata"}
-    yield from (fault.within("consolidated_metadata") for fault in _unknown(block, known))
-    arrays = block.get("metadata", _MISSING)
-    if not isinstance(arrays, dict):
-        yield Fault("consolidated_metadata.metadata", "an object", arrays)
+    attributes, block = root.get("attributes"), root.get("consolidated_metadata")
+    arrays = block.get("metadata") if isinstance(block, dict) else None
+    expected = root_of(*(each if isinstance(each, dict) else {} for each in (attributes, arrays)))
+    if block is None:  # zarr drops it when another program sets an attribute
+        expected["consolidated_metadata"] = None
+        root = {"consolidated_metadata": None, **root}
+    yield from differing(root, expected)
 
 
-def array_faults(document: Any, required: Collection[str] = ()) -> Iterator[Fault]:
-    """Faults of the document of an array.
-
-    Parameters
-    ----------
-    document : object
-        Value of a JSON text.
-    required : collection of str
-        Members that it must have, although Zarr allows it to omit them.
-    """
-    faults = list(_member_faults(document, required))
-    yield from faults or _size_faults(document)
-
-
-def _member_faults(document: Any, required: Collection[str]) -> Iterator[Fault]:
-    if not isinstance(document, dict):
-        yield Fault("", "an object", document)
-        return
-    yield from _node_faults(document, "array")
-    for name in required:
-        if name not in document:
-            yield Fault(name, "a member of that name")
-    shape = document.get("shape", _MISSING)
-    if not _are_lengths(shape):
-        yield Fault("shape", "a list of lengths", shape)
-        return
-    data_type = document.get("data_type", _MISSING)
-    if not isinstance(data_type, str) and not _is_named(data_type):
-        yield Fault("data_type", f"a name, or {_CONFIGURED}", data_type)
-    yield from _grid_faults(document, len(shape))
-    yield from _key_faults(document.get("chunk_key_encoding", _MISSING))
-    yield from _codec_faults(document.get("codecs", _MISSING), len(shape))
-    if not _is_fill_value(document):
-        yield Fault("fill_value", "a value of data_type", document.get("fill_value", _MISSING))
-    yield from _dimension_faults(document, len(shape))
-    if document.get("storage_transformers", []) != []:
-        yield Fault("storage_transformers", "an empty list", document["storage_transformers"])
-    for fault in _unknown(document, ARRAY_MEMBERS):
-        received = fault.received
-        if not isinstance(received, dict) or received.get("must_understand") is not False:
-            yield fault
-
-
-def open_document(
-    document: Document, objects: Mapping[str, bytes] | None = None
-) -> zarr.Array[Any]:
-    """Array that a document describes, with the given objects by key.
-
-    Raises
-    ------
-    FormatError
-        If zarr cannot open it.
-    """
-    text = json.dumps(document)
-    if objects or len(text) > _CACHED:
-        return _opened(text, objects or {})
-    return _opened_alone(text)
-
-
-@lru_cache(maxsize=256)  # a check of a run opens each document many times, without values
-def _opened_alone(text: str) -> zarr.Array[Any]:
-    return _opened(text, {})
-
-
-def _opened(text: str, objects: Mapping[str, bytes]) -> zarr.Array[Any]:
-    contents = {DOCUMENT: text.encode(), **objects}
-    store = MemoryStore({key: Buffer.from_bytes(data) for key, data in contents.items()})
-    try:
-        return zarr.open_array(store, mode="r", zarr_format=3)
-    except Exception as error:  # zarr raises many types for a damaged document
-        raise FormatError(f"zarr cannot open it: {error}") from error
-
-
-def _node_faults(document: Document, kind: str) -> Iterator[Fault]:
-    if type(document.get("zarr_format")) is not int or document["zarr_format"] != 3:
-        yield Fault("zarr_format", "3", document.get("zarr_format", _MISSING))
-    if document.get("node_type") != kind:
-        yield Fault("node_type", kind, document.get("node_type", _MISSING))
-    attributes = document.get("attributes", {})
-    if not isinstance(attributes, dict):
-        yield Fault("attributes", "an object", attributes)
-    elif kind == "array":
-        for name in _TEXTS & attributes.keys():
-            if not isinstance(attributes[name], str):
-                yield Fault(f"attributes.{name}", "a string", attributes[name])
-
-
-ARRAY_MEMBERS = {
-    "zarr_format",
-    "node_type",
-    "shape",
-    "data_type",
-    "chunk_grid",
-    "chunk_key_encoding",
-    "fill_value",
-    "codecs",
-    "attributes",
-    "dimension_names",
-    "storage_transformers",
-}
-"""Members of the document of an array. A recorder writes all except the last one."""
-
-_TEXTS = {"long_name", "units", "native_dtype", "coordinates", COPY, COMING}
-
-
-def _unknown(document: Document, known: set[str]) -> Iterator[Fault]:
-    for name in sorted(document.keys() - known):
-        yield Fault(name or "''", "no member of that name", document[name])
-
-
-def _are_lengths(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_length, value))
-
-
-def _are_sizes(value: Any, ndim: int) -> bool:
-    return _are_lengths(value) and len(value) == ndim and 0 not in value
-
-
-def _is_named(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("name"), str)
-        and isinstance(value.get("configuration", {}), dict)
-    )
-
-
-def _key_faults(keys: Any) -> Iterator[Fault]:
-    if not _is_named(keys):
-        yield Fault("chunk_key_encoding", _CONFIGURED, keys)
-        return
-    separator = keys.get("configuration", {}).get("separator", ".")
-    if separator not in (".", "/"):
-        yield Fault("chunk_key_encoding.configuration.separator", "'.' or '/'", separator)
-
-
-def _grid_faults(document: Document, ndim: int) -> Iterator[Fault]:
-    grid = document.get("chunk_grid", _MISSING)
-    if not isinstance(grid, dict) or grid.get("name") != "regular":
-        yield Fault("chunk_grid", "an object with the name regular", grid)
-        return
-    configuration = grid.get("configuration", _MISSING)
-    if not isinstance(configuration, dict) or configuration.keys() != {"chunk_shape"}:
-        yield Fault("chunk_grid.configuration", "an object with chunk_shape", configuration)
-    elif not _are_sizes(configuration["chunk_shape"], ndim):
-        member = "chunk_grid.configuration.chunk_shape"
-        yield Fault(member, f"{ndim} positive lengths", configuration["chunk_shape"])
-
-
-def _codec_faults(codecs: Any, ndim: int) -> Iterator[Fault]:
-    if not isinstance(codecs, list) or not codecs:
-        yield Fault("codecs", "a list of codecs", codecs)
-        return
-    for number, codec in enumerate(codecs):
-        member = f"codecs.{number}"
-        if isinstance(codec, str):
-            continue
-        if not isinstance(codec, dict) or not isinstance(codec.get("name"), str):
-            yield Fault(member, _CONFIGURED, codec)
-            continue
-        configuration = codec.get("configuration", {})
-        if not isinstance(configuration, dict):
-            yield Fault(f"{member}.configuration", "an object", configuration)
-            continue
-        for name, (possible, expected) in _CONFIGURATION.items():
-            if name in configuration and not possible(configuration[name]):
-                yield Fault(f"{member}.configuration.{name}", expected, configuration[name])
-        if not _are_sizes(configuration.get("chunk_shape", [1] * ndim), ndim):
-            member = f"{member}.configuration.chunk_shape"
-            yield Fault(member, f"{ndim} positive lengths", configuration["chunk_shape"])
-
-
-def _size_faults(document: Document) -> Iterator[Fault]:
-    """Blocks that exceed any memory, or that have more inner chunks than those of any run."""
-    block, codec = document["chunk_grid"]["configuration"]["chunk_shape"], document["codecs"][0]
-    if math.prod(block) > _LARGEST_BLOCK:
-        member = "chunk_grid.configuration.chunk_shape"
-        yield Fault(member, f"at most {_LARGEST_BLOCK:,} values", block)
-    configuration = codec.get("configuration", {}) if isinstance(codec, dict) else {}
-    inner = configuration.get("chunk_shape", block)
-    if math.prod(map(operator.floordiv, block, inner)) > MOST_CHUNKS:
-        member = "codecs.0.configuration.chunk_shape"
-        yield Fault(member, f"at most {MOST_CHUNKS:,} chunks in a block of {block}", inner)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int and abs(value) < _LONGEST
-
-
-_CONFIGURATION: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "array": (_is_text, "a string"),
-    "runs": (_are_runs, _RUNS),
-    "native_dtype": (_is_text, "a string"),
-    "kind": (_is_text, "a string"),
-    "compressor": (_is_text, "a string"),
-    "cname": (_is_text, "a string"),
-    "shuffle": (_is_text, "a string"),
-    "endian": (_is_text, "a string"),
-    "level": (_is_number, "a whole number"),
-    "clevel": (_is_number, "a whole number"),
-    "typesize": (_is_number, "a whole number"),
-    "blocksize": (_is_number, "a whole number"),
-    "token_first": (lambda value: type(value) is bool, "true or false"),
-    "checksum": (lambda value: type(value) is bool, "true or false"),
-}
-"""Members of the configurations of codecs, in a run or in a copy by another program."""
-
-
-def _is_fill_value(document: Document) -> bool:
-    """True if the fill value has a JSON type that zarr accepts for the array's data type."""
-    value, kind = document.get("fill_value", _MISSING), document.get("data_type")
-    if not isinstance(kind, str):
-        return value is not _MISSING
-    if kind == "bool":
-        return type(value) is bool
-    if kind.startswith(("int", "uint")):
-        return type(value) is int
-    if kind.startswith("float"):
-        return type(value) in (int, float, str)
-    return value is not _MISSING if kind != "string" else isinstance(value, str)
-
-
-def _dimension_faults(document: Document, ndim: int) -> Iterator[Fault]:
-    names = document.get("dimension_names")
-    if names is None:
-        return
-    if (
-        not isinstance(names, list)
-        or len(names) != ndim
-        or not all(name is None or isinstance(name, str) for name in names)
-    ):
-        yield Fault("dimension_names", f"{ndim} names", names)
+def differing(stored: Document, expected: Document) -> Iterator[Fault]:
+    """Members in which a document differs from the expected one."""
+    for member, received, wanted in changes(stored, expected):
+        if wanted is MISSING:
+            text = "no member of that name"
+        else:
+            text = "an object" if isinstance(wanted, dict) else json.dumps(wanted)
+        yield Fault(member or "''", text, received)

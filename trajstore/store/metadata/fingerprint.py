@@ -18,14 +18,13 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from trajstore.schema import STEP, VARIABLES, coordinate
+from trajstore.schema import STEP, VARIABLES, coordinate, entry_of
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import canonical
 
 __all__ = [
     "CHANGING",
-    "COMING",
     "CONTENT",
     "COPY",
     "FINGERPRINT",
@@ -33,6 +32,7 @@ __all__ = [
     "Fingerprint",
     "block_digest",
     "coordinate_digests",
+    "fingerprint_of",
 ]
 
 CONTENT = "content_digest"
@@ -48,9 +48,6 @@ CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT, NOTES)
 
 COPY = "root_attributes"
 """Attribute of ``step`` that holds a copy of the root's other attributes."""
-
-COMING = "coming_root_attributes"
-"""Attribute of ``step`` that holds the next value of `COPY` while the root is replaced."""
 
 _BY_RESUMING = "resumed"
 
@@ -78,7 +75,7 @@ class Fingerprint:
     ) -> None:
         stored = {key: digest.hex() for key, digest in coordinates.items()}
         # Other arrays in the group do not belong to the run.
-        lasting = {name: _lasting(name, arrays[name]) for name in arrays if _is_of_run(name)}
+        lasting = {name: _lasting(name, arrays[name]) for name in arrays if entry_of(name)}
         self._block_rows = block_rows
         self._metadata = _sha256_of(_fixed(attributes))
         self._whole = _sha256_of({"arrays": lasting, "coordinates": stored})
@@ -114,6 +111,11 @@ class Fingerprint:
         }
 
 
+def fingerprint_of(attributes: Mapping[str, Any], content: bytes) -> str:
+    """Fingerprint of a run with these attributes of the root and this content digest."""
+    return hashlib.sha256(_sha256_of(_fixed(attributes)) + content).hexdigest()
+
+
 def block_digest(shards: Iterable[tuple[str, int, int, bytes]]) -> bytes:
     """Digest of a block.
 
@@ -143,10 +145,6 @@ def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]
             with suppress(FileNotFoundError):
                 found[key] = hashlib.sha256((path / key).read_bytes()).digest()
     return found
-
-
-def _is_of_run(name: str) -> bool:
-    return name == STEP.name or name in VARIABLES or coordinate(name) is not None
 
 
 def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """The `zarr.json` documents of a run.
 
-zarr-python writes them once, into memory (`new_run`). Afterwards only the length of the step axis
-and the attributes of the root change. The root contains the metadata of all arrays (Zarr's inline
+They are made once (`new_run`). Afterwards only the length of the step axis and the attributes of
+the root change. The root contains the metadata of all arrays (Zarr's inline
 consolidated metadata), and thereby their shapes. The commit is the replacement of this one object.
 
 The attributes of the root that no commit changes are also an attribute of the array ``step``, as
 one JSON text. `repair` restores a lost root from this copy, and `verify` compares the root with it.
-If a resumed run gets other attributes, the writer first announces them in ``step``. If it dies, the
-root then has either the announced attributes or the previous ones.
+If a resumed run gets other attributes, the writer replaces the root first. If it dies then, the
+fingerprint in the root shows that the copy is the older one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, VARIABLES, entry_of
-from trajstore.store.metadata.document_form import Status
-from trajstore.store.metadata.fingerprint import CHANGING, COMING, COPY, NOTES, Fingerprint
+from trajstore.schema import STEP, entry_of
+from trajstore.store.metadata.array_document import is_series, with_rows
+from trajstore.store.metadata.document_form import Status, root_of
+from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
 from trajstore.strict_json import utc_now
 
 __all__ = [
@@ -59,12 +60,10 @@ class RunMetadata:
         }
         copy = json.dumps(dict(attributes), allow_nan=False)
         self._attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
-        self._stored_step = step = self._arrays[STEP.name]
+        step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Other arrays in the group do not belong to the run and do not change.
-        self._series = tuple(
-            name for name in self._arrays if name == STEP.name or name in VARIABLES
-        )
+        self._series = tuple(filter(is_series, self._arrays))
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:
@@ -89,18 +88,7 @@ class RunMetadata:
 
     def array(self, name: str, rows: int) -> bytes:
         """Document of an array with that number of rows."""
-        return _dump(self._with_rows(name, rows))
-
-    def announcement(self) -> bytes | None:
-        """Stored document of ``step`` with the coming attributes of the root.
-
-        None if the attributes do not change.
-        """
-        stored = self._stored_step
-        coming = self._arrays[STEP.name]["attributes"][COPY]
-        if stored["attributes"].get(COPY) == coming:
-            return None
-        return _dump(stored | {"attributes": stored["attributes"] | {COMING: coming}})
+        return _dump(with_rows(name, self._arrays[name], rows))
 
     def names(self) -> tuple[str, ...]:
         """All arrays, including coordinates."""
@@ -124,24 +112,8 @@ class RunMetadata:
         }
         if self.notes:
             changing[NOTES] = self.notes
-        return _dump(
-            {
-                "zarr_format": 3,
-                "node_type": "group",
-                "attributes": self._attributes | changing,
-                "consolidated_metadata": {
-                    "kind": "inline",
-                    "must_understand": False,
-                    "metadata": {name: self._with_rows(name, rows) for name in self._arrays},
-                },
-            }
-        )
-
-    def _with_rows(self, name: str, rows: int) -> dict[str, Any]:
-        document = self._arrays[name]
-        if name not in self._series:
-            return document
-        return document | {"shape": [rows, *document["shape"][1:]]}
+        arrays = {name: with_rows(name, array, rows) for name, array in self._arrays.items()}
+        return _dump(root_of(self._attributes | changing, arrays))
 
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:

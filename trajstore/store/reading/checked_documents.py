@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-import operator
 import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trajstore.codec.block_codec import BLOCK
+from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import FORMAT, STEP, coordinate, entry_of
+from trajstore.store.metadata.array_document import (
+    ArrayFacts,
+    array_faults,
+    contradicting_lengths,
+    facts_of,
+    open_document,
+)
 from trajstore.store.metadata.document_form import (
     REQUIRED,
     Fault,
-    array_faults,
     attribute_faults,
-    open_document,
     root_faults,
+    run_identity,
 )
 from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
 from trajstore.store.storage.object_file import document_in
@@ -41,12 +46,11 @@ _MANY = 1 << 16
 """Objects of an array. For larger arrays, the existence of the last object is checked."""
 
 _COPIES = "consolidated_metadata.metadata"
-_KEYS = {"name": "default", "configuration": {"separator": "."}}
 _NO_GROUP = "is not a Zarr v3 group, so not a run"
 
 
-def checked_root(place: Location, data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Attributes of the root and the documents of the arrays, all checked.
+def checked_root(place: Location, data: bytes) -> dict[str, Any]:
+    """Documents of the arrays in the root, all checked.
 
     The arrays' own documents are read only if the root has no copies of them.
 
@@ -63,11 +67,33 @@ def checked_root(place: Location, data: bytes) -> tuple[dict[str, Any], dict[str
         declares data that is not stored.
     """
     root = _parsed(place, DOCUMENT, data)
-    arrays = _checked_arrays(place, root)
-    _check_lengths(place, arrays)
-    for name, array in arrays.items():
-        _check_extent(place, name, array)
-    return root["attributes"], arrays
+    _check_root(place, root)
+    copies = (root.get("consolidated_metadata") or {}).get("metadata")
+    arrays = _own_documents(place) if copies is None else copies
+    runs = run_identity(root["attributes"])
+    found: dict[str, ArrayFacts] = {}
+    for name, document in arrays.items():
+        if "\0" in name or {"", ".", ".."} & set(name.split("/")):
+            raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
+        if entry_of(name) is not None:  # zarr reads arrays of others
+            key = (f"{name}/{DOCUMENT}", "") if copies is None else (DOCUMENT, f"{_COPIES}.{name}")
+            found[name] = _checked_facts(place, *key, name, document, runs)
+    for name in (STEP.name, "token"):
+        if name not in found:
+            raise _refused(place, DOCUMENT, Fault(f"{_COPIES}.{name}", "the document of an array"))
+    if copies is not None:
+        _check_rows(place, root["attributes"]["committed_rows"], found[STEP.name])
+    for name, dim, length, other in contradicting_lengths(
+        {name: facts.shape for name, facts in found.items()}
+    ):
+        raise FormatError(
+            f"{place} is not a run: {name} has length {length} along {dim}, and others have "
+            f"{other}{remedy(place)}"
+        )
+    if isinstance(place, RemotePath) or not place.is_file():  # a zip file, which zarr reads
+        for facts in found.values():
+            _check_extent(place, facts)
+    return arrays
 
 
 def check_own_documents(path: Location) -> None:
@@ -78,11 +104,11 @@ def check_own_documents(path: Location) -> None:
     FormatError
         If one is missing, or has an impossible member.
     """
-    _, arrays = checked_root(path, root_document(path))
-    reads = [partial(_read, path, f"{name}/{DOCUMENT}") for name in arrays]
+    names = [name for name in checked_root(path, root_document(path)) if entry_of(name)]
+    reads = [partial(_read, path, f"{name}/{DOCUMENT}") for name in names]
     own = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
-    for name, found in zip(arrays, own, strict=True):
-        _check_array_form(path, f"{name}/{DOCUMENT}", "", name, found)
+    for name, found in zip(names, own, strict=True):
+        _checked_facts(path, f"{name}/{DOCUMENT}", "", name, found)
 
 
 def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> FormatError:
@@ -116,7 +142,7 @@ def root_document(place: Location) -> bytes:
     """
     try:
         return document_in(place / DOCUMENT)
-    except ValueError as error:
+    except (ValueError, IsADirectoryError) as error:
         raise _unreadable(place, error) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
@@ -141,17 +167,17 @@ def _read(place: Location, key: str) -> Any:
         raise FormatError(f"{place}: {key} is missing{remedy(place)}") from error
     except FormatError:
         raise
-    except ValueError as error:
+    except (ValueError, IsADirectoryError) as error:
         raise _unreadable(place, error, key) from error
 
 
-def _unreadable(place: Location, error: ValueError, key: str = DOCUMENT) -> FormatError:
+def _unreadable(place: Location, error: Exception, key: str = DOCUMENT) -> FormatError:
     what = _NO_GROUP if key == DOCUMENT else "cannot be read"
     return FormatError(f"{place} {what}: {key} cannot be read: {error}")
 
 
-def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
-    """Check the root, and return the documents of its arrays."""
+def _check_root(place: Location, root: Any) -> None:
+    """Check the members of the root, except the documents of its arrays."""
     for fault in root_faults(root):
         raise FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {fault}")
     attributes = root["attributes"]
@@ -165,20 +191,6 @@ def _checked_arrays(place: Location, root: Any) -> dict[str, Any]:
         )
     for fault in attribute_faults(attributes, REQUIRED):
         raise _refused(place, DOCUMENT, fault)
-    if root.get("consolidated_metadata") is None:
-        arrays = _own_documents(place)
-    else:
-        arrays = root["consolidated_metadata"]["metadata"]
-        for name, document in arrays.items():
-            if "\0" in name or {"", ".", ".."} & set(name.split("/")):
-                raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
-            _check_array_form(place, DOCUMENT, f"{_COPIES}.{name}", name, document)
-    for name in (STEP.name, "token"):
-        if name not in arrays:
-            raise _refused(place, DOCUMENT, Fault(f"{_COPIES}.{name}", "the document of an array"))
-    if arrays is (root.get("consolidated_metadata") or {}).get("metadata"):
-        _check_rows(place, attributes["committed_rows"], arrays[STEP.name])
-    return {name: array for name, array in arrays.items() if not _is_foreign_group(name, array)}
 
 
 def _own_documents(place: Location) -> dict[str, Any]:
@@ -191,28 +203,18 @@ def _own_documents(place: Location) -> dict[str, Any]:
         names = sorted(key.removesuffix(suffix) for key in keys if key.endswith(suffix))
     else:
         names = sorted(own.parent.name for own in place.glob(f"*/{DOCUMENT}"))
-    found = {name: _read(place, f"{name}/{DOCUMENT}") for name in names}
-    for name, document in found.items():
-        _check_array_form(place, f"{name}/{DOCUMENT}", "", name, document)
-    return found
+    return {name: _read(place, f"{name}/{DOCUMENT}") for name in names}
 
 
-def _check_array_form(place: Location, key: str, member: str, name: str, document: Any) -> None:
-    if _is_foreign_group(name, document):
-        return
-    # Zarr allows an array without attributes, but a recorder writes them.
-    required = () if entry_of(name) is None else ("attributes",)
-    for fault in array_faults(document, required):
+def _checked_facts(
+    place: Location, key: str, member: str, name: str, document: Any, runs: Runs | None = None
+) -> ArrayFacts:
+    """Facts of the document of an array, a member of the document with that key."""
+    facts = facts_of(name, document)
+    for fault in array_faults(facts, document, runs):
         raise _refused(place, key, fault.within(member) if member else fault)
-
-
-def _is_foreign_group(name: str, document: Any) -> bool:
-    """True for a group that another program added to the run."""
-    return (
-        entry_of(name) is None
-        and isinstance(document, dict)
-        and document.get("node_type") == "group"
-    )
+    assert isinstance(facts, ArrayFacts)  # otherwise it has a fault
+    return facts
 
 
 def _refused(place: Location, key: str, fault: Fault) -> FormatError:
@@ -224,58 +226,39 @@ def remedy(place: Location) -> str:
     return f"; list the damage with: trajstore verify {shlex.quote(str(place))}"
 
 
-def _check_rows(place: Location, committed: int, step: Mapping[str, Any]) -> None:
+def _check_rows(place: Location, committed: int, step: ArrayFacts) -> None:
     """Raise an error if the root contradicts itself in its number of rows, except in a copy."""
-    rows = step["shape"][0]
-    if committed != rows and _is_block(step):
-        expected = f"{rows}, the rows of its arrays"
+    if step.foreign is None and committed != step.shape[0]:
+        expected = f"{step.shape[0]}, the rows of its arrays"
         raise _refused(place, DOCUMENT, Fault("attributes.committed_rows", expected, committed))
 
 
-def _check_lengths(path: Location, arrays: Mapping[str, Any]) -> None:
-    """Raise an error if arrays have different lengths along a shared dimension."""
-    lengths: dict[str, tuple[str, int]] = {}
-    for name, array in arrays.items():
-        if entry_of(name) is None:
-            continue  # not an array of the run
-        for dim, length in zip(array.get("dimension_names") or (), array["shape"], strict=False):
-            other, known = lengths.setdefault(dim, (name, length))
-            if length != known and dim is not None:
-                raise FormatError(
-                    f"{path} is not a run: {name} has length {length} along {dim}, and {other} "
-                    f"has {known}{remedy(path)}"
-                )
-
-
-def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> None:
+def _check_extent(place: Location, facts: ArrayFacts) -> None:
     """Raise an error for an array that exceeds any memory, or declares data that is not stored.
 
     `open_run` reads all steps and coordinates.
     """
-    shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+    name, shape, form = facts.name, facts.shape, facts.form
     if coordinate(name) is not None:
         _check_most(place, name, "values", math.prod(shape))
-    if entry_of(name) is None or not _is_block(document):
+        key = chunk_key(name, 0, 1)
+        # zarr would read the fill value. In its copies it omits objects with nothing else.
+        if facts.foreign is None and isinstance(place, Path) and not _has(place / key):
+            raise FormatError(f"{place} cannot be read: {key} is missing{remedy(place)}")
+    if form is None or facts.foreign is not None:
         return
-    if isinstance(place, Path) and place.is_file():  # a zip file, which zarr reads
-        return
-    if any(map(operator.gt, shape[2:], chunk[2:])):
-        raise FormatError(
-            f"{place} cannot be read: {name} has shape {shape}, which its blocks of shape {chunk} "
-            f"do not cover{remedy(place)}"
-        )
     if name == STEP.name:
-        _check_most(place, name, "rows in a block", chunk[0])
-    blocks = -(-shape[0] // chunk[0])
-    parts = -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
+        _check_most(place, name, "rows in a block", form.shape[0])
+    blocks = -(-shape[0] // form.shape[0])
+    parts = -(-shape[1] // form.shape[1]) if len(shape) > 1 else 1
     # In an object store, the last steps are read first in any case.
     sure = name == STEP.name and isinstance(place, Path) and blocks
     if (sure or blocks * parts > _MANY) and not _has(
         place / chunk_key(name, blocks - 1, len(shape), parts - 1)
     ):
         raise FormatError(
-            f"{place} cannot be read: {name} has shape {shape}, but its last block is not stored"
-            f"{remedy(place)}"
+            f"{place} cannot be read: {name} has shape {list(shape)}, but its last block is not "
+            f"stored{remedy(place)}"
         )
 
 
@@ -289,14 +272,3 @@ def _check_most(place: Location, name: str, what: str, count: int) -> None:
 
 def _has(path: Location) -> bool:
     return path.exists() if isinstance(path, Path) else path.stat() is not None
-
-
-def _is_block(document: Mapping[str, Any]) -> bool:
-    """True if trajstore wrote the array. Other programs name the objects differently."""
-    codecs = document["codecs"]
-    return (
-        document["chunk_key_encoding"] == _KEYS
-        and len(codecs) == 1
-        and isinstance(codecs[0], dict)
-        and codecs[0]["name"] == BLOCK
-    )

@@ -14,11 +14,9 @@ import numpy.typing as npt
 import zarr
 from zarr.storage import ZipStore
 
-from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound, TrajstoreError
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.schema_check import check_array
 from trajstore.store.reading.checked_documents import (
     checked_root,
     not_opened,
@@ -29,7 +27,7 @@ from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, l
 from trajstore.strict_json import LARGEST_DOCUMENT, too_large
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "open_group", "run_identity", "similar_runs"]
+__all__ = ["ends", "open_group", "similar_runs"]
 
 
 def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
@@ -52,7 +50,7 @@ def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
     FormatError
         If it is not a run, or has another format; if a document has an impossible member, or
         declares rows that are not stored; if the metadata of an array differs from the schema
-        (`trajstore.store.metadata.schema_check.check_array`).
+        (`trajstore.store.metadata.array_document`).
     InvalidArgument, MissingExtra
         If `path` is an unsupported address (`location`).
     """
@@ -61,12 +59,7 @@ def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
         raise RunNotFound(f"there is no run at {path}{similar_runs(place)}")
     in_zip = zipped and isinstance(place, Path) and place.suffix == ".zip" and place.is_file()
     document = _zipped_root(place) if in_zip else root_document(place)
-    attributes, arrays = checked_root(place, document)
-    runs = run_identity(attributes)
-    group, opened = _zarr_group(place, document, arrays)
-    for name, array in opened:
-        check_array(name, array, runs)
-    return group
+    return _zarr_group(place, document, checked_root(place, document))
 
 
 def whole(path: RunPath, group: zarr.Group, name: str) -> npt.NDArray[Any]:
@@ -142,10 +135,8 @@ def _zipped_root(path: Location) -> bytes:
         ) from error
 
 
-def _zarr_group(
-    place: Location, document: bytes, arrays: Mapping[str, Any]
-) -> tuple[zarr.Group, tuple[tuple[str, Any], ...]]:
-    """Open the group; return it, and its arrays by name."""
+def _zarr_group(place: Location, document: bytes, arrays: Mapping[str, Any]) -> zarr.Group:
+    """Open the group and its arrays."""
     try:
         if isinstance(place, RemotePath):
             store = place.zarr_store({(place / DOCUMENT).key: document})
@@ -153,15 +144,11 @@ def _zarr_group(
         else:
             stored = ZipStore(place, mode="r") if place.is_file() else str(place)
             group = zarr.open_group(stored, mode="r", zarr_format=3)
-        return group, tuple(group.arrays())
+        dict(group.arrays())  # opens each
+        return group
     except ObjectStoreError:
         raise
     except Exception as error:  # zarr raises many types for a damaged document
         if isinstance(place, Path) and not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
         raise not_opened(place, arrays, error) from error
-
-
-def run_identity(attributes: Mapping[str, Any]) -> Runs:
-    """Identities of the blocks of a run, from the checked attributes of its root."""
-    return tuple((block, run) for block, run in attributes["runs"])

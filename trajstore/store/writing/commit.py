@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from trajstore.schema import STEP
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
@@ -87,9 +86,6 @@ class Committer:
         block : (int, bytes), optional
             Rows and digest of the last block, if it is not full.
         """
-        coming = self._metadata.announcement()
-        if coming is not None:
-            put(self._path / STEP.name / DOCUMENT, [coming], fsync=self._fsync)
         self._put_root(rows, "recording", block)
         self._put_arrays(rows)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from trajstore.store.metadata.document_form import run_identity
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
-from trajstore.store.reading.open_group import run_identity
 from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.writing.resumed_run import ResumedRun, stored_fingerprints
 

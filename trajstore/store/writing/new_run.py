@@ -1,22 +1,13 @@
-"""Content of a new run before its first row: documents and checked coordinates.
-
-zarr-python writes both into memory.
-"""
+"""Content of a new run before its first row: documents and checked coordinates."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zarr
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
-from zarr.storage import MemoryStore
 
-from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
@@ -25,13 +16,18 @@ from trajstore.schema import (
     POPULATION,
     STEP,
     TRAJECTORIES,
-    Coordinate,
     along_token,
     coordinate,
 )
-from trajstore.store.metadata.block_plan import ArrayLayout, Layout
+from trajstore.store.metadata.array_document import (
+    ArrayFacts,
+    document_of,
+    recorded_attributes,
+    stored_values,
+)
+from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.document_form import attribute_faults
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.strict_json import utc_now
 from trajstore.version import __version__
@@ -43,8 +39,6 @@ __all__ = [
     "parameter_coordinate",
     "token_coordinates",
 ]
-
-_CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
 
 def token_coordinates(
@@ -180,13 +174,19 @@ def new_run(
     }
     for fault in attribute_faults(fixed):
         raise InvalidArgument(f"invalid attributes of a run: {fault}")
-    objects: dict[str, Any] = {}
-    root = zarr.create_group(MemoryStore(objects))
     auxiliary = [name for name in along_token(coordinates) if name != "token"]
+    found: dict[str, dict[str, Any]] = {}
     for name, array in layout.arrays.items():
-        _create(root, name, array, auxiliary, layout.runs)
+        native = None if name == STEP.name else array.native.name
+        facts = ArrayFacts(
+            name=name,
+            shape=(array.shard[0], *array.row),
+            attributes=recorded_attributes(name, native, auxiliary),
+            form=array.form(layout.runs),
+        )
+        found[name] = document_of(facts)
     own, chunks = coordinate_objects(coordinates)
-    return RunMetadata(_metadata_and_chunks(objects)[0] | own, fixed), chunks
+    return RunMetadata(found | own, fixed), chunks
 
 
 def coordinate_objects(
@@ -199,80 +199,16 @@ def coordinate_objects(
     coordinates : mapping of str to array_like
         Values, by their names in the schema.
     """
-    objects: dict[str, Any] = {}
-    root = zarr.create_group(MemoryStore(objects))
+    arrays: dict[str, dict[str, Any]] = {}
+    chunks: dict[str, bytes] = {}
     for name, values in coordinates.items():
         entry = coordinate(name)
         assert entry is not None
-        _create_coordinate(root, entry, values)
-    return _metadata_and_chunks(objects)
-
-
-def _metadata_and_chunks(
-    objects: Mapping[str, Any],
-) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-    arrays: dict[str, dict[str, Any]] = {}
-    chunks: dict[str, bytes] = {}
-    for key, buffer in objects.items():
-        name, _, leaf = key.rpartition("/")
-        if leaf != DOCUMENT:
-            chunks[key] = buffer.to_bytes()
-        elif name:
-            arrays[name] = json.loads(buffer.to_bytes())
+        data = np.asarray(values, None if entry.dtype == "string" else entry.dtype)
+        if entry.dtype == "string":
+            data = data.astype(np.dtypes.StringDType())
+        arrays[name] = document_of(
+            ArrayFacts(name=name, shape=data.shape, attributes=recorded_attributes(name))
+        )
+        chunks[chunk_key(name, 0, 1)] = stored_values(arrays[name], data)
     return arrays, chunks
-
-
-def _create(
-    root: zarr.Group,
-    name: str,
-    array: ArrayLayout,
-    auxiliary: list[str],
-    runs: Runs,
-) -> None:
-    entry = array.variable
-    attributes: dict[str, Any] = {"long_name": entry.long_name, "units": entry.units}
-    if entry is not STEP:
-        attributes["native_dtype"] = array.native.name
-    if "token" in entry.dims and auxiliary:
-        attributes["coordinates"] = " ".join(auxiliary)  # CF, so that xarray adds the coordinates
-    root.create_array(
-        name,
-        shape=(array.shard[0], *array.row),
-        dtype=array.native.stored,
-        chunks=array.shard,
-        filters=None,
-        serializer=BlockCodec(array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs),
-        compressors=None,
-        # A lost chunk must not read as a plausible number.
-        fill_value=-1 if array.native.stored.kind == "i" else float("nan"),
-        dimension_names=entry.dims,
-        chunk_key_encoding=_CHUNK_KEYS,
-        attributes=attributes,
-    )
-
-
-def _create_coordinate(root: zarr.Group, entry: Coordinate, values: npt.ArrayLike) -> None:
-    data = np.asarray(values, None if entry.dtype == "string" else entry.dtype)
-    options: dict[str, Any] = {}
-    if entry.dtype == "string":
-        data = data.astype(np.dtypes.StringDType())
-        options["compressors"] = [Crc32cCodec()]
-    else:
-        options["serializer"] = BytesCodec(endian="little")
-        options["compressors"] = [
-            BloscCodec(cname="zstd", clevel=1, shuffle="shuffle", typesize=data.dtype.itemsize),
-            Crc32cCodec(),
-        ]
-    array = root.create_array(
-        entry.name,
-        shape=data.shape,
-        dtype=data.dtype,
-        chunks=data.shape,
-        fill_value=entry.fill_value,
-        dimension_names=entry.dims,
-        chunk_key_encoding=_CHUNK_KEYS,
-        attributes=entry.attributes,
-        config={"write_empty_chunks": True},
-        **options,
-    )
-    array[...] = data

@@ -20,12 +20,13 @@ from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
+from trajstore.store.metadata.document_form import run_identity
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
 from trajstore.store.reading.checked_documents import check_own_documents
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (

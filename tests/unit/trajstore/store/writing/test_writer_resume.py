@@ -172,7 +172,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, after: bool
 ) -> None:
     source = recorded(tmp_path / "source.zarr", 14, config={"steps": 14})
-    moves = len(TYPES) + 3  # of the document of step, the root, and the documents of all arrays
+    moves = len(TYPES) + 2  # of the root, and of the documents of all arrays
     move = os.replace
     found = []
     for last in range(1, moves + 1):
@@ -203,7 +203,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
         assert verify(path).clean
         assert open_run(path).attrs["config"] == {"steps": 30}
     assert found == sorted(found)
-    assert set(found) == {14, 20}
+    assert set(found) == ({20} if after else {14, 20})  # the root is the first
 
 
 def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,428 @@
+"""The document of an array, made from a few facts.
+
+Writers state the facts, and `document_of` makes the document. `facts_of` reads the facts from a
+stored document. That document is sound if `document_of` makes the same one from them; otherwise the
+difference names the member. So a document cannot describe other values than those of the schema.
+
+Attributes that change no values are facts, too. A copy of a run by another program stores the
+values in its own way: then all members about the storage are facts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.buffer.cpu import Buffer
+from zarr.storage import MemoryStore
+
+from trajstore.codec.block_codec import BLOCK, BlockCodec
+from trajstore.codec.block_form import BlockForm, Runs
+from trajstore.codec.codec_chain import Chain
+from trajstore.errors import FormatError
+from trajstore.schema import STEP, VARIABLES, Coordinate, Variable, entry_of
+from trajstore.store.metadata.document_form import (
+    EXPLAINED,
+    RUNS,
+    Fault,
+    are_lengths,
+    are_runs,
+    differing,
+)
+from trajstore.store.metadata.fingerprint import COPY
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.strict_json import MISSING, Document
+from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType
+
+__all__ = [
+    "MOST_CHUNKS",
+    "ArrayFacts",
+    "array_faults",
+    "contradicting_lengths",
+    "document_of",
+    "facts_of",
+    "is_series",
+    "open_document",
+    "recorded_attributes",
+    "stored_values",
+    "with_rows",
+]
+
+MOST_CHUNKS = 1 << 16
+"""Inner chunks of a block."""
+
+_LARGEST_BLOCK = 1 << 38  # values; 1 TiB of float32
+
+_KEYS = {"name": "default", "configuration": {"separator": "."}}
+
+_STORAGE = ("chunk_grid", "chunk_key_encoding", "fill_value", "codecs", "storage_transformers")
+
+_DECODED = frozenset(
+    {"scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "calendar", "dtype"}
+)
+"""Attributes by which xarray changes stored values. No array of a run has one."""
+
+_TEXTS = frozenset({"long_name", "units", "native_dtype", "coordinates", COPY})
+
+_TIMES = frozenset(
+    {"days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"}
+)
+
+_CODECS = (["bytes", "blosc", "crc32c"], ["vlen-utf8", "crc32c"])
+"""Names of the codecs of coordinates: of numbers, and of strings."""
+
+_SETTINGS = Chain(native=STEP_TYPE, kind="plain", compressor="zstd", level=1).facts()
+"""Possible settings of a codec, for messages."""
+
+_MOST_SETTINGS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFacts:
+    """What the document of an array of a run depends on.
+
+    Attributes
+    ----------
+    name : str
+        A variable or a coordinate of the schema.
+    shape : tuple of int
+    attributes : mapping
+        Attributes that change no values, such as the units.
+    form : BlockForm or None
+        Storage form of the blocks; None for a coordinate, or without such blocks.
+    foreign : mapping or None
+        Members about the storage, if another program wrote the array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    attributes: Mapping[str, Any]
+    form: BlockForm | None = None
+    foreign: Mapping[str, Any] | None = None
+
+
+def is_series(name: str) -> bool:
+    """True if an array grows with the rows."""
+    return name == STEP.name or name in VARIABLES
+
+
+def with_rows(name: str, document: Document, rows: int) -> Document:
+    """The document with another number of rows, if the array grows with the rows."""
+    if not is_series(name):
+        return document
+    return document | {"shape": [rows, *document["shape"][1:]]}
+
+
+def recorded_attributes(
+    name: str, native: str | None = None, coordinates: Collection[str] = ()
+) -> dict[str, Any]:
+    """Attributes of an array of a new run.
+
+    Parameters
+    ----------
+    name : str
+    native : str, optional
+        Native type of a variable.
+    coordinates : collection of str
+        Coordinates along ``token``, without ``token`` itself.
+    """
+    entry = entry_of(name)
+    if isinstance(entry, Coordinate):
+        return dict(entry.attributes)
+    assert entry is not None
+    attributes = {"long_name": entry.long_name, "units": entry.units}
+    if native is not None:
+        attributes["native_dtype"] = native
+    if "token" in entry.dims and coordinates:
+        attributes["coordinates"] = " ".join(coordinates)  # CF: xarray adds the coordinates
+    return attributes
+
+
+def document_of(facts: ArrayFacts) -> Document:
+    """Document of an array, in the order in which zarr writes its members."""
+    entry = entry_of(facts.name)
+    assert entry is not None
+    native, block = _native(facts.name, facts.attributes), facts.shape
+    codecs: list[Document] = []
+    if isinstance(entry, Coordinate):
+        dtype, fill, codecs = entry.dtype, entry.fill_value, _coordinate_codecs(entry)
+    else:
+        # A lost object must not read as a plausible number.
+        dtype, fill = native.stored.name if native else "", -1 if entry is STEP else "NaN"
+    if facts.form is not None and native is not None:
+        form, block = facts.form, facts.form.shape
+        chain = replace(form.chain, native=native)
+        codec = BlockCodec(array=facts.name, chunk_shape=form.chunk, chain=chain, runs=form.runs)
+        codecs = [codec.to_dict()]
+    return {
+        "shape": list(facts.shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(block)}},
+        "chunk_key_encoding": _KEYS,
+        "fill_value": fill,
+        "codecs": codecs,
+        "attributes": dict(facts.attributes),
+        "dimension_names": list(entry.dims),
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+        **(facts.foreign or {}),
+    }
+
+
+def facts_of(name: str, document: Any) -> ArrayFacts | Fault:
+    """Facts of a stored document, or the first member from which they cannot be read.
+
+    Parameters
+    ----------
+    name : str
+        A variable or a coordinate of the schema.
+    document : object
+        Value of a JSON text.
+    """
+    entry = entry_of(name)
+    assert entry is not None
+    if not isinstance(document, dict):
+        return Fault("", "an object", document)
+    shape, attributes = document.get("shape", MISSING), document.get("attributes", MISSING)
+    if not are_lengths(shape) or len(shape) != len(entry.dims):
+        return Fault("shape", f"{len(entry.dims)} lengths", shape)
+    if not isinstance(attributes, dict):
+        return Fault("attributes", "an object", attributes)
+    native = _native(name, attributes)
+    if isinstance(entry, Variable) and native is None:
+        types, received = ", ".join(NATIVE_TYPES), attributes.get("native_dtype", MISSING)
+        return Fault("attributes.native_dtype", f"one of {types}", received)
+    block = _chunk_shape(document.get("chunk_grid"))
+    if not _are_sizes(block, len(shape)) or math.prod(block) > _LARGEST_BLOCK:
+        expected = f"{len(shape)} positive lengths, at most {_LARGEST_BLOCK:,} values"
+        return Fault("chunk_grid.configuration.chunk_shape", expected, block)
+    codecs = document.get("codecs", MISSING)
+    names = [_codec_name(codec) for codec in codecs] if isinstance(codecs, list) else []
+    if not names or None in names:
+        return Fault("codecs", "a list of objects with name and configuration", codecs)
+    if "sharding_indexed" in names:
+        return Fault("codecs", "no shards of zarr, whose blocks have no labels", codecs)
+    form = _form(codecs[names.index(BLOCK)], block) if BLOCK in names else None
+    if isinstance(form, Fault):
+        return form
+    kept = {key: value for key, value in attributes.items() if not _changes_values(key, value)}
+    facts = ArrayFacts(name=name, shape=tuple(shape), attributes=kept, form=form)
+    recorded = [BLOCK] if isinstance(entry, Variable) else _CODECS[entry.dtype == "string"]
+    if document.get("chunk_key_encoding") != _KEYS or names != recorded:
+        return _foreign(facts, entry, document)
+    return _form_fault(facts) or facts
+
+
+def array_faults(
+    facts: ArrayFacts | Fault, document: Any, runs: Runs | None = None
+) -> Iterator[Fault]:
+    """Members in which a document differs from that of its facts.
+
+    Parameters
+    ----------
+    facts : ArrayFacts or Fault
+        Result of `facts_of`.
+    document : object
+    runs : Runs, optional
+        Identity of the run, which the document must have.
+    """
+    if isinstance(facts, Fault):
+        yield facts
+        return
+    if facts.form is not None and runs not in (None, facts.form.runs):
+        facts = replace(facts, form=replace(facts.form, runs=runs))
+    # Zarr allows it to be omitted.
+    stored = document | {"storage_transformers": document.get("storage_transformers", [])}
+    expected = document_of(facts)
+    if repr(stored) == repr(expected):  # in most cases, and faster
+        return
+    for fault in differing(stored, expected):
+        changing = fault.member.startswith("attributes.")
+        text = "no attribute by which xarray changes the values"
+        yield fault._replace(expected=text) if changing else fault
+
+
+def contradicting_lengths(
+    shapes: Mapping[str, Sequence[int]],
+) -> Iterator[tuple[str, str, int, int]]:
+    """Arrays that differ from most others in a length: name, dimension, own and other length.
+
+    Parameters
+    ----------
+    shapes : mapping of str to sequence of int
+        Shapes of arrays of the schema.
+    """
+    found = [
+        (name, dim, length)
+        for name, shape in shapes.items()
+        for dim, length in zip(_dims(name), shape, strict=True)
+    ]
+    most: dict[str, int] = {}
+    for (dim, length), _ in reversed(Counter(item[1:] for item in found).most_common()):
+        most[dim] = length
+    yield from ((*item, most[item[1]]) for item in found if item[2] != most[item[1]])
+
+
+def open_document(
+    document: Document, objects: Mapping[str, bytes] | None = None
+) -> zarr.Array[Any]:
+    """Array that a document describes, with the given objects by key.
+
+    Raises
+    ------
+    FormatError
+        If zarr cannot open it.
+    """
+    store = MemoryStore(_buffers(document, objects or {}))
+    try:
+        return zarr.open_array(store, mode="r", zarr_format=3)
+    except Exception as error:  # zarr raises many types for a damaged document
+        raise FormatError(f"zarr cannot open it: {error}") from error
+
+
+def stored_values(document: Document, values: npt.NDArray[Any]) -> bytes:
+    """Object with all values of an array of one chunk."""
+    objects = _buffers(document, {})
+    array = zarr.open_array(MemoryStore(objects), mode="r+", zarr_format=3)
+    array.with_config({"write_empty_chunks": True})[...] = values
+    del objects[DOCUMENT]
+    (data,) = objects.values()
+    return bytes(data.to_bytes())
+
+
+def _buffers(document: Document, objects: Mapping[str, bytes]) -> dict[str, Any]:
+    contents = {DOCUMENT: json.dumps(document).encode(), **objects}
+    return {key: Buffer.from_bytes(data) for key, data in contents.items()}
+
+
+def _dims(name: str) -> tuple[str, ...]:
+    entry = entry_of(name)
+    return () if entry is None else entry.dims
+
+
+def _native(name: str, attributes: Mapping[str, Any]) -> NativeType | None:
+    """Native type of a variable; None for a coordinate, and for an unknown type."""
+    if name == STEP.name:
+        return STEP_TYPE
+    declared = attributes.get("native_dtype")
+    return NATIVE_TYPES.get(declared) if name in VARIABLES and isinstance(declared, str) else None
+
+
+def _coordinate_codecs(entry: Coordinate) -> list[Document]:
+    if entry.dtype == "string":
+        return [{"name": "vlen-utf8", "configuration": {}}, {"name": "crc32c"}]
+    size = np.dtype(entry.dtype).itemsize
+    order = {"configuration": {"endian": "little"}} if size > 1 else {}
+    settings = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "blocksize": 0}
+    return [
+        {"name": "bytes", **order},
+        {"name": "blosc", "configuration": {"typesize": size, **settings}},
+        {"name": "crc32c"},
+    ]
+
+
+def _chunk_shape(grid: Any) -> Any:
+    configuration = grid.get("configuration") if isinstance(grid, dict) else None
+    return configuration.get("chunk_shape") if isinstance(configuration, dict) else MISSING
+
+
+def _are_sizes(value: Any, ndim: int) -> bool:
+    return are_lengths(value) and len(value) == ndim and 0 not in value
+
+
+def _codec_name(codec: Any) -> str | None:
+    name = codec.get("name") if isinstance(codec, dict) else codec
+    return name if isinstance(name, str) else None
+
+
+def _form(codec: Any, block: Sequence[int]) -> BlockForm | Fault:
+    """Storage form of blocks of that shape."""
+    member = "codecs.0.configuration"
+    settings = codec.get("configuration", MISSING) if isinstance(codec, dict) else MISSING
+    if not isinstance(settings, dict):
+        return Fault(member, "an object", settings)
+    if not isinstance(settings.get("array"), str):
+        return Fault(f"{member}.array", "a string", settings.get("array", MISSING))
+    if not are_runs(settings.get("runs")):
+        return Fault(f"{member}.runs", RUNS, settings.get("runs", MISSING))
+    chunk = settings.get("chunk_shape", MISSING)
+    if not _are_sizes(chunk, len(block)):
+        return Fault(f"{member}.chunk_shape", f"{len(block)} positive lengths", chunk)
+    if math.prod(map(operator.floordiv, block, chunk)) > MOST_CHUNKS:
+        expected = f"at most {MOST_CHUNKS:,} chunks in a block of {block}"
+        return Fault(f"{member}.chunk_shape", expected, chunk)
+    if len(settings) > _MOST_SETTINGS:
+        return Fault(member, "the settings of a codec", settings)
+    try:
+        return BlockCodec.from_dict(codec).form(tuple(block))
+    except FormatError as error:
+        return _setting_fault(codec, member) or Fault(member, str(error.__cause__), EXPLAINED)
+
+
+def _setting_fault(codec: Document, member: str) -> Fault | None:
+    """The only impossible or unknown setting of a codec; None if there are several."""
+    settings = codec["configuration"]
+    for name in (*_SETTINGS, *settings):
+        other = {key: value for key, value in settings.items() if key != name}
+        expected = "no member of that name"
+        if name in _SETTINGS:
+            other[name] = _SETTINGS[name]
+            expected = f"a value such as {_SETTINGS[name]!r}"
+        with suppress(FormatError):
+            BlockCodec.from_dict(codec | {"configuration": other})
+            return Fault(f"{member}.{name}", expected, settings.get(name, MISSING))
+    return None
+
+
+def _form_fault(facts: ArrayFacts) -> Fault | None:
+    """Fault of blocks that do not cover the array, or of inner chunks that do not divide them."""
+    form = facts.form
+    if form is None:
+        return None
+    if any(map(operator.gt, facts.shape[2:], form.shape[2:])):
+        expected = f"lengths that blocks of {list(form.shape)} cover"
+        return Fault("shape", expected, list(facts.shape))
+    codec = BlockCodec(array=form.array, chunk_shape=form.chunk, chain=form.chain, runs=form.runs)
+    stored = SimpleNamespace(to_native_dtype=lambda: form.chain.native.stored)
+    try:
+        codec.validate(
+            shape=facts.shape, dtype=stored, chunk_grid=SimpleNamespace(chunk_shape=form.shape)
+        )
+    except ValueError as error:
+        return Fault("codecs.0.configuration", str(error), EXPLAINED)
+    return None
+
+
+def _foreign(facts: ArrayFacts, entry: Variable | Coordinate, document: Document) -> ArrayFacts:
+    """Facts of an array that another program stored in its own way."""
+    storage = {key: document[key] for key in _STORAGE if key in document}
+    attributes = {**facts.attributes}
+    if facts.form is not None:
+        del storage["codecs"]  # its blocks are those of a run
+    if isinstance(entry, Coordinate) and entry.dtype == "string" and "data_type" in document:
+        storage["data_type"] = document["data_type"]
+    decoded = {key: document["attributes"][key] for key in _DECODED & document["attributes"].keys()}
+    if isinstance(entry, Coordinate) and entry.dtype == "bool" and decoded == {"dtype": "bool"}:
+        # xarray before 2026.9 stores a mask as int8.
+        storage["data_type"], attributes["dtype"] = "int8", "bool"
+    return replace(facts, attributes=attributes, foreign=storage)
+
+
+def _changes_values(name: str, value: Any) -> bool:
+    """True for an attribute by which xarray changes the values, or that it cannot read."""
+    if name == "units" and isinstance(value, str):
+        return " since " in value or value in _TIMES
+    # xarray adds the fill value NaN in its copies. It changes nothing.
+    is_nan = name == "_FillValue" and value in ("AAAAAAAA+H8=", "NaN")
+    return (name in _DECODED and not is_nan) or (name in _TEXTS and not isinstance(value, str))
