@@ -87,6 +87,7 @@ class BlockCommits:
             layout,
             self._commit,
             fsync=fsync,
+            lock=lock,
             on_failure=None if self._shared is None else self._shared.fail,
         )
         self._buffers = _Buffers(layout, self._block_writer)

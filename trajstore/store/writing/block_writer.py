@@ -24,7 +24,8 @@ from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, ArrayLayout, Layou
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.shard import Chunk, Shard, UnitChunks, chunk_windows, encode_chunk
 from trajstore.store.storage.atomic import put_all
-from trajstore.store.storage.remote_lock import taken_over
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.store.writing.shared_run import ShardDigest, Written
 from trajstore.threads import submit
@@ -53,6 +54,8 @@ class BlockWriter:
         `submit`, and with the rows and shards of the block, or None without a block.
     fsync : bool
         Flush every shard to disk before it is committed.
+    lock : RunLock or RemoteLock, optional
+        Lock of the run. Before it uploads a block, the writer checks that it still has it.
     on_failure : callable, optional
         Called in the writing thread with the error if a block could not be written.
 
@@ -73,6 +76,7 @@ class BlockWriter:
         commit: Commit,
         *,
         fsync: bool = True,
+        lock: RunLock | RemoteLock | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.skips = 0
@@ -82,6 +86,7 @@ class BlockWriter:
         self._layout = layout
         self._forms = layout.forms
         self._commit = commit
+        self._lock = lock
         self._on_failure = on_failure
         self._fsync = fsync
         self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
@@ -192,6 +197,8 @@ class BlockWriter:
 
     def _upload_all(self, shards: Iterator[tuple[RemotePath, Shard]]) -> int:
         assert self._uploads is not None
+        if not self._has_lock():
+            raise taken_over(self._path)
         size = 0
         uploads: deque[Future[int]] = deque()
         for path, shard in shards:
@@ -201,13 +208,20 @@ class BlockWriter:
         return size + sum(upload.result() for upload in uploads)
 
     def _upload(self, path: RemotePath, data: bytes) -> int:
-        """Upload a shard. It may replace only an object of this writer or of the previous one."""
+        """Upload a shard. It may replace only an object of this writer or of a previous one."""
         tag = self._tags.get(path)
         try:
             self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
         except FileExistsError as error:
-            raise taken_over(self._path) from error
+            found = path.stat()
+            if found is None or not self._has_lock():
+                raise taken_over(self._path) from error
+            # A previous writer was suspended during its upload, until this one had its lock.
+            self._tags[path] = path.write_bytes(data, instead_of=str(found["e_tag"]))
         return len(data)
+
+    def _has_lock(self) -> bool:
+        return self._lock is None or self._lock.is_held()
 
     def _encoded(self) -> Chunk:
         """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
