@@ -20,7 +20,7 @@ from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.reading.array_reader import StoredArray
-from trajstore.store.storage.object_file import HeldObject, held
+from trajstore.store.storage.object_file import OpenObject, opened
 from trajstore.store.storage.remote_path import Location, ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
@@ -34,6 +34,7 @@ Place = tuple[str, int, int]
 
 _ABSENT = (1 << 64) - 1
 _ATTEMPTS = 4
+_WINDOW = 4 << 20  # bytes of one request, for sequential reads
 
 
 @dataclass(kw_only=True)
@@ -114,7 +115,7 @@ def _check(
     found = CheckedChunks()
     path = stored.path / stored.key(block, part)
     try:
-        with held(path) as file:
+        with opened(path, _WINDOW) as file:
             found.shards += 1
             shard = _Shard(stored, native, block, part, path, file, finished=finished)
             for chunk in _read_index(shard, found):
@@ -147,7 +148,7 @@ def whole_chunks(stored: StoredArray, block: int, part: int) -> dict[int, bytes]
     path = stored.path / stored.key(block, part)
     whole: dict[int, bytes] = {}
     try:
-        with held(path) as file:
+        with opened(path, _WINDOW) as file:
             shard = _Shard(stored, stored.chain.native, block, part, path, file, finished=False)
             for chunk in _read_index(shard, found):
                 with suppress(ValueError, RuntimeError):
@@ -172,7 +173,7 @@ class _Shard:
         block: int,
         part: int,
         path: Location,
-        file: HeldObject,
+        file: OpenObject,
         *,
         finished: bool,
     ) -> None:
@@ -225,6 +226,15 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     stored, problems = shard.stored, found.problems
     form = stored.form
     chunks: list[_Chunk] = []
+    try:
+        data = shard.file.end(form.tail_length)
+    except (ObjectStoreError, FileNotFoundError):
+        raise
+    except OSError as error:
+        size = shard.file.size
+        end = max(size - form.tail_length, 0)
+        problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
+        return chunks
     size = shard.file.size
     end = max(size - form.tail_length, 0)
     if size < form.index_length:
@@ -232,7 +242,6 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         problems.append(shard.problem(torn, 0, size))
         return chunks
     try:
-        data = shard.file.read(end, form.tail_length)
         tail = form.read_tail(data, (shard.block, shard.part))
     except LabelError as error:
         fault = f"{error}; another program may have written it"
@@ -240,11 +249,6 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         return chunks
     except ValueError as error:
         problems.append(shard.problem(str(error), end, size))
-        return chunks
-    except ObjectStoreError:
-        raise
-    except OSError as error:
-        problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
         return chunks
     shard.label = found.labels[shard.place] = tail.label
     if tail.label.block == ANYWHERE:

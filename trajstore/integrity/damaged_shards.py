@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
+from trajstore.codec.shard import encoded_chunks, shard_parts
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import whole_chunks
 from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import block_of
 from trajstore.store.metadata.repairs import FilledShard
-from trajstore.store.metadata.shard import Shard, chunk_windows, encode_chunk
 from trajstore.values.native_types import as_bits
 
 __all__ = ["DamagedShard", "damaged_shards", "nan_filled"]
@@ -63,8 +63,8 @@ def _damage(metadata: CheckedMetadata, array: str, block: int, part: int) -> Fil
     )
 
 
-def nan_filled(metadata: CheckedMetadata, damage: FilledShard) -> Shard:
-    """The shard with NaN in its damaged inner chunks, ready to write.
+def nan_filled(metadata: CheckedMetadata, damage: FilledShard) -> Iterator[bytes]:
+    """Parts of the shard with NaN in its damaged inner chunks, ready to write.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ def nan_filled(metadata: CheckedMetadata, damage: FilledShard) -> Shard:
         left = stored.shape[1] - damage.part * form.shape[1]
         shape += [min(left, form.shape[1]), *stored.shape[2:]]
     bits = np.full(shape, nan[0], native.bits)
-    windows = list(chunk_windows(form))
+    windows = list(form.windows())
     for number, data in whole_chunks(stored, damage.block, damage.part).items():
         if number not in damage.chunks:
             values = np.empty(form.chunk, native.bits)
             form.decoder.decode(data, tuple(slice(0, length) for length in form.chunk), values)
             target = bits[windows[number]]
             target[...] = values[tuple(map(slice, target.shape))]
-    chunks = (encode_chunk(form.chain, bits[window], form.chunk) for window in windows)
-    return Shard(form, chunks, block=damage.block, part=damage.part, rows=rows)
+    chunks = encoded_chunks(form, bits)
+    return shard_parts(form, chunks, block=damage.block, part=damage.part, rows=rows)

@@ -31,7 +31,6 @@ from trajstore.store.metadata.document_form import (
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.repairs import with_repairs, without_later_repairs
-from trajstore.store.metadata.shard import Shard
 from trajstore.store.metadata.zarr_json import RunMetadata, is_outgrown
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
@@ -52,7 +51,7 @@ class RepairPlan:
         Document of `step` to write first: it announces the new attributes of the root.
     documents : dict of Path or RemotePath to bytes
         Documents to write.
-    shards : dict of Path or RemotePath to Shard
+    shards : dict of Path or RemotePath to iterator of bytes
         Shards to write, with NaN in place of damaged values.
     removed : tuple of Path or RemotePath
         Files to remove.
@@ -73,7 +72,7 @@ class RepairPlan:
     rows: int
     announcement: bytes | None = None
     documents: dict[Location, bytes] = field(default_factory=dict)
-    shards: dict[Location, Shard] = field(default_factory=dict)
+    shards: dict[Location, Iterator[bytes]] = field(default_factory=dict)
     removed: tuple[Location, ...] = ()
     sweeps: bool = False
     actions: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from trajstore.codec.computed_rows import ComputedUnit, unit_of
@@ -14,7 +14,6 @@ from trajstore.integrity.damaged_shards import DamagedShard, damaged_shards, nan
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import OF_PARAMETERS, STEP, TRAJECTORIES, coordinate
 from trajstore.store.metadata.repairs import FilledShard, filled_shards
-from trajstore.store.metadata.shard import Shard
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import Document
 
@@ -87,7 +86,7 @@ class Replacement:
         """Shards to record as filled."""
         return [shard for shard, _ in self.filled if shard not in self.again]
 
-    def shards(self, metadata: CheckedMetadata) -> dict[Location, Shard]:
+    def shards(self, metadata: CheckedMetadata) -> dict[Location, Iterator[bytes]]:
         """Shards to write, by their path."""
         return {problem.path: nan_filled(metadata, shard) for shard, problem in self.filled}
 
@@ -96,16 +95,10 @@ class Replacement:
         metadata = _without(checked.metadata, self.dropped)
         labels, digests = dict(checked.read.labels), dict(checked.read.digests)
         for damage, _ in self.filled:
-            shard = nan_filled(metadata, damage)
-            for _ in shard:  # computes its digest
-                pass
-            form = metadata.stored(damage.array).form
-            rows = min(metadata.rows - damage.block * form.shape[0], form.shape[0])
+            *_, end = nan_filled(metadata, damage)
             place = damage.array, damage.block, damage.part
-            digests[place] = shard.digest
-            labels[place] = form.label(
-                block=damage.block, part=damage.part, rows=rows, digest=shard.digest
-            )
+            labels[place] = metadata.stored(damage.array).form.read_tail(end, place[1:]).label
+            digests[place] = labels[place].digest
         problems = [
             problem for problem in checked.found.problems if problem.array not in self.dropped
         ]

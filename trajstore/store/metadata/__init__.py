@@ -14,8 +14,6 @@
     Values and arrays that repairs removed from a run.
 ``schema_check``
     Comparison of the arrays' metadata with the schema, so that values are read as recorded.
-``shard``
-    Assembly of a shard: encoded inner chunks, label and index.
 ``stretches``
     Stretches of a run: the steps trained with one configuration.
 ``zarr_json``

@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.computed_rows import unit_of
+from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, ArrayLayout, Layout
-from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.shard import Chunk, Shard, UnitChunks, chunk_windows, encode_chunk
 from trajstore.store.storage.atomic import put_all
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
@@ -185,17 +184,19 @@ class BlockWriter:
 
     def _shards(
         self, run: Place, number: int, rows: int, digests: list[ShardDigest]
-    ) -> Iterator[tuple[Place, Shard]]:
-        """Yield the shards of a block in order. The digest of each is added after its use."""
+    ) -> Iterator[tuple[Place, Iterator[bytes]]]:
+        """Yield the parts of the shards of a block, in order. They add the digest of each."""
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
-                shard = Shard(form, chunks, block=number, part=part, rows=rows)
-                yield run / chunk_key(name, number, len(array.shard), part), shard
-                digests.append((name, part, rows, shard.digest))
+                add = partial(_add_digest, digests, name, part, rows)
+                yield (
+                    run / form.key(number, part),
+                    shard_parts(form, chunks, block=number, part=part, rows=rows, on_digest=add),
+                )
 
-    def _upload_all(self, shards: Iterator[tuple[RemotePath, Shard]]) -> int:
+    def _upload_all(self, shards: Iterator[tuple[RemotePath, Iterator[bytes]]]) -> int:
         assert self._uploads is not None
         if not self._has_lock():
             raise taken_over(self._path)
@@ -251,7 +252,7 @@ class BlockWriter:
         for name, array in self._layout.arrays.items():
             for part in range(array.parts):
                 bits = block[name][array.window(part)]
-                for number, window in enumerate(chunk_windows(self._forms[name])):
+                for number, window in enumerate(self._forms[name].windows()):
                     if array.chain.kind != "computed":
                         yield partial(encode_chunk, array.chain, bits[window], array.chunk)
                         continue
@@ -274,3 +275,7 @@ class BlockWriter:
         rates = {name: widen(block[name], native) for name, native in natives.items()}
         first = part * array.shard[1] + window[1].start
         return UnitChunks(unit, bits, rates, skips, array.chunk, first)
+
+
+def _add_digest(digests: list[ShardDigest], name: str, part: int, rows: int, digest: bytes) -> None:
+    digests.append((name, part, rows, digest))

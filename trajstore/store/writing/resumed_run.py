@@ -319,8 +319,8 @@ def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> byt
     shards = []
     for stored in arrays:
         for part in range(stored.parts):
-            with stored.opened(number, part) as file:
-                label = stored.tail(file, number, part).label
+            with stored.opened(number, part) as shard:
+                label = shard.tail.label
             whole = label.rows == rows
             digest = label.digest if whole else stored.digest_of_rows(number, part, rows)
             shards.append((stored.name, part, rows, digest))
