@@ -116,7 +116,6 @@ def _check(
     path = stored.path / stored.key(block, part)
     try:
         with opened(path, _WINDOW) as file:
-            found.shards += 1
             shard = _Shard(stored, native, block, part, path, file, finished=finished)
             for chunk in _read_index(shard, found):
                 _check_chunk(shard, chunk, found)
@@ -226,15 +225,8 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     stored, problems = shard.stored, found.problems
     form = stored.form
     chunks: list[_Chunk] = []
-    try:
-        data = shard.file.end(form.tail_length)
-    except (ObjectStoreError, FileNotFoundError):
-        raise
-    except OSError as error:
-        size = shard.file.size
-        end = max(size - form.tail_length, 0)
-        problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
-        return chunks
+    data = shard.file.end(form.tail_length)
+    found.shards += 1
     size = shard.file.size
     end = max(size - form.tail_length, 0)
     if size < form.index_length:
