@@ -1,9 +1,9 @@
-"""Encoding and writing of blocks in background threads.
+"""Encoding of blocks in background threads, and writing of their shards.
 
-A pool of threads encodes a block chunk by chunk. Another thread writes the shards in order and
-commits them, while the pool encodes the next block, if it is full. NumPy's loops, Blosc and the
-file system release the interpreter's lock, so the training continues meanwhile. The memory is
-bounded: a few encoded chunks, and the buffered blocks.
+A pool of threads encodes a block chunk by chunk. `BlockWriter.write` writes the shards in order,
+while the pool encodes the next block, if it is full. NumPy's loops, Blosc and the file system
+release the interpreter's lock, so the training continues meanwhile. The memory is bounded: a few
+encoded chunks, and the buffered blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,11 +22,12 @@ import numpy.typing as npt
 from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, ArrayLayout, Layout
+from trajstore.store.metadata.fingerprint import ShardDigest
 from trajstore.store.storage.atomic import put_all
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
-from trajstore.store.writing.shared_run import ShardDigest, Written
+from trajstore.store.writing.commit import Written
 from trajstore.threads import submit
 from trajstore.values.native_types import widen
 
@@ -36,7 +37,6 @@ _UPLOADS = 4  # simultaneous uploads to an object store, each with a whole shard
 
 Block = Mapping[str, npt.NDArray[Any]]
 Task = Callable[[], Chunk]
-Commit = Callable[[Any, Written | None], None]
 Place = TypeVar("Place", Path, RemotePath)
 
 
@@ -48,139 +48,91 @@ class BlockWriter:
     path : Path or RemotePath
     layout : Layout
         Layout, with the number of encoding threads.
-    commit : callable
-        Makes everything written so far visible. Called in the writing thread with the `change` of
-        `submit`, and with the rows and shards of the block, or None without a block.
     fsync : bool
-        Flush every shard to disk before it is committed.
+        Flush every shard to disk.
     lock : RunLock or RemoteLock, optional
         Lock of the run. Before it uploads a block, the writer checks that it still has it.
-    on_failure : callable, optional
-        Called in the writing thread with the error if a block could not be written.
 
     Attributes
     ----------
     skips : int
-        Number of skipped steps before the last submitted block.
+        Number of skipped steps before the last block.
     bytes_written : int
         Bytes of all shards so far. Replaced shards of a growing block are not counted.
-    failure : BaseException or None
-        The error that stopped the writer. Nothing is written or committed after it.
     """
 
     def __init__(
         self,
         path: Location,
         layout: Layout,
-        commit: Commit,
         *,
         fsync: bool = True,
         lock: RunLock | RemoteLock | None = None,
-        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.skips = 0
         self.bytes_written = 0
-        self.failure: BaseException | None = None
         self._path = path
         self._layout = layout
         self._forms = layout.forms
-        self._commit = commit
-        self._lock = lock
-        self._on_failure = on_failure
         self._fsync = fsync
+        self._lock = lock
         self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
-        self._last: Future[None] | None = None
-        self._number, self._block_bytes = -1, 0  # of the last written block
-        self._submitted, self._skips_inside = -1, 0  # of the last submitted block
+        self._written, self._block_bytes = -1, 0  # number of the last written block
+        self._last, self._skips_inside = -1, 0  # number of the last block to encode
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
-        self._writer = ThreadPoolExecutor(1, "trajstore-writer")
         self._uploads: ThreadPoolExecutor | None = None
         self._tags: dict[RemotePath, str] = {}  # tags of replaceable objects
         if isinstance(path, RemotePath):
             self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
             self._tags = path.tags()
 
-    @property
-    def idle(self) -> bool:
-        """True if everything submitted is done."""
-        return self._last is None or self._last.done()
-
-    def submit(self, number: int, block: Block | None, change: Any) -> Future[None]:
-        """Write a block and commit, in the background.
+    def encode(self, number: int, block: Block) -> None:
+        """Add a block to those that are encoded in the background.
 
         Parameters
         ----------
         number : int
             Number of the block. A block that has grown replaces its earlier version.
-        block : mapping of str to ndarray or None
+        block : mapping of str to ndarray
             Native bits of every array, with all rows of the block or the first ones. They must not
-            change until the future is done. With None, there is only a commit.
-        change : Any
-            Argument of `commit`.
-
-        Returns
-        -------
-        Future
-            Its exception is `failure`.
+            change until the block is written.
         """
-        if block is not None:
-            if number != self._submitted:
-                self.skips += self._skips_inside
-            self._submitted, self._skips_inside = number, self._skips_of(block)
-            self._blocks.append(self._tasks(block, self.skips))
-        rows = None if block is None else len(next(iter(block.values())))
-        self._last = submit(self._writer, self._run, self._last, number, rows, change)
-        return self._last
+        if number != self._last:
+            self.skips += self._skips_inside
+        self._last, self._skips_inside = number, self._skips_of(block)
+        self._blocks.append(self._tasks(block, self.skips))
 
-    def close(self) -> None:
-        """Wait for everything submitted, and end the threads."""
-        self._writer.shutdown()
-        self._encoders.shutdown()
-        if self._uploads is not None:
-            self._uploads.shutdown()
-        self._forget()
+    def write(self, number: int, rows: int) -> Written:
+        """Write the shards of the next block of `encode`, as soon as its chunks are encoded.
 
-    def _run(self, before: Future[None] | None, number: int, rows: int | None, change: Any) -> None:
-        if before is not None:
-            # It is already done, except while the interpreter exits: then this is the caller's
-            # thread, and the writing thread may still be writing the previous block.
-            wait([before])
-        if self.failure is not None:
-            raise self.failure
-        try:
-            written = None if rows is None else self._written(number, rows)
-            self._commit(change, written)
-        except BaseException as error:
-            self.failure = error
-            self._forget()
-            raise
+        Parameters
+        ----------
+        number, rows : int
+            Number of the block, and of its rows.
+        """
+        digests: list[ShardDigest] = []
+        if isinstance(self._path, Path):
+            size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
+        else:
+            size = self._upload_all(self._shards(self._path, number, rows, digests))
+        self.bytes_written += size - (self._block_bytes if number == self._written else 0)
+        self._written, self._block_bytes = number, size
+        return rows, digests
 
-    def _written(self, number: int, rows: int) -> Written:
-        try:
-            return rows, self._write(number, rows)
-        except BaseException as error:
-            if self._on_failure is not None:
-                self._on_failure(error)
-            raise
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Discard blocks and chunks that will not be written."""
         self._blocks.clear()
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
 
-    def _write(self, number: int, rows: int) -> list[ShardDigest]:
-        """Write the shards of a block."""
-        digests: list[ShardDigest] = []
-        if isinstance(self._path, Path):
-            size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
-        else:
-            size = self._upload_all(self._shards(self._path, number, rows, digests))
-        self.bytes_written += size - (self._block_bytes if number == self._number else 0)
-        self._number, self._block_bytes = number, size
-        return digests
+    def close(self) -> None:
+        """End the threads."""
+        self._encoders.shutdown()
+        if self._uploads is not None:
+            self._uploads.shutdown()
+        self.forget()
 
     def _shards(
         self, run: Place, number: int, rows: int, digests: list[ShardDigest]
@@ -189,8 +141,8 @@ class BlockWriter:
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
-                chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 add = partial(_add_digest, digests, name, part, rows)
+                chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 yield (
                     run / form.key(number, part),
                     shard_parts(form, chunks, block=number, part=part, rows=rows, on_digest=add),
@@ -226,19 +178,13 @@ class BlockWriter:
 
     def _encoded(self) -> Chunk:
         """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
-        while len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
-            task = self._next_task()
+        while self._blocks and len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
+            task = next(self._blocks[0], None)
             if task is None:
-                break
-            self._ahead.append(submit(self._encoders, task))
+                self._blocks.popleft()
+            else:
+                self._ahead.append(submit(self._encoders, task))
         return self._ahead.popleft().result()
-
-    def _next_task(self) -> Task | None:
-        while self._blocks:
-            for task in self._blocks[0]:
-                return task
-            self._blocks.popleft()
-        return None
 
     def _skips_of(self, block: Block) -> int:
         """Number of steps of a block that the gradient scaler skipped."""

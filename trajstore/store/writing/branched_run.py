@@ -229,7 +229,7 @@ class _Branch:
                     link_or_copy(source / key, self.path / key)
         for together in self._groups():
             one = replace(self.changed, arrays={n: self.changed.arrays[n] for n in together})
-            writer = BlockWriter(self.path, one, lambda change, block: None, fsync=False)
+            writer = BlockWriter(self.path, one, fsync=False)
             needed = {name: array.native for name, array in one.arrays.items()}
             for unit in _units(one):
                 needed[unit.gradient] = unit.chains[unit.gradient].native
@@ -237,7 +237,8 @@ class _Branch:
                 for number in range(blocks):
                     rows = self._rows_of(number)
                     bits = {name: self._bits(name, rows, each) for name, each in needed.items()}
-                    writer.submit(number, bits, None).result()
+                    writer.encode(number, bits)
+                    writer.write(number, rows.stop - rows.start)
             finally:
                 writer.close()
         whole = blocks * self.stored.layout.block_rows

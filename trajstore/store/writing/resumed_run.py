@@ -45,7 +45,9 @@ __all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRun:
-    """The first rows of a run, to which a writer adds more. Created by `resumed_run`.
+    """The first rows of a run, to which a writer adds more. A new run has none.
+
+    Created by `resumed_run` or `trajstore.store.writing.new_run.new_run`.
 
     Attributes
     ----------
@@ -70,6 +72,11 @@ class ResumedRun:
     arrays: dict[str, StoredArray]
     fingerprint: Fingerprint
     share: TokenShare | None = None
+
+    @property
+    def own_layout(self) -> Layout:
+        """Part of the layout that this process holds."""
+        return self.layout if self.share is None else self.share.of_layout(self.layout)
 
     def last_step(self) -> int:
         """Step of the last kept row; −1 without rows.
