@@ -214,21 +214,14 @@ class StoredArray:
         ]
         return digest_of(digest for _, digest in chunks)
 
-    def _ranges(self, key: tuple[slice, ...]) -> list[range]:
+    def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
-        return [
+        ranges = [
             range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
         ]
-
-    def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
-        ranges = self._ranges(key)
         out = np.empty([len(axis) for axis in ranges], dtype)
-        self._fill(ranges, out)
-        return out
-
-    def _fill(self, ranges: list[range], out: Array) -> None:
         if out.size == 0:
-            return
+            return out
         blocks = picks(ranges[0], self.shard[0])
         parts = picks(ranges[1], self.shard[1]) if self.ndim > 1 else {0: None}
         jobs = [
@@ -243,6 +236,7 @@ class StoredArray:
         else:
             for _ in in_parallel(jobs, self.threads):
                 pass
+        return out
 
     def _read_shard(
         self,
