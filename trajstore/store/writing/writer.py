@@ -80,8 +80,8 @@ class RunWriter:
         self._lock = lock
         self._last_step = run.last_step()
         self._given = 0  # rows whose places the caller has
-        self._is_new = False
-        self._remove_empty = False  # remove a run without rows when it is closed
+        self._is_new = not run.arrays
+        self._remove_empty = False  # if it has no rows when it is closed
         self._status: Status = "recording"
 
     @property
@@ -221,13 +221,8 @@ class RunWriter:
         with ExitStack() as undo:
             with in_all_processes(share):
                 place = check_target(path, overwrite=overwrite)
-                coordinates = token_coordinates(
-                    token,
-                    populations,
-                    is_dead=is_dead,
-                    token_count=token_count,
-                    token_text=token_text,
-                )
+                named = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
+                coordinates = token_coordinates(token, populations, **named)
                 new, chunks = new_run(
                     place,
                     coordinates | parameter_coordinate(parameter, variables),
@@ -254,11 +249,9 @@ class RunWriter:
                 found = new.fingerprint.attributes()
                 create_folder(place, new.metadata, chunks, found, overwrite=overwrite, fsync=fsync)
                 run = cls(new, lock, commit_every=commit_every, fsync=fsync)
-                run._is_new = True
                 run._blocks.start()
             if share is not None:
-                run._remove_empty = True
-                undo.callback(run._release)
+                undo.callback(run._release, remove_empty=True)
                 announce_run(share, new)
             undo.pop_all()
         return run
@@ -460,7 +453,7 @@ class RunWriter:
             self._blocks.finish(status)
             self._status = status
         finally:
-            self._release()
+            self._release(remove_empty=self._remove_empty)
 
     def __enter__(self) -> Self:
         return self
@@ -479,10 +472,10 @@ class RunWriter:
             if failure is not error:  # `error` is already being raised
                 raise
 
-    def _release(self) -> None:
+    def _release(self, *, remove_empty: bool) -> None:
         with self._lock or nullcontext():  # which releases the lock
             self._blocks.close()
-            if self._remove_empty and not self.rows and self._lock and self._lock.is_held():
+            if remove_empty and not self.rows and self._lock and self._lock.is_held():
                 remove_folder(self.path)
 
     def _check_open(self) -> None:
