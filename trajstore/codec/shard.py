@@ -33,15 +33,15 @@ class UnitChunks:
     ----------
     unit : ComputedUnit
     bits : mapping of str to ndarray, (row, token, hidden) or (row, element)
-        Native bits of each of ``unit.matrices``.
+        Native bits of each of ``unit.matrices``, in the whole shard.
     rates : mapping of str to ndarray, (row, …)
         Values of each of ``unit.rates``.
     skips : int
         Number of skipped steps before the block.
-    shape : tuple of int
-        Shape of a whole chunk.
+    window : tuple of slice
+        Window of the chunk in the shard.
     first : int
-        Position of the chunk along the second dimension.
+        Position of the shard along the second dimension.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class UnitChunks:
         bits: Mapping[str, npt.NDArray[Any]],
         rates: Mapping[str, npt.NDArray[Any]],
         skips: int,
-        shape: tuple[int, ...],
+        window: tuple[slice, ...],
         first: int,
     ) -> None:
         self._unit = unit
-        self._first = first
-        self._bits = bits
+        self._first = first + window[1].start
+        self._bits = {name: each[window] for name, each in bits.items()}
         self._rates = rates
         self._skips = skips
-        self._shape = shape
+        self._shape = tuple(part.stop - part.start for part in window)
         self._made: dict[str, bytes] | None = None
         self._lock = Lock()
 

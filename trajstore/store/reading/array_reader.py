@@ -202,14 +202,7 @@ class StoredArray:
         rates = {name: others[name].values(key[:1]) for name in unit.rates}
         skips, first = skipped_steps(others, key[0].start), key[1].start
         chunks = [
-            UnitChunks(
-                unit,
-                {name: each[window] for name, each in bits.items()},
-                rates,
-                skips,
-                self.form.chunk,
-                first + window[1].start,
-            ).take(self.name)
+            UnitChunks(unit, bits, rates, skips, window, first).take(self.name)
             for window in self.form.windows()
         ]
         return digest_of(digest for _, digest in chunks)

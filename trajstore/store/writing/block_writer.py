@@ -21,14 +21,14 @@ import numpy.typing as npt
 
 from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
-from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, ArrayLayout, Layout
+from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.metadata.fingerprint import ShardDigest
 from trajstore.store.storage.atomic import put_all
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.store.writing.commit import Written
-from trajstore.threads import submit
+from trajstore.threads import in_parallel, submit
 from trajstore.values.native_types import widen
 
 __all__ = ["BlockWriter"]
@@ -81,11 +81,8 @@ class BlockWriter:
         self._written, self._block_bytes = -1, 0  # number of the last written block
         self._last, self._skips_inside = -1, 0  # number of the last block to encode
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
-        self._uploads: ThreadPoolExecutor | None = None
-        self._tags: dict[RemotePath, str] = {}  # tags of replaceable objects
-        if isinstance(path, RemotePath):
-            self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
-            self._tags = path.tags()
+        # Tags of replaceable objects.
+        self._tags = path.tags() if isinstance(path, RemotePath) else {}
 
     def encode(self, number: int, block: Block) -> None:
         """Add a block to those that are encoded in the background.
@@ -130,8 +127,6 @@ class BlockWriter:
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown()
-        if self._uploads is not None:
-            self._uploads.shutdown()
         self.forget()
 
     def _shards(
@@ -149,16 +144,10 @@ class BlockWriter:
                 )
 
     def _upload_all(self, shards: Iterator[tuple[RemotePath, Iterator[bytes]]]) -> int:
-        assert self._uploads is not None
         if not self._has_lock():
             raise taken_over(self._path)
-        size = 0
-        uploads: deque[Future[int]] = deque()
-        for path, shard in shards:
-            uploads.append(submit(self._uploads, self._upload, path, b"".join(shard)))
-            if len(uploads) > _UPLOADS:
-                size += uploads.popleft().result()
-        return size + sum(upload.result() for upload in uploads)
+        jobs = (partial(self._upload, path, b"".join(parts)) for path, parts in shards)
+        return sum(in_parallel(jobs, _UPLOADS))
 
     def _upload(self, path: RemotePath, data: bytes) -> int:
         """Upload a shard. It may replace only an object of this writer or of a previous one."""
@@ -188,10 +177,10 @@ class BlockWriter:
 
     def _skips_of(self, block: Block) -> int:
         """Number of steps of a block that the gradient scaler skipped."""
-        if "skipped" not in self._layout.arrays:
-            return 0
-        values = widen(block["skipped"], self._layout.arrays["skipped"].native)
-        return int(np.count_nonzero(values == 1))
+        return int("skipped" in block and np.count_nonzero(self._values(block, "skipped") == 1))
+
+    def _values(self, block: Block, name: str) -> npt.NDArray[Any]:
+        return widen(block[name], self._layout.arrays[name].native)
 
     def _tasks(self, block: Block, skips: int) -> Iterator[Task]:
         units: dict[tuple[str, int, int], UnitChunks] = {}
@@ -204,23 +193,12 @@ class BlockWriter:
                         continue
                     key = (array.chain.rule, part, number)
                     if key not in units:
-                        units[key] = self._unit_chunks(array, block, skips, part, window)
+                        unit = unit_of(array.chain.rule)
+                        whole = {name: block[name][array.window(part)] for name in unit.matrices}
+                        rates = {name: self._values(block, name) for name in unit.rates}
+                        first = part * array.shard[1]
+                        units[key] = UnitChunks(unit, whole, rates, skips, window, first)
                     yield partial(units[key].take, name)
-
-    def _unit_chunks(
-        self,
-        array: ArrayLayout,
-        block: Block,
-        skips: int,
-        part: int,
-        window: tuple[slice, ...],
-    ) -> UnitChunks:
-        unit = unit_of(array.chain.rule)
-        bits = {name: block[name][array.window(part)][window] for name in unit.matrices}
-        natives = {name: self._layout.arrays[name].native for name in unit.rates}
-        rates = {name: widen(block[name], native) for name, native in natives.items()}
-        first = part * array.shard[1] + window[1].start
-        return UnitChunks(unit, bits, rates, skips, array.chunk, first)
 
 
 def _add_digest(digests: list[ShardDigest], name: str, part: int, rows: int, digest: bytes) -> None:

@@ -227,21 +227,9 @@ class SharedCommits:
         reports = self._share.exchange(_Report(change=change, written=written))
         raise_failure([one.failure for one in reports])
         _check_alike(reports)
-        failure: BaseException | None = None
-        if self._committer is not None:
-            try:
+        with in_all_processes(self._share):
+            if self._committer is not None:
                 self._committer.commit(change, _whole_block(reports))
-            except BaseException as error:
-                failure = error
-        try:
-            outcomes = self._share.exchange(None if failure is None else sentence(failure))
-        except RecordingError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:
-            raise failure
-        raise_failure(outcomes)
         self.rows = change[0]
 
     def fail(self, error: BaseException) -> None:
