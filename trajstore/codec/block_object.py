@@ -98,7 +98,8 @@ class LocalObject(BlockObject):
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes from an offset; fewer at the end of the file."""
-        return os.pread(self._descriptor, length, offset)
+        left = self.size - offset  # an index may state any number
+        return os.pread(self._descriptor, min(length, left), offset) if left > 0 else b""
 
     async def sibling(self, key: str, end: int) -> LocalObject:
         """Open another file of the run. It is closed with this one."""

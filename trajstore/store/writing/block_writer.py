@@ -22,7 +22,6 @@ import numpy.typing as npt
 from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
-from trajstore.store.metadata.fingerprint import ShardDigest
 from trajstore.store.storage.atomic import put_all
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
@@ -108,14 +107,14 @@ class BlockWriter:
         number, rows : int
             Number of the block, and of its rows.
         """
-        digests: list[ShardDigest] = []
+        digests: dict[tuple[str, int, int], bytes] = {}
         if isinstance(self._path, Path):
             size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
         else:
             size = self._upload_all(self._shards(self._path, number, rows, digests))
         self.bytes_written += size - (self._block_bytes if number == self._written else 0)
         self._written, self._block_bytes = number, size
-        return rows, digests
+        return rows, [(*shard, digest) for shard, digest in digests.items()]
 
     def forget(self) -> None:
         """Discard blocks and chunks that will not be written."""
@@ -130,13 +129,13 @@ class BlockWriter:
         self.forget()
 
     def _shards(
-        self, run: Place, number: int, rows: int, digests: list[ShardDigest]
+        self, run: Place, number: int, rows: int, digests: dict[tuple[str, int, int], bytes]
     ) -> Iterator[tuple[Place, Iterator[bytes]]]:
         """Yield the parts of the shards of a block, in order. They add the digest of each."""
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
-                add = partial(_add_digest, digests, name, part, rows)
+                add = partial(digests.__setitem__, (name, part, rows))
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 yield (
                     run / form.key(number, part),
@@ -199,7 +198,3 @@ class BlockWriter:
                         first = part * array.shard[1]
                         units[key] = UnitChunks(unit, whole, rates, skips, window, first)
                     yield partial(units[key].take, name)
-
-
-def _add_digest(digests: list[ShardDigest], name: str, part: int, rows: int, digest: bytes) -> None:
-    digests.append((name, part, rows, digest))
