@@ -167,8 +167,7 @@ class RunWriter:
         parameter : sequence of str, optional
             Names of the model's parameters, if there are variables of them.
         lengths : mapping of str to int, optional
-            Lengths of ``element``, ``group``, ``byte`` and ``buffer_element``, if a variable has
-            them.
+            The same for ``element``, ``group``, ``byte`` and ``buffer_element``.
         populations : mapping of str to array_like of bool, (token,), optional
             Masks of further groups of tokens, by the names of their coordinates, ``is_NAME``.
         config : mapping, optional
@@ -182,14 +181,12 @@ class RunWriter:
         threads : int, optional
             Number of encoding threads (default: the number of processors, at most 8).
         buffers : int, default 2
-            Blocks in memory. With 1, memory is halved, and a full block is written before the next
-            one begins.
+            Blocks in memory. With 1, memory is halved, and `append` waits for each full block.
         overwrite : bool
             Replace an existing run.
         commit_every : float, optional
             Seconds from a commit to that of the unfinished block; None to commit full blocks only.
-            `append` does not wait for it. If it takes more than a fifth of this time, the interval
-            grows.
+            `append` does not wait. If it takes more than a fifth of this time, the interval grows.
         fsync : bool
             Flush every commit to disk, so that it survives a loss of power.
         share : TokenShare, optional
@@ -200,8 +197,7 @@ class RunWriter:
             W and Adam's moments from it (docs/reference/format.md). It needs the attribute
             ``optimizer``.
         on_note : callable, optional
-            Called with the reason if ``replay`` cannot compute them and stores differences
-            (default: log it).
+            Called with the reason if ``replay`` stores differences instead (default: log it).
 
         Raises
         ------
@@ -350,13 +346,7 @@ class RunWriter:
         return places
 
     def commit_row(self, step: int) -> None:
-        """Add the row of `next_row`, with every variable filled, as the state after `step`.
-
-        Raises
-        ------
-        InvalidArgument
-            If `step` is not larger than the last one.
-        """
+        """Add the filled row of `next_row` as the state after `step`, as `commit_rows` does."""
         self.commit_rows([step])
 
     def commit_rows(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
