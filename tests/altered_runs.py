@@ -37,8 +37,8 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     bits[place] ^= bits.dtype.type(1 << bit)
     corner = [at // part for at, part in zip(place, stored.chunk, strict=True)]
     number = int(np.ravel_multi_index(corner, stored.form.grid))
-    with stored.opened(block, 0) as file:
-        tail = stored.tail(file, block, 0)
+    with stored.opened(block, 0) as shard:
+        tail = shard.tail
     data = (path / stored.key(block, 0)).read_bytes()
     chunks = [data[offset : offset + length] for offset, length in tail.index.tolist()]
     window = tuple(

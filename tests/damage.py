@@ -61,8 +61,8 @@ def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int,
     stored = check_metadata(run).stored(name)
     assert stored is not None
     path = run / name / ".".join(["c", str(block), *["0"] * (stored.ndim - 1)])
-    with stored.opened(block, 0) as file:
-        index = stored.tail(file, block, 0).index
+    with stored.opened(block, 0) as shard:
+        index = shard.tail.index
     return path, [(int(offset), int(length)) for offset, length in index]
 
 
@@ -74,8 +74,8 @@ def write_shard(
     assert stored is not None
     pieces = [chunks[offset : offset + length] for offset, length in index]
     digest = digest_of(hashlib.sha256(piece).digest() for piece in pieces)
-    with stored.opened(block, 0) as file:
-        label = stored.tail(file, block, 0).label
+    with stored.opened(block, 0) as shard:
+        label = shard.tail.label
     tail = stored.form.tail(index, replace(label, digest=digest))
     (run / stored.key(block, 0)).write_bytes(chunks + tail)
 

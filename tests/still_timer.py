@@ -44,10 +44,10 @@ class StillTimer(CommitTimer):
 
 def commit_now(writer: RunWriter) -> None:
     """Have what is there committed as the timer does, and wait for that."""
-    pending = writer._blocks._block_writer._last
+    pending = writer._blocks._last
     if pending is not None:
         pending.result()
     assert writer._blocks._commit_unfinished()
-    pending = writer._blocks._block_writer._last
+    pending = writer._blocks._last
     if pending is not None:
         pending.result()

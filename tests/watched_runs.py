@@ -42,7 +42,7 @@ def extend(run: RunWriter, steps: range, seed: int = 0) -> None:
     """Append rows, and wait until those of whole blocks are committed."""
     for step in steps:
         run.append(step=step, **values(step, seed))
-    pending = run._blocks._block_writer._last
+    pending = run._blocks._last
     if pending is not None:
         pending.result()
 

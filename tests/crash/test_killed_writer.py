@@ -66,7 +66,7 @@ def finish(path: Path) -> None:
     whole = path.with_name(f"whole-{path.name}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "trajstore.store.writing.writer.new_identity", lambda: identity
+            "trajstore.store.writing.new_run.new_identity", lambda: identity
         )  # as blocks have it
         run = create(whole)
     with run:

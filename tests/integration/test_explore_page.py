@@ -45,7 +45,7 @@ def append(run: RunWriter, stop: int) -> None:
     still = np.ones((TOKENS, HIDDEN), "f4")
     for step in range(run.rows, stop):
         run.append(step=step, exp_avg=still, exp_avg_sq=still, **values(step))
-    run._blocks._block_writer._last.result()
+    run._blocks._last.result()
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ class History(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         assert self.writer is not None
-        if (last := self.writer._blocks._block_writer._last) is not None:
+        if (last := self.writer._blocks._last) is not None:
             wait([last])
 
     @precondition(lambda self: self.writer is None and self.least > 0)

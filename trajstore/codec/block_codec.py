@@ -8,8 +8,6 @@ Source: docs/reference/format.md.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
 import reprlib
 from collections.abc import Callable
@@ -23,13 +21,11 @@ from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
 from zarr.storage import LocalStore, StorePath
 
 from trajstore.accessor_registration import register_accessors
-from trajstore.codec.block_form import (
-    BlockForm,
-    Runs,
-)
-from trajstore.codec.block_label import ANYWHERE, digest_of
+from trajstore.codec.block_form import BlockForm, Runs
+from trajstore.codec.block_label import ANYWHERE
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.selected_block import SelectedBlock, in_thread
+from trajstore.codec.shard import encoded_chunks, shard_parts
 from trajstore.errors import FormatError
 from trajstore.values.native_types import narrow
 
@@ -89,13 +85,8 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             raise FormatError(
                 f"zarr.json: codecs.0 is {reprlib.repr(data)}, expected {BLOCK} and a configuration"
             )
-        parsers: dict[str, Callable[[Any], Any]] = {
-            "array": str,
-            "chunk_shape": _lengths,
-            "runs": _runs,
-        }
         found: dict[str, Any] = {}
-        for name, parser in parsers.items():
+        for name, parser in _PARSERS.items():
             try:
                 found[name] = parser(facts[name])
             except KeyError:
@@ -215,17 +206,6 @@ def local_folder(store: Any) -> Any:
 
 def _encoded(form: BlockForm, values: Array) -> bytes:
     """Encode a block from zarr, which does not pass its place."""
-    bits = narrow(values, form.chain.native)
-    pieces, digests, entries, offset = [], [], [], 0
-    for at in itertools.product(*map(range, form.grid)):
-        window = tuple(
-            slice(number * length, (number + 1) * length)
-            for number, length in zip(at, form.chunk, strict=True)
-        )
-        piece = form.chain.encode(bits[window], form.chunk)
-        pieces.append(piece)
-        digests.append(hashlib.sha256(piece).digest())
-        entries.append((offset, len(piece)))
-        offset += len(piece)
-    label = form.label(block=ANYWHERE, part=0, rows=form.shape[0], digest=digest_of(digests))
-    return b"".join([*pieces, form.tail(entries, label)])
+    chunks = encoded_chunks(form, narrow(values, form.chain.native))
+    parts = shard_parts(form, chunks, block=ANYWHERE, part=0, rows=form.shape[0])
+    return b"".join(parts)

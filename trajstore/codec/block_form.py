@@ -10,13 +10,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from threading import RLock
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,48 +20,24 @@ import numpy.typing as npt
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
-from trajstore.codec.computed_rows import cache, unit_of, windows_of
+from trajstore.codec.computed_rows import unit_of
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
-from trajstore.codec.selected_parts import Pick, picks, positions
-from trajstore.errors import FormatError
+from trajstore.codec.selected_parts import Pick
 from trajstore.strict_json import canonical
-from trajstore.threads import default_threads, submit
-from trajstore.values.native_types import widen
 
-__all__ = ["BlockForm", "Fetch", "FewerRows", "Runs", "Siblings", "Tail", "with_consequence"]
+__all__ = ["BlockForm", "FewerRows", "Part", "Runs", "Tail"]
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
-
-_CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
-
-Array = npt.NDArray[Any]
 
 Runs = tuple[tuple[int, str], ...]
 """Identities of the runs of the blocks, each with its first block. The last is the run itself."""
 
-Part = tuple[list[Pick], int, int, int]
-"""Part of a selection: picks of a chunk, its number, and its offset and length in the object."""
-
-Fetch = Callable[[int, int], bytes]
-"""Returns bytes of an object, for an offset and a length."""
-
-
-Siblings = Callable[["BlockForm"], tuple["Tail", Fetch]]
-"""Label, index and bytes of the same block of another array."""
+Part = tuple[list[Pick], int]
+"""Part of a selection: picks of an inner chunk, and its number in the object."""
 
 
 class FewerRows(ValueError):
     """A block lacks rows of the selection, or does not exist."""
-
-
-def with_consequence(error: ValueError) -> str:
-    """Message about a block, with the consequence for the run."""
-    if isinstance(error, FewerRows):
-        return (
-            f"{error}; if the run was resumed from an earlier row since it was opened, open it "
-            "again; otherwise it is damaged"
-        )
-    return f"{error}; the run is damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,122 +173,28 @@ class BlockForm:
         if label.settings != self.settings:
             raise ValueError("the metadata differs from that with which it was written")
 
-    def read(
-        self,
-        tail: Tail,
-        axes: Sequence[dict[int, Pick]],
-        fetch: Fetch,
-        out: Array,
-        *,
-        padding: bool = False,
-        helpers: ThreadPoolExecutor | None = None,
-        siblings: Siblings | None = None,
-    ) -> None:
-        """Decode a selection of a block.
+    def key(self, block: int, part: int) -> str:
+        """Key of an object in the run: ``W/c.3.0.0``."""
+        numbers = [block, part, *[0] * len(self.shape)][: len(self.shape)]
+        return f"{self.array}/c.{'.'.join(map(str, numbers))}"
 
-        Parameters
-        ----------
-        tail : Tail
-        axes : sequence of dict of int to Pick
-            Picks of the inner chunks along each axis, by number of the chunk
-            (`trajstore.codec.selected_parts.picks`).
-        fetch : callable
-        out : ndarray of ``native.stored`` or ``native.bits``
-            Receives the values, or their native bits.
-        padding : bool
-            True to allow the selection of invalid rows.
-        helpers : ThreadPoolExecutor, optional
-            Its idle threads decode chunks, too.
-        siblings : callable, optional
-            Opens the same block and part of another array, from which rows are computed.
+    def windows(self) -> Iterator[tuple[slice, ...]]:
+        """Window of each inner chunk, in C order of their grid."""
+        for position in itertools.product(*map(range, self.grid)):
+            yield tuple(
+                slice(at * length, (at + 1) * length)
+                for at, length in zip(position, self.chunk, strict=True)
+            )
 
-        Raises
-        ------
-        ValueError
-            If the block lacks selected rows, or a chunk is broken.
-        """
-        if not padding:
-            self.check_rows(tail, axes)
-        decode = partial(self._decode, fetch=fetch, out=out)
-        if self.chain.kind == "computed":
-            unit = _OpenUnit(self, tail, fetch, axes, siblings)
-            decode = partial(self._decode_computed, unit=unit, out=out)
-        left = deque(self.wanted(tail, axes))
-        each = partial(_decode_all, left, decode)
-        if helpers is None:
-            each()
-            return
-        count = min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
-        offer = [each]
-        called = [submit(helpers, _run_offered, offer) for _ in range(count)]
-        try:
-            _run_offered(offer)
-        finally:
-            # Helpers that have not started are canceled. Others still read from the open object.
-            begun = [helper for helper in called if not helper.cancel()]
-            wait(begun)
-            offer.clear()  # the pool still refers to it; this releases the memory
-        for helper in begun:
-            helper.result()
-
-    def _decode(
-        self,
-        picks: Sequence[Pick],
-        _: int,
-        offset: int,
-        length: int,
-        *,
-        fetch: Fetch,
-        out: Array,
-    ) -> None:
-        try:
-            data = fetch(offset, length)
-            if len(data) != length:
-                raise ValueError("the object ends before it")
-            _decode_picks(data, picks, self.decoder, out)
-        except (ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(
-                f"bytes {offset} to {offset + length}: a broken chunk ({error})"
-            ) from error
-
-    def _decode_computed(
-        self,
-        picks: Sequence[Pick],
-        entry: int,
-        offset: int,
-        length: int,
-        *,
-        unit: _OpenUnit,
-        out: Array,
-    ) -> None:
-        try:
-            data = unit.fetched(self.array, offset, length)
-            if not self.decoder.is_computed(data):
-                _decode_picks(data, picks, self.decoder, out)
-                return
-            rows = unit.computed(picks, entry)[self.array][picks[0].window.start :]
-            values = rows[: picks[0].window.stop - picks[0].window.start]
-            if out.itemsize == values.itemsize:
-                _place(values.view(out.dtype), picks, out)
-            elif all(pick.taken is None for pick in picks):
-                place = out[tuple(pick.place for pick in picks)]
-                widen(values, self.chain.native, out=place.view(f"u{out.itemsize}"))
-            else:
-                _place(widen(values, self.chain.native), picks, out)
-        except FormatError:  # of another array
-            raise
-        except (ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(
-                f"bytes {offset} to {offset + length}: a broken chunk ({error})"
-            ) from error
-
-    def sibling(self, name: str, chain: Chain) -> BlockForm:
-        """Storage form of another array of the same computed unit."""
+    @cached_property
+    def siblings(self) -> dict[str, BlockForm]:
+        """Storage forms of all arrays from which a computed array is computed, and of itself."""
         unit = unit_of(self.chain.rule)
-        if name in unit.matrices:
-            return replace(self, array=name, chain=chain)
-        shape = (*self.shape[:1], *unit.row_of_rate(name))
-        return replace(self, array=name, chain=chain, shape=shape, chunk=shape)
+        forms = {name: replace(self, array=name, chain=unit.chains[name]) for name in unit.chains}
+        for name in unit.rates:
+            shape = (*self.shape[:1], *unit.row_of_rate(name))
+            forms[name] = replace(forms[name], shape=shape, chunk=shape)
+        return forms
 
     def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
         """Raise an error if the block lacks selected rows.
@@ -330,165 +208,10 @@ class BlockForm:
         if last > tail.label.rows:
             raise FewerRows(f"it holds {tail.label.rows} rows, expected at least {last}")
 
-    def wanted(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> Iterator[Part]:
-        """Inner chunks of a selection, with the picks of each."""
+    def wanted(self, axes: Sequence[dict[int, Pick]]) -> Iterator[Part]:
+        """Inner chunks of a selection."""
         for position in itertools.product(*axes):
             entry = 0
             for at, count in zip(position, self.grid, strict=True):
                 entry = entry * count + at
-            offset, length = tail.index[entry].tolist()
-            yield [axis[at] for axis, at in zip(axes, position, strict=True)], entry, offset, length
-
-
-class _OpenUnit:
-    """The objects of a computed unit during one read. Each is opened on first use."""
-
-    def __init__(
-        self,
-        form: BlockForm,
-        tail: Tail,
-        fetch: Fetch,
-        axes: Sequence[dict[int, Pick]],
-        siblings: Siblings | None,
-    ) -> None:
-        self._form = form
-        self._unit = unit_of(form.chain.rule)
-        self._axes = axes
-        self._siblings = siblings
-        self._opened: dict[str, tuple[BlockForm, Tail, Fetch]] = {form.array: (form, tail, fetch)}
-        self._rates: dict[str, Array] = {}
-        self._lock = RLock()
-
-    def fetched(self, name: str, offset: int, length: int) -> bytes:
-        """Read the bytes of an inner chunk."""
-        data = self._open(name)[2](offset, length)
-        if len(data) != length:
-            raise ValueError("the object ends before it")
-        return data
-
-    def computed(self, picks: Sequence[Pick], entry: int) -> dict[str, Array]:
-        """Rows of all arrays of the unit, from the first row of a chunk.
-
-        Parameters
-        ----------
-        picks : sequence of Pick
-            Picks of the chunk.
-        entry : int
-            Number of the chunk in the object.
-        """
-        windows = windows_of(picks)
-        labels = tuple(self._open(name)[1].label.digest for name in self._names)
-        bounds = tuple((part.start, part.stop) for part in windows[1:])
-        # Other rules may have stored the same bytes.
-        stored = self._form.chain.rule, self._form.shape, self._form.chunk
-        key = (stored, labels, entry, bounds)
-        return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return (*self._unit.matrices, *self._unit.rates)
-
-    def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
-        held: dict[str, tuple[int | None, Array]] = {}
-        for name in self._unit.matrices:
-            form, tail, _ = self._open(name)
-            offset, length = tail.index[entry].tolist()
-            try:
-                if name == self._unit.gradient:
-                    grad = self._gradient(entry, windows)
-                    continue
-                data = self.fetched(name, offset, length)
-                held[name] = form.decoder.stored_form(data, windows)
-            except (ValueError, RuntimeError) as error:
-                raise ValueError(f"{name}, bytes {offset} to {offset + length}: {error}") from error
-        rows = windows[0].stop
-        rates = {name: self._rate(name, rows) for name in self._unit.rates}
-        # The chunks of a part are in the order of the second dimension.
-        form, tail, _ = self._open(self._unit.gradient)
-        first = tail.label.part * form.shape[1] + entry * form.chunk[1] + windows[1].start
-        return self._unit.compute(held, grad, rates, first)
-
-    def _gradient(self, entry: int, windows: tuple[slice, ...]) -> Array:
-        """Bits of the gradient.
-
-        A part of the tokens needs the decompression of all. So the whole chunk is decoded, and
-        cached for other tokens.
-        """
-        form, tail, _ = self._open(self._unit.gradient)
-        name, rows, *others = form.array, windows[0].stop, *windows[1:]
-
-        def decoded() -> dict[str, Array]:
-            grad = np.empty((rows, *form.chunk[1:]), form.chain.native.bits)
-            whole = tuple(slice(0, length) for length in grad.shape)
-            form.decoder.decode(self.fetched(name, *tail.index[entry].tolist()), whole, grad)
-            return {name: grad}
-
-        if all(part == slice(0, n) for part, n in zip(others, form.chunk[1:], strict=True)):
-            return decoded()[name]
-        key = (form.chain, form.shape, form.chunk, tail.label.digest, entry)
-        return np.ascontiguousarray(cache.get(key, decoded, rows)[name][:rows, *others])
-
-    def _rate(self, name: str, rows: int) -> Array:
-        with self._lock:
-            found = self._rates.get(name)
-            if found is None or len(found) < rows:
-                form, tail, fetch = self._open(name)
-                lengths = (rows, *form.shape[1:])
-                found = np.empty(lengths, form.chain.native.stored)
-                axes = [
-                    picks(range(n), whole) for n, whole in zip(lengths, form.shape, strict=True)
-                ]
-                form.read(tail, axes, fetch, found)
-                self._rates[name] = found
-            return found[:rows]
-
-    def _open(self, name: str) -> tuple[BlockForm, Tail, Fetch]:
-        with self._lock:
-            if name not in self._opened:
-                form = self._form.sibling(name, self._unit.chains[name])
-                if self._siblings is None:
-                    raise ValueError(f"it is computed from {name}, which was not passed")
-                tail, fetch = self._siblings(form)
-                if name in self._unit.matrices:
-                    form.check_rows(tail, self._axes)
-                self._opened[name] = form, tail, fetch
-            return self._opened[name]
-
-
-def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int, int], None]) -> None:
-    """Decode chunks until none is left. Several threads may share the queue."""
-    try:
-        while left:
-            try:
-                part = left.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            decode(*part)
-    finally:
-        left.clear()  # after an error, all threads stop
-
-
-def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Array) -> None:
-    window = tuple(pick.window for pick in picks)
-    if all(pick.taken is None for pick in picks):
-        decoder.decode(data, window, out[tuple(pick.place for pick in picks)])
-        return
-    values = np.empty([item.stop - item.start for item in window], out.dtype)
-    decoder.decode(data, window, values)
-    _place(values, picks, out)
-
-
-def _place(values: Array, picks: Sequence[Pick], out: Array) -> None:
-    """Write the picked values of a window to their places."""
-    if all(pick.taken is None for pick in picks):
-        out[tuple(pick.place for pick in picks)] = values
-        return
-    for axis, pick in enumerate(picks):
-        if pick.taken is not None:
-            values = values.take(pick.taken, axis)
-    out[np.ix_(*[positions(pick.place) for pick in picks])] = values
-
-
-def _run_offered(offer: Sequence[Callable[[], None]]) -> None:
-    for work in tuple(offer):
-        work()
+            yield [axis[at] for axis, at in zip(axes, position, strict=True)], entry

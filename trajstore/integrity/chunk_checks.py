@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
+from trajstore.codec.open_block import OpenBlock
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.reading.array_reader import StoredArray
-from trajstore.store.storage.object_file import HeldObject, held
-from trajstore.store.storage.remote_path import Location, ObjectReplaced
+from trajstore.store.storage.object_file import OpenObject, opened
+from trajstore.store.storage.remote_path import ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
 
@@ -34,6 +35,7 @@ Place = tuple[str, int, int]
 
 _ABSENT = (1 << 64) - 1
 _ATTEMPTS = 4
+_WINDOW = 4 << 20  # bytes of one request, for sequential reads
 
 
 @dataclass(kw_only=True)
@@ -104,207 +106,164 @@ def check_shard(
     """
     for _ in range(_ATTEMPTS - 1):
         with suppress(ObjectReplaced):
-            return _check(stored, native, block, part, finished=finished)
-    return _check(stored, native, block, part, finished=finished)
+            return _ShardCheck(stored, native, block, part, finished=finished).run()
+    return _ShardCheck(stored, native, block, part, finished=finished).run()
 
 
-def _check(
-    stored: StoredArray, native: NativeType, block: int, part: int, *, finished: bool
-) -> CheckedChunks:
-    found = CheckedChunks()
-    path = stored.path / stored.key(block, part)
-    try:
-        with held(path) as file:
-            found.shards += 1
-            shard = _Shard(stored, native, block, part, path, file, finished=finished)
-            for chunk in _read_index(shard, found):
-                _check_chunk(shard, chunk, found)
-            _check_digest(shard, found)
-    except ObjectStoreError:
-        raise
-    except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        found.problems.append(
-            Problem(
-                array=stored.name,
-                block=block,
-                path=path,
-                message="the shard is missing" if missing else f"cannot be read: {error}",
-                # A later attempt may succeed.
-                remedy="cut" if missing else "none",
-            )
-        )
-    return found
+class _Unusable(Exception):
+    """No chunk of a shard can be used, for the reported reason."""
 
 
-class _Shard:
-    """An open shard with the findings so far."""
+class _ShardCheck:
+    """Check of one shard, with its findings."""
 
     def __init__(
-        self,
-        stored: StoredArray,
-        native: NativeType,
-        block: int,
-        part: int,
-        path: Location,
-        file: HeldObject,
-        *,
-        finished: bool,
+        self, stored: StoredArray, native: NativeType, block: int, part: int, *, finished: bool
     ) -> None:
-        self.finished = finished  # no more rows are expected
-        self.stored = stored
-        self.native = native
-        self.block = block
-        self.part = part
-        self.path = path
-        self.file = file
-        self.label: BlockLabel | None = None
-        self.pieces: dict[int, bytes] = {}  # digests of its inner chunks
+        self.found = CheckedChunks()
+        self.path = stored.path / stored.key(block, part)
+        self._place: Place = stored.name, block, part
+        self._stored = stored
+        self._native = native
+        self._finished = finished  # no more rows are expected
+        self._chunks, self._size = 0, 0  # bytes without label and index, and in total
 
-    @property
-    def place(self) -> Place:
-        """Array, block and part."""
-        return self.stored.name, self.block, self.part
+    def run(self) -> CheckedChunks:
+        """Check the label, the index, all chunks and their digest."""
+        try:
+            with opened(self.path, _WINDOW) as file:
+                shard = self.opened(file)
+                pieces = {number: self._check(shard, number) for number in self.readable(shard)}
+            self._check_digest(shard.tail.label, pieces)
+        except _Unusable:
+            pass
+        except ObjectStoreError:
+            raise
+        except FileNotFoundError:
+            self._report("the shard is missing")
+        except OSError as error:  # a later attempt may succeed
+            self._report(f"cannot be read: {error}", remedy="none")
+        return self.found
 
-    def problem(
-        self, message: str, first: int, stop: int, remedy: Literal["cut", "none"] = "cut"
+    def opened(self, file: OpenObject) -> OpenBlock:
+        """Read and check the label."""
+        stored, form = self._stored, self._stored.form
+        name, block, part = self._place
+        data = file.end(form.tail_length)
+        self.found.shards += 1
+        self._size = size = file.size
+        self._chunks = end = max(size - form.tail_length, 0)
+        try:
+            tail = form.read_tail(data, (block, part))
+        except ValueError as error:
+            foreign = "; another program may have written it"
+            self._report(f"{error}{foreign * isinstance(error, LabelError)}", end, size)
+            raise _Unusable from error
+        label = self.found.labels[self._place] = tail.label
+        if label.block == ANYWHERE:
+            fault = "its label has no block; another program wrote it"
+            self.found.relabeled.append(self._problem(fault, end, size, "none"))
+        needed = min(stored.shape[0] - block * stored.shard[0], stored.shard[0])
+        if label.rows < needed:
+            short = f"it has {label.rows} rows of the block, {needed} are committed"
+            self._report(short, end, size)
+            raise _Unusable
+        if label.rows > needed and self._finished and label.block != ANYWHERE:
+            longer = (
+                f"it has {label.rows} rows of the block, but {needed} are committed in this "
+                "complete run; older documents were restored"
+            )
+            self._report(longer, end, size, "none")
+        self.found.bytes += form.tail_length
+        return OpenBlock(name=name, form=form, object=file, tail=tail)
+
+    def readable(self, shard: OpenBlock) -> list[int]:
+        """Numbers of the readable chunks, in file order; report gaps and overlaps."""
+        entries = shard.tail.index.tolist()
+        numbers: list[int] = []
+        at, end = 0, self._chunks
+        for number in sorted(range(len(entries)), key=lambda number: entries[number]):
+            offset, length = entries[number]
+            if (offset, length) == (_ABSENT, _ABSENT):
+                self._report(f"chunk {number} is not stored", end, self._size)
+                continue
+            if offset + length > end:
+                self._report(f"chunk {number} ends beyond the chunks", offset, offset + length)
+                continue
+            if offset != at:
+                owner = "no chunk" if offset > at else "two chunks"
+                fault = f"bytes of the shard belong to {owner}"
+                self._report(fault, min(at, offset), max(at, offset), "none")
+            at = max(at, offset + length)
+            numbers.append(number)
+        if at < end:
+            self._report("bytes of the shard belong to no chunk", at, end, "none")
+        return numbers
+
+    def _check(self, shard: OpenBlock, number: int) -> bytes | None:
+        """Check a chunk. Return its SHA-256; None if it is broken."""
+        offset, length = shard.tail.index[number].tolist()
+        where = offset, offset + length
+        self.found.chunks += 1
+        self.found.bytes += length
+        try:
+            data = shard.chunk(number)
+            values = shard.form.decoder.unpack(data)
+        except ObjectStoreError:
+            raise
+        except OSError as error:
+            self._report(f"cannot be read: {error}", *where, "none")
+            return None
+        except (ValueError, RuntimeError) as error:
+            self._report(f"a broken chunk ({error})", *where)
+            return None
+        name, block, part = self._place
+        stored, native = self._stored, self._native
+        # Differences are always of the native type.
+        widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
+        if widened and not _is_native(values, native):
+            message = f"has values that are not {native.name}, the declared native_dtype"
+            self._report(message, *where, "none")
+        elif name == STEP.name:
+            first = block * stored.shard[0] + number * stored.chunk[0]
+            if first < stored.shape[0]:
+                rows = stored.shape[0] - first
+                self.found.steps[first] = values.view(np.int64)[:rows].copy()
+        elif block == 0:
+            row = _row0(stored, part, number, data)
+            self.found.row0 += () if row is None else _row0_notes(name, row)
+        return hashlib.sha256(data).digest()
+
+    def _check_digest(self, label: BlockLabel, pieces: Mapping[int, bytes | None]) -> None:
+        """Compare the digest of all chunks with the label, if no chunk is missing."""
+        known = [pieces[number] or b"" for number in sorted(pieces)]
+        if len(known) < math.prod(self._stored.form.grid) or not all(known):
+            return
+        digest = self.found.digests[self._place] = digest_of(known)
+        if digest != label.digest:
+            self._report("its label was written for other chunks", 0, self._size)
+
+    def _report(self, *arguments: Any, **options: Any) -> None:
+        self.found.problems.append(self._problem(*arguments, **options))
+
+    def _problem(
+        self,
+        message: str,
+        first: int | None = None,
+        stop: int | None = None,
+        remedy: Literal["cut", "none"] = "cut",
     ) -> Problem:
         """Problem in a range of its bytes."""
+        name, block, _ = self._place
         return Problem(
-            array=self.stored.name,
-            block=self.block,
+            array=name,
+            block=block,
             first_byte=first,
             stop_byte=stop,
             path=self.path,
             message=message,
             remedy=remedy,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """Number of a chunk in the index, and its byte range."""
-
-    number: int
-    offset: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """First byte after the chunk."""
-        return self.offset + self.length
-
-
-def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
-    """Readable chunks in file order; report gaps and overlaps."""
-    stored, problems = shard.stored, found.problems
-    form = stored.form
-    chunks: list[_Chunk] = []
-    size = shard.file.size
-    end = max(size - form.tail_length, 0)
-    if size < form.index_length:
-        torn = f"the shard has {size} bytes, too few for its index of {form.index_length}"
-        problems.append(shard.problem(torn, 0, size))
-        return chunks
-    try:
-        data = shard.file.read(end, form.tail_length)
-        tail = form.read_tail(data, (shard.block, shard.part))
-    except LabelError as error:
-        fault = f"{error}; another program may have written it"
-        problems.append(shard.problem(fault, end, size))
-        return chunks
-    except ValueError as error:
-        problems.append(shard.problem(str(error), end, size))
-        return chunks
-    except ObjectStoreError:
-        raise
-    except OSError as error:
-        problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
-        return chunks
-    shard.label = found.labels[shard.place] = tail.label
-    if tail.label.block == ANYWHERE:
-        fault = "its label has no block; another program wrote it"
-        found.relabeled.append(shard.problem(fault, end, size, "none"))
-    needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
-    if tail.label.rows < needed:
-        short = f"it has {tail.label.rows} rows of the block, {needed} are committed"
-        problems.append(shard.problem(short, end, size))
-        return chunks
-    written_by_us = tail.label.block != ANYWHERE
-    if tail.label.rows > needed and shard.finished and written_by_us:
-        longer = (
-            f"it has {tail.label.rows} rows of the block, but {needed} are committed in this "
-            "complete run; older documents were restored"
-        )
-        problems.append(shard.problem(longer, end, size, "none"))
-    index = tail.index
-    found.bytes += form.tail_length
-    entries = [(int(offset), int(length)) for offset, length in index]
-    at = 0
-    for number in sorted(range(len(entries)), key=lambda number: entries[number]):
-        offset, length = entries[number]
-        if (offset, length) == (_ABSENT, _ABSENT):
-            problems.append(shard.problem(f"chunk {number} is not stored", end, size))
-            continue
-        if offset + length > end:
-            beyond = f"chunk {number} ends beyond the chunks"
-            problems.append(shard.problem(beyond, offset, offset + length))
-            continue
-        if offset != at:
-            fault = f"bytes of the shard belong to {'no chunk' if offset > at else 'two chunks'}"
-            problems.append(shard.problem(fault, min(at, offset), max(at, offset), "none"))
-        at = max(at, offset + length)
-        chunks.append(_Chunk(number=number, offset=offset, length=length))
-    if at < end:
-        problems.append(shard.problem("bytes of the shard belong to no chunk", at, end, "none"))
-    return chunks
-
-
-def _check_chunk(shard: _Shard, chunk: _Chunk, found: CheckedChunks) -> None:
-    found.chunks += 1
-    found.bytes += chunk.length
-    try:
-        data = _read_chunk(shard, chunk)
-        values = shard.stored.form.decoder.unpack(data)
-    except ObjectStoreError:
-        raise
-    except OSError as error:
-        message = f"cannot be read: {error}"
-        found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
-    except (ValueError, RuntimeError) as error:
-        message = f"a broken chunk ({error})"
-        found.problems.append(shard.problem(message, chunk.offset, chunk.stop))
-    else:
-        if shard.label is not None:
-            shard.pieces[chunk.number] = hashlib.sha256(data).digest()
-        _check_values(shard, chunk, data, values, found)
-
-
-def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
-    data = shard.file.read(chunk.offset, chunk.length)
-    if len(data) != chunk.length:
-        raise ValueError("the file ends before it")
-    return data
-
-
-def _check_values(
-    shard: _Shard, chunk: _Chunk, data: bytes, values: Array, found: CheckedChunks
-) -> None:
-    """Check values with a matching checksum."""
-    stored, native = shard.stored, shard.native
-    # Differences are always of the native type.
-    widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
-    if widened and not _is_native(values, native):
-        message = f"has values that are not {native.name}, the declared native_dtype"
-        found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
-    elif stored.name == STEP.name:
-        first = shard.block * stored.shard[0] + chunk.number * stored.chunk[0]
-        if first < stored.shape[0]:
-            rows = stored.shape[0] - first
-            found.steps[first] = values.view(np.int64)[:rows].copy()
-    elif shard.block == 0:
-        row = _row0(stored, shard.part, chunk.number, data)
-        found.row0 += () if row is None else _row0_notes(stored.name, row)
 
 
 def _is_native(values: Array, native: NativeType) -> bool:
@@ -344,15 +303,3 @@ def _row0_notes(name: str, row: Array) -> Iterator[str]:
         yield f"{name} holds numbers in row 0, before any step; NaN is the convention"
     elif kind == "zero" and holds_any:
         yield f"{name} is not 0 in row 0, before any step, as is the convention"
-
-
-def _check_digest(shard: _Shard, found: CheckedChunks) -> None:
-    """Compare the digest of all chunks with the label, if no chunk is missing."""
-    if shard.label is None or len(shard.pieces) < math.prod(shard.stored.form.grid):
-        return
-    digest = digest_of(shard.pieces[chunk] for chunk in sorted(shard.pieces))
-    found.digests[shard.place] = digest
-    if digest != shard.label.digest:
-        end = shard.file.size
-        message = "its label was written for other chunks"
-        found.problems.append(shard.problem(message, 0, end))

@@ -12,8 +12,6 @@
     Optimizers of a fork's steps, from its provenance.
 ``object_keys``
     Names of the objects of a run, and of the files next to it.
-``shard``
-    Assembly of a shard: encoded inner chunks, label and index.
 ``stretches``
     Stretches of a run: the steps trained with one configuration.
 ``zarr_json``

@@ -30,6 +30,7 @@ __all__ = [
     "FINGERPRINT",
     "NOTES",
     "Fingerprint",
+    "ShardDigest",
     "block_digest",
     "coordinate_digests",
     "fingerprint_of",
@@ -38,6 +39,9 @@ __all__ = [
 CONTENT = "content_digest"
 FINGERPRINT = "fingerprint"
 """Attributes of the root."""
+
+ShardDigest = tuple[str, int, int, bytes]
+"""Array, part, rows and digest of a shard."""
 
 _SHARD = struct.Struct("<II32s")
 NOTES = "notes"
@@ -116,14 +120,8 @@ def fingerprint_of(attributes: Mapping[str, Any], content: bytes) -> str:
     return hashlib.sha256(_sha256_of(_fixed(attributes)) + content).hexdigest()
 
 
-def block_digest(shards: Iterable[tuple[str, int, int, bytes]]) -> bytes:
-    """Digest of a block.
-
-    Parameters
-    ----------
-    shards : iterable of (str, int, int, bytes)
-        Array, part, rows and digest of each shard.
-    """
+def block_digest(shards: Iterable[ShardDigest]) -> bytes:
+    """Digest of a block."""
     total = hashlib.sha256()
     for name, part, rows, digest in sorted(shards):
         total.update(name.encode() + b"\0" + _SHARD.pack(part, rows, digest))

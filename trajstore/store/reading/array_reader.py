@@ -8,8 +8,8 @@ themselves, and `open_run` reads values without zarr's event loop.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,16 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm, Fetch, Tail, with_consequence
+from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_label import digest_of
+from trajstore.codec.block_object import at_once
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.computed_rows import unit_of
+from trajstore.codec.open_block import OpenBlock
 from trajstore.codec.selected_parts import Pick, picks
+from trajstore.codec.shard import UnitChunks, encoded_chunks
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.shard import UnitChunks, chunk_windows, shard_digest
-from trajstore.store.storage.object_file import ObjectFile, opened
+from trajstore.store.storage.object_file import opened
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
@@ -36,6 +37,7 @@ from trajstore.values.native_types import NativeType, as_bits
 __all__ = ["StoredArray", "block_form", "skipped_steps", "stored_array"]
 
 Array = npt.NDArray[Any]
+Axes = Sequence[dict[int, Pick]]
 
 # Bytes, or number of shards, of a selection above which a pool of threads pays.
 _LARGE = 4 << 20
@@ -97,7 +99,7 @@ class StoredArray:
 
     def key(self, block: int, part: int) -> str:
         """Key of a shard in the run."""
-        return chunk_key(self.name, block, self.ndim, part)
+        return self.form.key(block, part)
 
     def bits(self, key: tuple[slice, ...]) -> Array:
         """Read the bits of a selection by slices, in the type of the chain.
@@ -136,20 +138,27 @@ class StoredArray:
         return as_bits(self.values((rows,)), native, self.name)
 
     @contextmanager
-    def opened(self, block: int, part: int) -> Iterator[ObjectFile]:
-        """Open the file of a shard.
+    def opened(self, block: int, part: int, axes: Axes = ()) -> Iterator[OpenBlock]:
+        """Open a shard, and read its label and index.
+
+        Parameters
+        ----------
+        block, part : int
+        axes : sequence of dict of int to Pick, optional
+            Selection that will be read; see `OpenBlock.opened`.
 
         Raises
         ------
         FormatError
-            If it is missing.
+            If it is missing or broken, or the shard of another place.
         RunNotFound
             If the whole run was removed.
         """
         path = self.path / self.key(block, part)
+        name = f"{self.name}, block {block} ({path})"
         try:
-            with opened(path) as file:
-                yield file
+            with opened(path) as source:
+                yield at_once(OpenBlock.opened(name, self.form, source, (block, part), axes))
         except FileNotFoundError:
             if isinstance(self.path, Path) and not self.path.exists():
                 raise RunNotFound(
@@ -159,21 +168,6 @@ class StoredArray:
                 f"{self.name}, block {block}: the shard {path} is missing; restore a sound run "
                 f"with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
-
-    def tail(self, file: ObjectFile, block: int, part: int) -> Tail:
-        """Read label and index of an open shard.
-
-        Raises
-        ------
-        FormatError
-            If they do not match their checksums, or the shard is that of another place.
-        """
-        data = file.end(self.form.tail_length)
-        try:
-            return self.form.read_tail(data, (block, part))
-        except ValueError as error:
-            message = f"{self.name}, block {block}: {with_consequence(error)}"
-            raise FormatError(message) from error
 
     def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
         """Digest of a shard reduced to its first `rows` rows, computed from these rows.
@@ -189,55 +183,38 @@ class StoredArray:
             key.append(slice(part * self.shard[1], (part + 1) * self.shard[1]))
         if self.chain.kind == "computed":
             return self._computed_digest(tuple(key))
-        return shard_digest(self.form, self.bits(tuple(key)))
+        chunks = encoded_chunks(self.form, self.bits(tuple(key)))
+        return digest_of(digest for _, digest in chunks)
 
     def _computed_digest(self, key: tuple[slice, ...]) -> bytes:
         """`digest_of_rows` for rows that are computed from other arrays."""
         unit = unit_of(self.chain.rule)
         others = {
-            name: self if name == self.name else self._other(self.form.sibling(name, chain))
-            for name, chain in unit.chains.items()
+            name: StoredArray(
+                path=self.path,
+                name=name,
+                shape=self.shape if name in unit.matrices else (self.shape[0], *form.shape[1:]),
+                form=form,
+            )
+            for name, form in self.form.siblings.items()
         }
         bits = {name: others[name].bits(key) for name in unit.matrices}
         rates = {name: others[name].values(key[:1]) for name in unit.rates}
         skips, first = skipped_steps(others, key[0].start), key[1].start
         chunks = [
-            UnitChunks(
-                unit,
-                {name: each[window] for name, each in bits.items()},
-                rates,
-                skips,
-                self.form.chunk,
-                first + window[1].start,
-            ).take(self.name)
-            for window in chunk_windows(self.form)
+            UnitChunks(unit, bits, rates, skips, window, first).take(self.name)
+            for window in self.form.windows()
         ]
         return digest_of(digest for _, digest in chunks)
 
-    def _other(self, form: BlockForm) -> StoredArray:
-        """Another array of the run, with as many rows."""
-        shape = self.shape if self._is_divided(form) else (*self.shape[:1], *form.shape[1:])
-        return StoredArray(path=self.path, name=form.array, shape=shape, form=form)
-
-    def _is_divided(self, form: BlockForm) -> bool:
-        """True if an array of the same unit has the same parts, unlike per-step numbers."""
-        return form.array in unit_of(self.chain.rule).matrices
-
-    def _ranges(self, key: tuple[slice, ...]) -> list[range]:
+    def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
-        return [
+        ranges = [
             range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
         ]
-
-    def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
-        ranges = self._ranges(key)
         out = np.empty([len(axis) for axis in ranges], dtype)
-        self._fill(ranges, out)
-        return out
-
-    def _fill(self, ranges: list[range], out: Array) -> None:
         if out.size == 0:
-            return
+            return out
         blocks = picks(ranges[0], self.shard[0])
         parts = picks(ranges[1], self.shard[1]) if self.ndim > 1 else {0: None}
         jobs = [
@@ -252,6 +229,7 @@ class StoredArray:
         else:
             for _ in in_parallel(jobs, self.threads):
                 pass
+        return out
 
     def _read_shard(
         self,
@@ -265,27 +243,8 @@ class StoredArray:
         # Slices with a step of 1: all positions between the first and the last are selected.
         along = [range(pick.window.start, pick.window.stop) for pick in within] + rest
         axes = [picks(axis, length) for axis, length in zip(along, self.chunk, strict=True)]
-        place = tuple(pick.place for pick in within)
-        with self.opened(block, part) as file:
-            tail = self.tail(file, block, part)
-            try:
-                with ExitStack() as opened:
-                    siblings = partial(self._sibling, opened, block, part)
-                    self.form.read(tail, axes, file.read, out[place], siblings=siblings)
-            except FormatError:  # of another array
-                raise
-            except ValueError as error:
-                message = f"{self.name}, block {block}, {with_consequence(error)}"
-                raise FormatError(message) from error
-
-    def _sibling(
-        self, opened: ExitStack, block: int, part: int, form: BlockForm
-    ) -> tuple[Tail, Fetch]:
-        """Open the same block of another array, from which rows are computed."""
-        other = self._other(form)
-        number = part if self._is_divided(form) else 0
-        file = opened.enter_context(other.opened(block, number))
-        return other.tail(file, block, number), file.read
+        with self.opened(block, part, axes) as shard:
+            shard.read(axes, out[tuple(pick.place for pick in within)])
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.codec.block_form import with_consequence
+from trajstore.codec.block_object import at_once
 from trajstore.codec.codec_chain import DIFFERENCES
-from trajstore.errors import FormatError
+from trajstore.codec.open_block import named
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group
@@ -67,23 +67,19 @@ def stored_forms(path: RunPath) -> dict[str, dict[str, int]]:
 
 def _count_shard(stored: StoredArray, block: int, part: int) -> Counter[str]:
     counted: Counter[str] = Counter()
-    with stored.opened(block, part) as file:
-        tail = stored.tail(file, block, part)
-        rows = min(tail.label.rows, stored.shape[0] - block * stored.shard[0])
-        for number, (offset, length) in enumerate(tail.index.tolist()):
+    with stored.opened(block, part) as shard, named(shard.name):
+        rows = min(shard.tail.label.rows, stored.shape[0] - block * stored.shard[0])
+        at_once(shard.object.prefetch([(at, at + n) for at, n in shard.tail.index.tolist()]))
+        for number in range(len(shard.tail.index)):
             start = part * stored.shard[1] + number * stored.chunk[1]
             tokens = min(stored.chunk[1], stored.shape[1] - start)
             counted["chunks"] += 1
-            data = file.read(offset, length)
+            data = shard.chunk(number)
             if data[:1] == DIFFERENCES:
                 counted["differences"] += 1
             elif stored.chain.kind == "computed" and tokens > 0:
                 window = tuple(slice(0, n) for n in (rows, tokens, *stored.chunk[2:]))
-                try:
-                    _, bits = stored.form.decoder.stored_form(data, window)
-                except ValueError as error:
-                    message = f"{stored.name}, block {block}: {with_consequence(error)}"
-                    raise FormatError(message) from error
+                _, bits = stored.form.decoder.stored_form(data, window)
                 counted["elements"] += bits[1:].size
                 counted["corrected"] += int(np.count_nonzero(bits[1:]))
     return counted

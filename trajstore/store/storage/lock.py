@@ -227,8 +227,8 @@ def _is_being_checked(descriptor: int) -> bool:
 
 
 def _warn_once(run: Path, error: OSError) -> None:
-    """Warn once that the file system has no locks."""
-    if not _warned:
+    """Warn once for each folder that the file system has no locks."""
+    if run.parent not in _warned:
         _warned.add(run.parent)
         warnings.warn(
             f"the file system of {run.parent} has no file locks ({error.strerror}); only the host "

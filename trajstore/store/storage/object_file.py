@@ -4,148 +4,102 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
+from trajstore.codec.block_object import BlockObject, LocalObject
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes
 
-__all__ = ["HeldObject", "ObjectFile", "document_in", "held", "opened", "size_of"]
-
-_WINDOW = 4 << 20  # bytes of one request, for sequential reads
+__all__ = ["OpenObject", "document_in", "opened", "size_of"]
 
 
-class ObjectFile(Protocol):
-    """An open object. If it is replaced meanwhile, reads may return the old or the new bytes."""
-
-    def end(self, length: int) -> bytes:
-        """Read the last bytes."""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Read bytes from an offset; fewer at the end of the object."""
-
-
-class _LocalFile:
-    """A local file. Writers never change a file; they replace it."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.size = size
-        self._descriptor = descriptor
-
-    def end(self, length: int) -> bytes:
-        return self.read(max(self.size - length, 0), min(length, self.size))
-
-    def read(self, offset: int, length: int) -> bytes:
-        return os.pread(self._descriptor, length, offset)
-
-
-@contextmanager
-def _local_file(path: Path) -> Iterator[_LocalFile]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe could block
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        yield _LocalFile(descriptor, found.st_size)
-    finally:
-        # Nothing was written, so an error of close does not affect the bytes that were read.
-        with suppress(OSError):
-            os.close(descriptor)
-
-
-class _RemoteFile:
-    """A remote object. Readers of more than its end need most of it, so one request reads all."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path = path
-        self._data: bytes | None = None
-
-    def end(self, length: int) -> bytes:
-        return self._path.read_end(length)
-
-    def read(self, offset: int, length: int) -> bytes:
-        if self._data is None:
-            self._data = self._path.read_bytes()
-        return self._data[offset : offset + length]
-
-
-@contextmanager
-def opened(path: Location) -> Iterator[ObjectFile]:
-    """Open an object within a ``with`` block.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the object does not exist. For a remote object, the first read raises it.
-    OSError
-        If it is not a regular file.
-    """
-    if isinstance(path, RemotePath):
-        yield _RemoteFile(path)
-        return
-    with _local_file(path) as file:
-        yield file
-
-
-class HeldObject(Protocol):
-    """An object with the content it had when it was opened, even if it is replaced.
+class OpenObject(BlockObject, Protocol):
+    """An open object.
 
     Attributes
     ----------
     size : int
-        Size in bytes.
+        Size in bytes. Of a remote object, it is known after `end`.
     """
 
     size: int
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Read bytes from an offset; fewer at the end of the object."""
 
+class _RemoteObject(OpenObject):
+    """A remote object for one thread, with the content it had when its end was read.
 
-class _HeldRemote:
-    """A remote object for one thread. It keeps the last part that was read."""
+    It keeps the last part that was read.
 
-    def __init__(self, path: RemotePath) -> None:
+    Parameters
+    ----------
+    path : RemotePath
+    window : int
+        Smallest number of bytes of a request.
+    """
+
+    def __init__(self, path: RemotePath, window: int) -> None:
+        self.size = 0
         self._path = path
-        self._piece, facts = path.end_and_facts(_WINDOW)
-        self.size: int = facts["size"]
-        self._tag = facts["e_tag"]
+        self._window = window
+        self._tag: str | None = None
+        self._first, self._piece = 0, b""
+
+    def end(self, length: int) -> bytes:
+        """Last bytes; all bytes of a shorter object."""
+        self._piece, facts = self._path.end_and_facts(max(length, self._window))
+        self.size, self._tag = facts["size"], facts["e_tag"]
         self._first = self.size - len(self._piece)
+        return self._piece[-length:]
 
     def read(self, offset: int, length: int) -> bytes:
+        """Bytes from an offset; fewer at the end of the object."""
         stop = min(offset + length, self.size)
+        if stop <= offset:
+            return b""
         if not self._first <= offset <= stop <= self._first + len(self._piece):
-            if stop <= offset:
-                return b""
-            last = min(max(stop, offset + _WINDOW), self.size)
-            self._piece = self._path.read_range(offset, last, self._tag)
-            self._first = offset
+            self._load(offset, min(max(stop, offset + self._window), self.size))
         return self._piece[offset - self._first : stop - self._first]
 
+    async def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Read all bytes from the first range to the last, by one request."""
+        stop = min(max(stop for _, stop in ranges), self.size)
+        start = min(start for start, _ in ranges)
+        if start < stop:
+            self._load(start, stop)
 
-@contextmanager
-def held(path: Location) -> Iterator[HeldObject]:
+    async def sibling(self, key: str, end: int) -> _RemoteObject:
+        """Open another object of the run."""
+        return _RemoteObject(self._path.parent.parent / key, self._window)
+
+    def _load(self, start: int, stop: int) -> None:
+        self._piece = self._path.read_range(start, stop, self._tag)
+        self._first = start
+
+
+def opened(path: Location, window: int = 0) -> AbstractContextManager[OpenObject]:
     """Open an object within a ``with`` block, for consistent reads of its parts.
 
-    A few MiB of a remote object are kept in memory.
+    Parameters
+    ----------
+    path : Path or RemotePath
+    window : int
+        Smallest number of bytes of a request to an object store. They are kept in memory.
 
     Raises
     ------
     FileNotFoundError
-        If the object does not exist.
+        If the object does not exist. For a remote object, `end` raises it.
     OSError
         If it is not a regular file, such as a pipe.
     ObjectReplaced
         During a read, if the remote object was replaced.
     """
     if isinstance(path, RemotePath):
-        yield _HeldRemote(path)
-        return
-    with _local_file(path) as file:
-        yield file
+        return nullcontext(_RemoteObject(path, window))
+    return LocalObject(path)
 
 
 def document_in(path: Location) -> bytes:

@@ -1,9 +1,9 @@
-"""Encoding and writing of blocks in background threads.
+"""Encoding of blocks in background threads, and writing of their shards.
 
-A pool of threads encodes a block chunk by chunk. Another thread writes the shards in order and
-commits them, while the pool encodes the next block, if it is full. NumPy's loops, Blosc and the
-file system release the interpreter's lock, so the training continues meanwhile. The memory is
-bounded: a few encoded chunks, and the buffered blocks.
+A pool of threads encodes a block chunk by chunk. `BlockWriter.write` writes the shards in order,
+while the pool encodes the next block, if it is full. NumPy's loops, Blosc and the file system
+release the interpreter's lock, so the training continues meanwhile. The memory is bounded: a few
+encoded chunks, and the buffered blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.computed_rows import unit_of
-from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, ArrayLayout, Layout
-from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.shard import Chunk, Shard, UnitChunks, chunk_windows, encode_chunk
+from trajstore.codec.shard import Chunk, UnitChunks, encode_chunk, shard_parts
+from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.storage.atomic import put_all
-from trajstore.store.storage.remote_lock import taken_over
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
-from trajstore.store.writing.shared_run import ShardDigest, Written
-from trajstore.threads import submit
+from trajstore.store.writing.commit import Written
+from trajstore.threads import in_parallel, submit
 from trajstore.values.native_types import widen
 
 __all__ = ["BlockWriter"]
@@ -36,7 +36,6 @@ _UPLOADS = 4  # simultaneous uploads to an object store, each with a whole shard
 
 Block = Mapping[str, npt.NDArray[Any]]
 Task = Callable[[], Chunk]
-Commit = Callable[[Any, Written | None], None]
 Place = TypeVar("Place", Path, RemotePath)
 
 
@@ -48,215 +47,154 @@ class BlockWriter:
     path : Path or RemotePath
     layout : Layout
         Layout, with the number of encoding threads.
-    commit : callable
-        Makes everything written so far visible. Called in the writing thread with the `change` of
-        `submit`, and with the rows and shards of the block, or None without a block.
     fsync : bool
-        Flush every shard to disk before it is committed.
-    on_failure : callable, optional
-        Called in the writing thread with the error if a block could not be written.
+        Flush every shard to disk.
+    lock : RunLock or RemoteLock, optional
+        Lock of the run. Before it uploads a block, the writer checks that it still has it.
 
     Attributes
     ----------
     skips : int
-        Number of skipped steps before the last submitted block.
+        Number of skipped steps before the last block.
     bytes_written : int
         Bytes of all shards so far. Replaced shards of a growing block are not counted.
-    failure : BaseException or None
-        The error that stopped the writer. Nothing is written or committed after it.
     """
 
     def __init__(
         self,
         path: Location,
         layout: Layout,
-        commit: Commit,
         *,
         fsync: bool = True,
-        on_failure: Callable[[BaseException], None] | None = None,
+        lock: RunLock | RemoteLock | None = None,
     ) -> None:
         self.skips = 0
         self.bytes_written = 0
-        self.failure: BaseException | None = None
         self._path = path
         self._layout = layout
         self._forms = layout.forms
-        self._commit = commit
-        self._on_failure = on_failure
         self._fsync = fsync
+        self._lock = lock
         self._blocks: deque[Iterator[Task]] = deque()  # blocks to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
-        self._last: Future[None] | None = None
-        self._number, self._block_bytes = -1, 0  # of the last written block
-        self._submitted, self._skips_inside = -1, 0  # of the last submitted block
+        self._written, self._block_bytes = -1, 0  # number of the last written block
+        self._last, self._skips_inside = -1, 0  # number of the last block to encode
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
-        self._writer = ThreadPoolExecutor(1, "trajstore-writer")
-        self._uploads: ThreadPoolExecutor | None = None
-        self._tags: dict[RemotePath, str] = {}  # tags of replaceable objects
-        if isinstance(path, RemotePath):
-            self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
-            self._tags = path.tags()
+        # Tags of replaceable objects.
+        self._tags = path.tags() if isinstance(path, RemotePath) else {}
 
-    @property
-    def idle(self) -> bool:
-        """True if everything submitted is done."""
-        return self._last is None or self._last.done()
-
-    def submit(self, number: int, block: Block | None, change: Any) -> Future[None]:
-        """Write a block and commit, in the background.
+    def encode(self, number: int, block: Block) -> None:
+        """Add a block to those that are encoded in the background.
 
         Parameters
         ----------
         number : int
             Number of the block. A block that has grown replaces its earlier version.
-        block : mapping of str to ndarray or None
+        block : mapping of str to ndarray
             Native bits of every array, with all rows of the block or the first ones. They must not
-            change until the future is done. With None, there is only a commit.
-        change : Any
-            Argument of `commit`.
-
-        Returns
-        -------
-        Future
-            Its exception is `failure`.
+            change until the block is written.
         """
-        if block is not None:
-            if number != self._submitted:
-                self.skips += self._skips_inside
-            self._submitted, self._skips_inside = number, self._skips_of(block)
-            self._blocks.append(self._tasks(block, self.skips))
-        rows = None if block is None else len(next(iter(block.values())))
-        self._last = submit(self._writer, self._run, self._last, number, rows, change)
-        return self._last
+        if number != self._last:
+            self.skips += self._skips_inside
+        self._last, self._skips_inside = number, self._skips_of(block)
+        self._blocks.append(self._tasks(block, self.skips))
 
-    def close(self) -> None:
-        """Wait for everything submitted, and end the threads."""
-        self._writer.shutdown()
-        self._encoders.shutdown()
-        if self._uploads is not None:
-            self._uploads.shutdown()
-        self._forget()
+    def write(self, number: int, rows: int) -> Written:
+        """Write the shards of the next block of `encode`, as soon as its chunks are encoded.
 
-    def _run(self, before: Future[None] | None, number: int, rows: int | None, change: Any) -> None:
-        if before is not None:
-            # It is already done, except while the interpreter exits: then this is the caller's
-            # thread, and the writing thread may still be writing the previous block.
-            wait([before])
-        if self.failure is not None:
-            raise self.failure
-        try:
-            written = None if rows is None else self._written(number, rows)
-            self._commit(change, written)
-        except BaseException as error:
-            self.failure = error
-            self._forget()
-            raise
+        Parameters
+        ----------
+        number, rows : int
+            Number of the block, and of its rows.
+        """
+        digests: dict[tuple[str, int, int], bytes] = {}
+        if isinstance(self._path, Path):
+            size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
+        else:
+            size = self._upload_all(self._shards(self._path, number, rows, digests))
+        self.bytes_written += size - (self._block_bytes if number == self._written else 0)
+        self._written, self._block_bytes = number, size
+        return rows, [(*shard, digest) for shard, digest in digests.items()]
 
-    def _written(self, number: int, rows: int) -> Written:
-        try:
-            return rows, self._write(number, rows)
-        except BaseException as error:
-            if self._on_failure is not None:
-                self._on_failure(error)
-            raise
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Discard blocks and chunks that will not be written."""
         self._blocks.clear()
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
 
-    def _write(self, number: int, rows: int) -> list[ShardDigest]:
-        """Write the shards of a block."""
-        digests: list[ShardDigest] = []
-        if isinstance(self._path, Path):
-            size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
-        else:
-            size = self._upload_all(self._shards(self._path, number, rows, digests))
-        self.bytes_written += size - (self._block_bytes if number == self._number else 0)
-        self._number, self._block_bytes = number, size
-        return digests
+    def close(self) -> None:
+        """End the threads."""
+        self._encoders.shutdown()
+        self.forget()
 
     def _shards(
-        self, run: Place, number: int, rows: int, digests: list[ShardDigest]
-    ) -> Iterator[tuple[Place, Shard]]:
-        """Yield the shards of a block in order. The digest of each is added after its use."""
+        self, run: Place, number: int, rows: int, digests: dict[tuple[str, int, int], bytes]
+    ) -> Iterator[tuple[Place, Iterator[bytes]]]:
+        """Yield the parts of the shards of a block, in order. They add the digest of each."""
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
+                add = partial(digests.__setitem__, (name, part, rows))
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
-                shard = Shard(form, chunks, block=number, part=part, rows=rows)
-                yield run / chunk_key(name, number, len(array.shard), part), shard
-                digests.append((name, part, rows, shard.digest))
+                yield (
+                    run / form.key(number, part),
+                    shard_parts(form, chunks, block=number, part=part, rows=rows, on_digest=add),
+                )
 
-    def _upload_all(self, shards: Iterator[tuple[RemotePath, Shard]]) -> int:
-        assert self._uploads is not None
-        size = 0
-        uploads: deque[Future[int]] = deque()
-        for path, shard in shards:
-            uploads.append(submit(self._uploads, self._upload, path, b"".join(shard)))
-            if len(uploads) > _UPLOADS:
-                size += uploads.popleft().result()
-        return size + sum(upload.result() for upload in uploads)
+    def _upload_all(self, shards: Iterator[tuple[RemotePath, Iterator[bytes]]]) -> int:
+        if not self._has_lock():
+            raise taken_over(self._path)
+        jobs = (partial(self._upload, path, b"".join(parts)) for path, parts in shards)
+        return sum(in_parallel(jobs, _UPLOADS))
 
     def _upload(self, path: RemotePath, data: bytes) -> int:
-        """Upload a shard. It may replace only an object of this writer or of the previous one."""
+        """Upload a shard. It may replace only an object of this writer or of a previous one."""
         tag = self._tags.get(path)
         try:
             self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
         except FileExistsError as error:
-            raise taken_over(self._path) from error
+            found = path.stat()
+            if found is None or not self._has_lock():
+                raise taken_over(self._path) from error
+            # A previous writer was suspended during its upload, until this one had its lock.
+            self._tags[path] = path.write_bytes(data, instead_of=str(found["e_tag"]))
         return len(data)
+
+    def _has_lock(self) -> bool:
+        return self._lock is None or self._lock.is_held()
 
     def _encoded(self) -> Chunk:
         """Next chunk. Some later ones, including those of the next block, are encoded meanwhile."""
-        while len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
-            task = self._next_task()
+        while self._blocks and len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
+            task = next(self._blocks[0], None)
             if task is None:
-                break
-            self._ahead.append(submit(self._encoders, task))
+                self._blocks.popleft()
+            else:
+                self._ahead.append(submit(self._encoders, task))
         return self._ahead.popleft().result()
-
-    def _next_task(self) -> Task | None:
-        while self._blocks:
-            for task in self._blocks[0]:
-                return task
-            self._blocks.popleft()
-        return None
 
     def _skips_of(self, block: Block) -> int:
         """Number of steps of a block that the gradient scaler skipped."""
-        if "skipped" not in self._layout.arrays:
-            return 0
-        values = widen(block["skipped"], self._layout.arrays["skipped"].native)
-        return int(np.count_nonzero(values == 1))
+        return int("skipped" in block and np.count_nonzero(self._values(block, "skipped") == 1))
+
+    def _values(self, block: Block, name: str) -> npt.NDArray[Any]:
+        return widen(block[name], self._layout.arrays[name].native)
 
     def _tasks(self, block: Block, skips: int) -> Iterator[Task]:
         units: dict[tuple[str, int, int], UnitChunks] = {}
         for name, array in self._layout.arrays.items():
             for part in range(array.parts):
                 bits = block[name][array.window(part)]
-                for number, window in enumerate(chunk_windows(self._forms[name])):
+                for number, window in enumerate(self._forms[name].windows()):
                     if array.chain.kind != "computed":
                         yield partial(encode_chunk, array.chain, bits[window], array.chunk)
                         continue
                     key = (array.chain.rule, part, number)
                     if key not in units:
-                        units[key] = self._unit_chunks(array, block, skips, part, window)
+                        unit = unit_of(array.chain.rule)
+                        whole = {name: block[name][array.window(part)] for name in unit.matrices}
+                        rates = {name: self._values(block, name) for name in unit.rates}
+                        first = part * array.shard[1]
+                        units[key] = UnitChunks(unit, whole, rates, skips, window, first)
                     yield partial(units[key].take, name)
-
-    def _unit_chunks(
-        self,
-        array: ArrayLayout,
-        block: Block,
-        skips: int,
-        part: int,
-        window: tuple[slice, ...],
-    ) -> UnitChunks:
-        unit = unit_of(array.chain.rule)
-        bits = {name: block[name][array.window(part)][window] for name in unit.matrices}
-        natives = {name: self._layout.arrays[name].native for name in unit.rates}
-        rates = {name: widen(block[name], native) for name, native in natives.items()}
-        first = part * array.shard[1] + window[1].start
-        return UnitChunks(unit, bits, rates, skips, array.chunk, first)

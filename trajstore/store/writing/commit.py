@@ -6,10 +6,10 @@ of the arrays, and a cut replaces it before them. Readers see a row only if ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from trajstore.store.metadata.fingerprint import Fingerprint
+from trajstore.store.metadata.fingerprint import Fingerprint, ShardDigest, block_digest
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
 from trajstore.store.storage.atomic import put, put_all
@@ -17,7 +17,10 @@ from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.threads import in_parallel
 
-__all__ = ["Committer"]
+__all__ = ["Committer", "Written"]
+
+Written = tuple[int, Sequence[ShardDigest]]
+"""Rows of a block, and its written shards."""
 
 
 class Committer:
@@ -53,26 +56,18 @@ class Committer:
         self._fsync = fsync
         self._root_tag = _tag_of(path / DOCUMENT)
 
-    @property
-    def notes(self) -> list[dict[str, Any]]:
-        """Notes about the run, which each commit writes."""
-        return self._metadata.notes
-
-    @notes.setter
-    def notes(self, notes: list[dict[str, Any]]) -> None:
-        self._metadata.notes = notes
-
-    def commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None = None) -> None:
+    def commit(self, change: tuple[int, Status], written: Written | None = None) -> None:
         """Make rows visible to readers, and set the status. All their shards must be written.
 
         Parameters
         ----------
         change : (int, str)
             Total number of rows, and status.
-        block : (int, bytes), optional
-            Rows and digest of the last block, if it is new.
+        written : Written, optional
+            The last block, if it is new.
         """
         rows, status = change
+        block = None if written is None else (written[0], block_digest(written[1]))
         if rows > self.rows:
             self._put_arrays(rows)
         self._put_root(rows, status, block)

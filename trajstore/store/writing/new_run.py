@@ -1,13 +1,17 @@
-"""Content of a new run before its first row: documents and checked coordinates."""
+"""Content of a new run before its first row: layout, documents and checked coordinates."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
@@ -25,10 +29,15 @@ from trajstore.store.metadata.array_document import (
     recorded_attributes,
     stored_values,
 )
-from trajstore.store.metadata.block_plan import Layout
+from trajstore.store.metadata.block_plan import plan
 from trajstore.store.metadata.document_form import attribute_faults
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.storage.remote_path import Location
+from trajstore.store.writing.replay_encoding import check_encoding, replay_rule, vector_rule
+from trajstore.store.writing.resumed_run import ResumedRun
+from trajstore.store.writing.shared_run import plan_shared
+from trajstore.store.writing.token_share import TokenShare
 from trajstore.strict_json import utc_now
 from trajstore.version import __version__
 
@@ -134,33 +143,64 @@ def check_variables(names: Collection[str]) -> None:
 
 
 def new_run(
-    layout: Layout,
+    path: Location,
     coordinates: Mapping[str, npt.ArrayLike],
+    variables: Mapping[str, str],
     *,
     config: Mapping[str, Any] | None,
     attributes: Mapping[str, Any] | None,
     encoding: str,
-) -> tuple[RunMetadata, dict[str, bytes]]:
+    share: TokenShare | None,
+    on_note: Callable[[str], None] | None,
+    **sizes: Any,
+) -> tuple[ResumedRun, dict[str, bytes]]:
     """Content of a run before its first row.
 
     Parameters
     ----------
-    layout : Layout
+    path : Path or RemotePath
     coordinates : mapping of str to array_like
         Results of `token_coordinates` and `parameter_coordinate`.
+    variables : mapping of str to str
+        Native type of each variable.
     config : mapping or None
         Configuration of the run, JSON values only.
     attributes : mapping or None
         Other attributes of the root.
     encoding : str
         One of `ENCODINGS`.
+    share : TokenShare or None
+        Tokens of this process, if several write the run.
+    on_note : callable or None
+        See `replay_rule`.
+    **sizes
+        Other arguments of `trajstore.store.metadata.block_plan.plan`.
 
     Returns
     -------
-    RunMetadata
+    ResumedRun
     dict of str to bytes
         The chunks of the coordinates, by key.
+
+    Raises
+    ------
+    InvalidArgument
+        If an argument is impossible.
     """
+    check_variables(variables)
+    check_encoding(encoding, shared=share is not None)
+    if encoding == "replay":
+        sizes["rule"] = replay_rule(attributes, variables, on_note)
+        sizes["vectors"] = vector_rule(attributes, variables, on_note)
+    planned = plan if share is None else partial(plan_shared, share)
+    layout = planned(
+        variables,
+        tokens=np.size(coordinates["token"]),
+        parameters=np.size(coordinates.get("parameter", "")),
+        encoding=encoding,
+        **sizes,
+    )
+    layout = replace(layout, runs=((0, new_identity()),))
     fixed = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
@@ -186,7 +226,18 @@ def new_run(
         )
         found[name] = document_of(facts)
     own, chunks = coordinate_objects(coordinates)
-    return RunMetadata(found | own, fixed), chunks
+    metadata = RunMetadata(found | own, fixed)
+    digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
+    run = ResumedRun(
+        path=path,
+        rows=0,
+        layout=layout,
+        metadata=metadata,
+        arrays={},
+        fingerprint=metadata.fingerprint(digests, layout.block_rows),
+        share=share,
+    )
+    return run, chunks
 
 
 def coordinate_objects(

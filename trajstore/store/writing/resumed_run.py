@@ -45,7 +45,9 @@ __all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRun:
-    """The first rows of a run, to which a writer adds more. Created by `resumed_run`.
+    """The first rows of a run, to which a writer adds more. A new run has none.
+
+    Created by `resumed_run` or `trajstore.store.writing.new_run.new_run`.
 
     Attributes
     ----------
@@ -70,6 +72,11 @@ class ResumedRun:
     arrays: dict[str, StoredArray]
     fingerprint: Fingerprint
     share: TokenShare | None = None
+
+    @property
+    def own_layout(self) -> Layout:
+        """Part of the layout that this process holds."""
+        return self.layout if self.share is None else self.share.of_layout(self.layout)
 
     def last_step(self) -> int:
         """Step of the last kept row; −1 without rows.
@@ -319,8 +326,8 @@ def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> byt
     shards = []
     for stored in arrays:
         for part in range(stored.parts):
-            with stored.opened(number, part) as file:
-                label = stored.tail(file, number, part).label
+            with stored.opened(number, part) as shard:
+                label = shard.tail.label
             whole = label.rows == rows
             digest = label.digest if whole else stored.digest_of_rows(number, part, rows)
             shards.append((stored.name, part, rows, digest))

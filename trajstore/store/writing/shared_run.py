@@ -18,11 +18,11 @@ from typing import Any
 from trajstore.byte_sizes import DEFAULT_MEMORY
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
-from trajstore.store.metadata.fingerprint import block_digest
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.store.writing.commit import Committer
+from trajstore.store.writing.commit import Committer, Written
+from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.token_share import (
     TokenShare,
     has_tokens,
@@ -31,13 +31,7 @@ from trajstore.store.writing.token_share import (
     sentence,
 )
 
-__all__ = ["ShardDigest", "SharedCommits", "Written", "announce_run", "joined_run", "plan_shared"]
-
-ShardDigest = tuple[str, int, int, bytes]
-"""Array, part, rows and digest of a shard."""
-
-Written = tuple[int, Sequence[ShardDigest]]
-"""Rows of a block, and its written shards."""
+__all__ = ["SharedCommits", "announce_run", "joined_run", "plan_shared"]
 
 
 def plan_shared(
@@ -133,7 +127,7 @@ def _nearest(lengths: Sequence[int], wanted: int) -> int:
     return min(lengths, key=lambda length: abs(math.log(length / wanted)))
 
 
-def announce_run(share: TokenShare, layout: Layout) -> None:
+def announce_run(share: TokenShare, run: ResumedRun) -> None:
     """In the first process, after it created the run: wait until the others have joined.
 
     Raises
@@ -141,14 +135,14 @@ def announce_run(share: TokenShare, layout: Layout) -> None:
     RecordingError
         If one of them cannot join.
     """
-    share.exchange(layout)
+    share.exchange(replace(run, share=None))
     with in_all_processes(share):
         pass
 
 
 @contextlib.contextmanager
-def joined_run(path: RunPath, share: TokenShare) -> Iterator[tuple[Location, Layout]]:
-    """In another process: join the run of the first one, and yield this one's part of the layout.
+def joined_run(path: RunPath, share: TokenShare) -> Iterator[ResumedRun]:
+    """In another process: join the run of the first one.
 
     If the ``with`` block fails, it fails in all processes.
 
@@ -161,11 +155,11 @@ def joined_run(path: RunPath, share: TokenShare) -> Iterator[tuple[Location, Lay
     """
     with in_all_processes(share):
         pass
-    layout: Layout = share.exchange(None)[0]
+    run: ResumedRun = share.exchange(None)[0]
     with in_all_processes(share):
         place = location(path).absolute()
-        _check_seen(place, layout)
-        yield place, share.of_layout(layout)
+        _check_seen(place, run.layout)
+        yield replace(run, path=place, share=share)
 
 
 def _check_seen(path: Location, layout: Layout) -> None:
@@ -222,8 +216,8 @@ class SharedCommits:
         ----------
         change : (int, str)
             Total number of rows, and status.
-        written : (int, sequence of ShardDigest) or None
-            Rows of the last block and its shards from this process, if the block is new.
+        written : Written or None
+            The last block, with the shards of this process, if it is new.
 
         Raises
         ------
@@ -233,21 +227,9 @@ class SharedCommits:
         reports = self._share.exchange(_Report(change=change, written=written))
         raise_failure([one.failure for one in reports])
         _check_alike(reports)
-        failure: BaseException | None = None
-        if self._committer is not None:
-            try:
+        with in_all_processes(self._share):
+            if self._committer is not None:
                 self._committer.commit(change, _whole_block(reports))
-            except BaseException as error:
-                failure = error
-        try:
-            outcomes = self._share.exchange(None if failure is None else sentence(failure))
-        except RecordingError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:
-            raise failure
-        raise_failure(outcomes)
         self.rows = change[0]
 
     def fail(self, error: BaseException) -> None:
@@ -269,9 +251,9 @@ def _check_alike(reports: Sequence[_Report]) -> None:
         )
 
 
-def _whole_block(reports: Sequence[_Report]) -> tuple[int, bytes] | None:
-    """Rows and digest of the block that all processes wrote; None if there is none."""
+def _whole_block(reports: Sequence[_Report]) -> Written | None:
+    """The block that all processes wrote; None if there is none."""
     written = [one.written for one in reports if one.written is not None]
     if not written:
         return None
-    return written[0][0], block_digest(shard for _, shards in written for shard in shards)
+    return written[0][0], [shard for _, shards in written for shard in shards]

@@ -10,11 +10,8 @@ the row it is cut to. The writer overwrites it, and removes the rest at the end.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,28 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
-from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
 from trajstore.schema import STEP, Encoding
-from trajstore.store.metadata.block_plan import BLOCKS, Layout, plan
+from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
-from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.block_commits import BlockCommits
-from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
-from trajstore.store.writing.new_run import (
-    check_variables,
-    new_run,
-    parameter_coordinate,
-    token_coordinates,
-)
-from trajstore.store.writing.replay_encoding import check_encoding, replay_rule, vector_rule
-from trajstore.store.writing.resumed_run import check_run, remove_past_end, resumed_run
-from trajstore.store.writing.shared_run import announce_run, joined_run, plan_shared
+from trajstore.store.writing.new_run import new_run, parameter_coordinate, token_coordinates
+from trajstore.store.writing.resumed_run import ResumedRun, check_run, resumed_run
+from trajstore.store.writing.shared_run import announce_run, joined_run
 from trajstore.store.writing.token_share import TokenShare, in_all_processes
 from trajstore.values.native_types import as_bits
 
@@ -61,16 +50,6 @@ class RunWriter:
     ----------
     path : Path or RemotePath
     layout : Layout
-    rows : int
-        Rows appended so far.
-    committed_rows : int
-        Rows that readers see.
-    bytes_recorded : int
-        Bytes appended, in native types.
-    bytes_written : int
-        Bytes of the shards on disk.
-    seconds_waited : float
-        Time that `append` waited for the disk because all buffers were full.
 
     Examples
     --------
@@ -88,30 +67,33 @@ class RunWriter:
 
     def __init__(
         self,
-        path: Location,
-        layout: Layout,
-        blocks: BlockCommits,
+        run: ResumedRun,
         lock: RunLock | RemoteLock | None,
         *,
-        is_new: bool,
+        commit_every: float | None,
+        fsync: bool,
     ) -> None:
-        self.path = path
-        self.layout = layout
-        self.bytes_recorded = 0
-        self._blocks = blocks
+        self.path = run.path
+        self._metadata = run.metadata
+        self._blocks = BlockCommits(run, lock, commit_every=commit_every, fsync=fsync)
+        self.layout = self._blocks.layout
         self._lock = lock
-        self._last_step = -1
+        self._last_step = run.last_step()
         self._given = 0  # rows whose places the caller has
-        self._is_new = is_new
+        self._is_new = not run.arrays
+        self._remove_empty = False  # if it has no rows when it is closed
         self._status: Status = "recording"
-        self._row_bytes = sum(
-            array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
-        )
 
     @property
     def rows(self) -> int:
         """Rows appended so far."""
         return self._blocks.rows
+
+    @property
+    def bytes_recorded(self) -> int:
+        """Bytes appended, in native types."""
+        arrays = self.layout.arrays.items()
+        return self.rows * sum(array.row_bytes for name, array in arrays if name != STEP.name)
 
     @property
     def committed_rows(self) -> int:
@@ -121,11 +103,11 @@ class RunWriter:
     @property
     def notes(self) -> list[dict[str, Any]]:
         """JSON objects that each commit writes to the attribute ``notes`` of the root."""
-        return self._blocks.notes
+        return self._metadata.notes
 
     @notes.setter
     def notes(self, notes: list[dict[str, Any]]) -> None:
-        self._blocks.notes = notes
+        self._metadata.notes = notes
 
     @property
     def bytes_written(self) -> int:
@@ -185,8 +167,7 @@ class RunWriter:
         parameter : sequence of str, optional
             Names of the model's parameters, if there are variables of them.
         lengths : mapping of str to int, optional
-            Lengths of ``element``, ``group``, ``byte`` and ``buffer_element``, if a variable has
-            them.
+            The same for ``element``, ``group``, ``byte`` and ``buffer_element``.
         populations : mapping of str to array_like of bool, (token,), optional
             Masks of further groups of tokens, by the names of their coordinates, ``is_NAME``.
         config : mapping, optional
@@ -200,14 +181,12 @@ class RunWriter:
         threads : int, optional
             Number of encoding threads (default: the number of processors, at most 8).
         buffers : int, default 2
-            Blocks in memory. With 1, memory is halved, and a full block is written before the next
-            one begins.
+            Blocks in memory. With 1, memory is halved, and `append` waits for each full block.
         overwrite : bool
             Replace an existing run.
         commit_every : float, optional
             Seconds from a commit to that of the unfinished block; None to commit full blocks only.
-            `append` does not wait for it. If it takes more than a fifth of this time, the interval
-            grows.
+            `append` does not wait. If it takes more than a fifth of this time, the interval grows.
         fsync : bool
             Flush every commit to disk, so that it survives a loss of power.
         share : TokenShare, optional
@@ -218,8 +197,7 @@ class RunWriter:
             W and Adam's moments from it (docs/reference/format.md). It needs the attribute
             ``optimizer``.
         on_note : callable, optional
-            Called with the reason if ``replay`` cannot compute them and stores differences
-            (default: log it).
+            Called with the reason if ``replay`` stores differences instead (default: log it).
 
         Raises
         ------
@@ -234,89 +212,45 @@ class RunWriter:
         """
         check_commit_every(commit_every)
         if share is not None and not share.is_first:
-            return cls._joined(path, share, fsync=fsync)
-        lock: RunLock | RemoteLock | None = None
-        try:
+            with joined_run(path, share) as joined:
+                return cls(joined, None, commit_every=None, fsync=fsync)
+        with ExitStack() as undo:
             with in_all_processes(share):
-                path = check_target(path, overwrite=overwrite)
-                coordinates = token_coordinates(
-                    token,
-                    populations,
-                    is_dead=is_dead,
-                    token_count=token_count,
-                    token_text=token_text,
-                )
-                check_variables(variables)
-                coordinates |= parameter_coordinate(parameter, variables)
-                check_encoding(encoding, shared=share is not None)
-                rule, vectors = None, None
-                if encoding == "replay":
-                    rule = replay_rule(attributes, variables, on_note)
-                    vectors = vector_rule(attributes, variables, on_note)
-                planned = partial(plan, encoding=encoding, rule=rule, vectors=vectors)
-                if share is not None:
-                    planned = partial(plan_shared, share)
-                layout = planned(
+                place = check_target(path, overwrite=overwrite)
+                named = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
+                coordinates = token_coordinates(token, populations, **named)
+                new, chunks = new_run(
+                    place,
+                    coordinates | parameter_coordinate(parameter, variables),
                     variables,
-                    tokens=np.size(coordinates["token"]),
+                    config=config,
+                    attributes=attributes,
+                    encoding=encoding,
+                    share=share,
+                    on_note=on_note,
                     hidden=hidden,
                     examples=examples,
                     positions=positions,
-                    parameters=np.size(coordinates.get("parameter", "")),
                     lengths=lengths,
                     memory=parse_bytes(memory),
                     block_rows=block_rows,
                     threads=threads,
                     buffers=buffers,
                 )
-                layout = replace(layout, runs=((0, new_identity()),))
-                own = layout if share is None else share.of_layout(layout)
-                metadata, chunks = new_run(
-                    layout, coordinates, config=config, attributes=attributes, encoding=encoding
-                )
-                if isinstance(path, Path):
-                    make_folder(path.parent, fsync=fsync)
-                lock = RunLock.acquire(path)
-                sweep(path)
-                digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
-                fingerprint = metadata.fingerprint(digests, layout.block_rows)
-                create_folder(
-                    path,
-                    metadata,
-                    chunks,
-                    fingerprint.attributes(),
-                    overwrite=overwrite,
-                    fsync=fsync,
-                )
-                blocks = BlockCommits(
-                    path,
-                    own,
-                    Committer(path, metadata, fingerprint, fsync=fsync),
-                    commit_every=commit_every,
-                    fsync=fsync,
-                    share=share,
-                    lock=lock,
-                )
-                run = cls(path, own, blocks, lock, is_new=True)
-                blocks.start()
-        except BaseException:
-            if lock is not None:
-                lock.release()
-            raise
-        if share is not None:
-            try:
-                announce_run(share, layout)
-            except BaseException:
-                run._release(remove_empty=True)
-                raise
+                if isinstance(place, Path):
+                    make_folder(place.parent, fsync=fsync)
+                lock = RunLock.acquire(place)
+                undo.callback(lock.release)
+                sweep(place)
+                found = new.fingerprint.attributes()
+                create_folder(place, new.metadata, chunks, found, overwrite=overwrite, fsync=fsync)
+                run = cls(new, lock, commit_every=commit_every, fsync=fsync)
+                run._blocks.start()
+            if share is not None:
+                undo.callback(run._release, remove_empty=True)
+                announce_run(share, new)
+            undo.pop_all()
         return run
-
-    @classmethod
-    def _joined(cls, path: RunPath, share: TokenShare, *, fsync: bool) -> Self:
-        """Join, in another process, the run that the first one created."""
-        with joined_run(path, share) as (place, own):
-            blocks = BlockCommits(place, own, None, commit_every=None, fsync=fsync, share=share)
-            return cls(place, own, blocks, None, is_new=False)
 
     @classmethod
     def resume(
@@ -359,46 +293,26 @@ class RunWriter:
             If another process of the run cannot resume it.
         """
         check_commit_every(commit_every)
-        commits = share is None or share.is_first
-        lock = None
-        try:
+        with ExitStack() as undo:
+            lock: RunLock | RemoteLock | None = None
             with in_all_processes(share):
-                path = check_run(path)
-                if commits:
-                    lock = RunLock.acquire(path)
-                    sweep(path)
-                    if fsync and isinstance(path, Path):
+                place = check_run(path)
+                if share is None or share.is_first:
+                    lock = RunLock.acquire(place)
+                    undo.callback(lock.release)
+                    sweep(place)
+                    if fsync and isinstance(place, Path):
                         # The kept rows may have been written without fsync.
-                        flush([path.parent])
-                        flush_tree(path)
+                        flush([place.parent])
+                        flush_tree(place)
                 kept = resumed_run(
-                    path, rows, attributes=attributes, memory=memory, threads=threads, share=share
+                    place, rows, attributes=attributes, memory=memory, threads=threads, share=share
                 )
-                own = kept.layout if share is None else share.of_layout(kept.layout)
-                committer = None
-                if commits:
-                    committer = Committer(path, kept.metadata, kept.fingerprint, fsync=fsync)
-                blocks = BlockCommits(
-                    path,
-                    own,
-                    committer,
-                    commit_every=commit_every,
-                    fsync=fsync,
-                    share=share,
-                    lock=lock,
-                )
-                blocks.load_rows(kept)
-                last_step = kept.last_step()
+                run = cls(kept, lock, commit_every=commit_every, fsync=fsync)
             with in_all_processes(share):
-                blocks.cut(kept)
-            run = cls(path, own, blocks, lock, is_new=False)
-            run.bytes_recorded = kept.rows * run._row_bytes
-            run._last_step = last_step
-            blocks.start()
-        except BaseException:
-            if lock is not None:
-                lock.release()
-            raise
+                run._blocks.cut()
+            run._blocks.start()
+            undo.pop_all()
         return run
 
     def next_row(self) -> dict[str, npt.NDArray[Any]]:
@@ -432,13 +346,7 @@ class RunWriter:
         return places
 
     def commit_row(self, step: int) -> None:
-        """Add the row of `next_row`, with every variable filled, as the state after `step`.
-
-        Raises
-        ------
-        InvalidArgument
-            If `step` is not larger than the last one.
-        """
+        """Add the filled row of `next_row` as the state after `step`, as `commit_rows` does."""
         self.commit_rows([step])
 
     def commit_rows(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
@@ -460,7 +368,6 @@ class RunWriter:
         self._blocks.add(steps)
         self._last_step = last
         self._given = 0
-        self.bytes_recorded += self._row_bytes * len(steps)
 
     def stretches(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
@@ -529,7 +436,14 @@ class RunWriter:
         OSError
             If a block could not be written. Rows committed before are kept.
         """
-        self._close(status)
+        if self._status != "recording":
+            return
+        self._status = "interrupted"
+        try:
+            self._blocks.finish(status)
+            self._status = status
+        finally:
+            self._release(remove_empty=self._remove_empty)
 
     def __enter__(self) -> Self:
         return self
@@ -540,44 +454,19 @@ class RunWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # After an invalid first row, the next attempt need not overwrite a run.
+        self._remove_empty = self._is_new and kind is not None
         try:
-            if kind is None:
-                self._close("complete")
-            else:
-                self._close("interrupted", remove_empty=self._is_new)
+            self.close("complete" if kind is None else "interrupted")
         except BaseException as failure:
             if failure is not error:  # `error` is already being raised
                 raise
 
-    def _close(self, status: Status, *, remove_empty: bool = False) -> None:
-        """Close the run as `close` does; with `remove_empty`, remove a run without rows.
-
-        So after an invalid first row, the next attempt need not overwrite a run.
-        """
-        if self._status != "recording":
-            return
-        self._blocks.stop()
-        self._status = status
-        try:
-            self._blocks.finish(status)
-            if self._blocks.commits:
-                remove_past_end(self.path, self.layout, self.rows)
-        except BaseException:
-            self._status = "interrupted"
-            self._blocks.give_up()
-            raise
-        finally:
-            self._release(remove_empty=remove_empty)
-
     def _release(self, *, remove_empty: bool) -> None:
-        self._status = "interrupted" if self._status == "recording" else self._status
-        try:
+        with self._lock or nullcontext():  # which releases the lock
             self._blocks.close()
-        finally:
-            with self._lock or contextlib.nullcontext():  # releases the lock
-                empty = remove_empty and not self.rows
-                if empty and self._lock is not None and self._lock.is_held():
-                    remove_folder(self.path)
+            if remove_empty and not self.rows and self._lock and self._lock.is_held():
+                remove_folder(self.path)
 
     def _check_open(self) -> None:
         if self._status != "recording":

@@ -187,7 +187,7 @@ def test_a_training_goes_on_from_one_that_time_had_taken(
         if recorder.step == 11:
             raise RuntimeError("the power went")
 
-    monkeypatch.setattr(RunWriter, "_close", lambda self, *_, **__: self._lock.release())
+    monkeypatch.setattr(RunWriter, "close", lambda self, *_, **__: self._lock.release())
     with pytest.raises(RuntimeError, match="the power went"):
         record(config, path, corpus=text, on_step=fail)
     monkeypatch.undo()

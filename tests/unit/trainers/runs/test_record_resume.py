@@ -224,14 +224,14 @@ def test_a_run_is_never_closed_without_its_last_checkpoint(
     name: str, last: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.zarr"
-    close, seen = RunWriter._close, []
+    close, seen = RunWriter.close, []
 
     def look(self: RunWriter, *status: Any) -> None:
         seen.append((*status, checkpoints(path)[-1:]))
         close(self, *status)
         assert last_checkpoint(path).rows <= self.committed_rows
 
-    monkeypatch.setattr(RunWriter, "_close", look)
+    monkeypatch.setattr(RunWriter, "close", look)
     record(
         config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=stop_after(last)
     )

@@ -29,6 +29,7 @@ from trajstore.codec.block_codec import BLOCK, BlockCodec
 from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
 from trajstore.codec.codec_chain import chain
+from trajstore.codec.open_block import OpenBlock
 from trajstore.values.native_types import native_type, widen
 
 ROWS, TOKENS, HIDDEN = 11, 300, 3
@@ -280,13 +281,13 @@ def test_objects_are_read_in_threads_of_the_codec(
 ) -> None:
     path, values = stored
     names: set[str] = set()
-    real = BlockForm.read
+    real = OpenBlock.read
 
-    def spy(self: BlockForm, *arguments: Any, **options: Any) -> None:
+    def spy(self: OpenBlock, *arguments: Any, **options: Any) -> None:
         names.add(threading.current_thread().name)
         real(self, *arguments, **options)
 
-    monkeypatch.setattr(BlockForm, "read", spy)
+    monkeypatch.setattr(OpenBlock, "read", spy)
     same(opened(path, "local")[...], values)
     assert names
     assert all(name.startswith("trajstore-reader") for name in names)
@@ -305,7 +306,7 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
         read.append(length)
         return real(file, length, offset)
 
-    monkeypatch.setattr("trajstore.codec.selected_block.os.pread", pread)
+    monkeypatch.setattr("trajstore.codec.block_object.os.pread", pread)
     tokens = [TOKENS - 1, 0]
     same(array.oindex[9, tokens], values[9, tokens])
     assert read.count(form.tail_length) == 2
@@ -315,7 +316,7 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
 def test_of_another_store_only_ranges_are_requested(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.codec.selected_block._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.block_object._SMALL", 0)
     path, values = stored
     array = opened(path, "ranges")
     form = array.metadata.codecs[0].form(array.chunks)
@@ -339,8 +340,8 @@ def test_of_another_store_only_ranges_are_requested(
 def test_ranges_far_apart_are_requested_each(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.codec.selected_block._GAP", 0)
-    monkeypatch.setattr("trajstore.codec.selected_block._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.block_object._GAP", 0)
+    monkeypatch.setattr("trajstore.codec.block_object._SMALL", 0)
     path, values = stored
     array = opened(path, "ranges")
     asked = array.store.asked  # type: ignore[attr-defined]
@@ -463,12 +464,25 @@ def test_a_missing_object_is_an_error_and_not_nan(small: Stored, kind: str) -> N
     same(array[4:], values[4:])
 
 
+def test_a_pipe_in_place_of_an_object_is_an_error(small: Stored) -> None:
+    """To open one for reading would wait for a writer, forever."""
+    shard = small[0] / "W" / "c.1.0.0"
+    shard.unlink()
+    os.mkfifo(shard)
+    writer = os.open(shard, os.O_RDWR)  # so that this test ends in any case
+    try:
+        with pytest.raises(OSError, match=r"not a regular file: .*c\.1\.0\.0"):
+            opened(small[0], "local")[5]
+    finally:
+        os.close(writer)
+
+
 @every_store
 def test_an_object_that_goes_away_while_it_is_read(
     small: Stored, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranges come after its tail; an open file stays."""
-    monkeypatch.setattr("trajstore.codec.selected_block._SMALL", 0)
+    monkeypatch.setattr("trajstore.codec.block_object._SMALL", 0)
     path, values = small
     array = opened(path, kind)
     real = BlockForm.read_tail

@@ -26,7 +26,8 @@ from trajstore import (
     repair,
     verify,
 )
-from trajstore.store.storage import object_file, remote_path
+from trajstore.integrity import chunk_checks
+from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import RemotePath, location
 
 pytest.importorskip("obstore")
@@ -83,7 +84,7 @@ QUICK = ("nothing", "a chunk", "the root")
 def test_it_is_found_and_mended_as_in_a_folder(
     run: Path, address: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_file, "_WINDOW", 500)  # so that a shard is read in many pieces
+    monkeypatch.setattr(chunk_checks, "_WINDOW", 500)  # so that a shard is read in many pieces
     damage(run)
     far = copied(run, address)
     found = verify(run)
@@ -127,7 +128,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_read_again(
     address: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the last block of a recording is, with each commit."""
-    monkeypatch.setattr(object_file, "_WINDOW", 500)
+    monkeypatch.setattr(chunk_checks, "_WINDOW", 500)
     far = copied(run, address)
     real, replaced = RemotePath.read_range, []
 

@@ -95,7 +95,7 @@ def test_any_difference_makes_another(tmp_path: Path, options: dict[str, Any]) -
 def test_a_configuration_is_no_content_but_in_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.store.writing.writer.new_identity", lambda: "5a" * 16)
+    monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "5a" * 16)
     monkeypatch.setattr(
         "trajstore.store.writing.new_run.utc_now", lambda: "2026-01-01T00:00:00+00:00"
     )

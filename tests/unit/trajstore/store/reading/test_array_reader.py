@@ -129,23 +129,29 @@ def test_native_bits_come_as_they_were_written(
         assert (array.bits(where) == expected).all()
 
 
-def test_a_tail_says_where_the_shard_belongs(stored: tuple[StoredArray, np.ndarray]) -> None:
+def test_a_tail_says_where_the_shard_belongs(
+    stored: tuple[StoredArray, np.ndarray], tmp_path: Path
+) -> None:
     array, _ = stored
     for block in range(3):
         for part in range(3):
-            with array.opened(block, part) as file:
-                tail = array.tail(file, block, part)
+            with array.opened(block, part) as shard:
+                tail = shard.tail
             assert (tail.label.block, tail.label.part) == (block, part)
             assert tail.label.rows == min(4, ROWS - 4 * block)
             assert tail.label.run == array.form.runs[0][1]
             size = (array.path / array.key(block, part)).stat().st_size  # type: ignore[union-attr]
             assert tail.index[:, 1].sum() == size - array.form.tail_length
-    with array.opened(1, 2) as file:
-        for place in ((0, 2), (1, 0)):
-            with pytest.raises(
-                FormatError, match=rf"^W, block {place[0]}: it is W, block 1, part 2"
-            ):
-                array.tail(file, *place)
+    for block, part in ((0, 2), (1, 0)):
+        copied = tmp_path / "W" / Path(array.key(block, part)).name
+        copied.parent.mkdir(exist_ok=True)
+        copied.write_bytes((array.path / array.key(1, 2)).read_bytes())
+        expected = rf"^W, block {block} \({copied}\) is not usable: it is W, block 1, part 2"
+        with (
+            pytest.raises(FormatError, match=expected),
+            replace(array, path=tmp_path).opened(block, part),
+        ):
+            pass
 
 
 def test_an_array_stored_otherwise_is_left_to_zarr(tmp_path: Path) -> None:
@@ -188,7 +194,7 @@ def test_dask_reads_only_what_a_selection_needs(
         return real(path, *arguments)
 
     ds = open_run(small_run[0])
-    monkeypatch.setattr("trajstore.codec.selected_block.os.open", spy)
+    monkeypatch.setattr("trajstore.codec.block_object.os.open", spy)
     assert ds.W[:7, 3].values.shape == (7, 6)
     assert sorted(name for name in read if name.startswith("c.")) == ["c.0.0.0", "c.1.0.0"]
 
@@ -225,7 +231,7 @@ def test_rows_that_a_block_does_not_hold_are_an_error(small_run: tuple[Path, Any
     array = reader(small_run[0])
     longer = replace(array, shape=(12, *array.shape[1:]))
     assert longer.bits((slice(8, 11),)).shape[0] == 3
-    with pytest.raises(FormatError, match=r"^W, block 2, it holds 3 rows, expected at least 4"):
+    with pytest.raises(FormatError, match=r"^W, block 2 .*: it holds 3 rows, expected at least 4"):
         longer.bits((slice(8, 12),))
 
 

@@ -200,8 +200,13 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_said_once(
     )
     assert is_written_to(run) is False
     RunLock.acquire(run).release()
+    other = run.parent / "other"
+    other.mkdir()
+    for _ in range(2):
+        RunLock.acquire(other / run.name).release()
     assert [str(one.message).split(";")[0] for one in recwarn] == [
-        f"the file system of {run.parent} has no file locks (No locks available)"
+        f"the file system of {folder} has no file locks (No locks available)"
+        for folder in (run.parent, other)
     ]
 
 

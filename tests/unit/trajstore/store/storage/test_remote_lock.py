@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +94,45 @@ def test_who_was_stopped_for_too_long_writes_no_more(
     assert found.sizes["step"] == 2
     assert found.W[1].values.tolist() == (2 * value).tolist()
     assert found.attrs["status"] == "complete"
+
+
+@pytest.fixture
+def two_writers(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[RunWriter, RunWriter]]:
+    """A writer that was suspended after a row, and the one that took over its lock."""
+    options: Any = {"variables": {"W": "float32"}, "block_rows": 1, "commit_every": None}
+    first = RunWriter.create(place, token=[0, 1], hidden=2, **options)
+    first.append(0, W=np.ones((2, 2), "f4"))
+    while first.committed_rows < 1:
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
+        second = RunWriter.resume(place)
+    yield first, second
+    second.close()
+    assert open_run(place).W[1, 0, 0] == 2
+    assert open_run(place).attrs["status"] == "complete"
+    with pytest.raises(RunLocked, match="took over its lock"):
+        first.close()
+
+
+def test_a_writer_without_its_lock_uploads_nothing(
+    place: RemotePath, two_writers: tuple[RunWriter, RunWriter]
+) -> None:
+    first, second = two_writers
+    before = place.below()
+    with pytest.raises(RunLocked, match="took over its lock"):
+        late(first, np.full((2, 2), 3, "f4"))
+    assert place.below() == before
+    second.append(1, W=np.full((2, 2), 2, "f4"))
+
+
+def test_an_upload_that_arrives_after_the_lock_was_taken_over_is_replaced(
+    place: RemotePath, two_writers: tuple[RunWriter, RunWriter]
+) -> None:
+    (place / "W/c.1.0.0").write_bytes(b"from the suspended writer")
+    two_writers[1].append(1, W=np.full((2, 2), 2, "f4"))
 
 
 def late(run: RunWriter, value: Any) -> None:

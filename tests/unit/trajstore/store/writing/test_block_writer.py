@@ -1,4 +1,4 @@
-"""The order of encoding, writing and committing; what the files hold is tested with the writer."""
+"""The order of encoding and writing; what the files hold is tested with the writer."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def block(layout: Layout) -> dict[str, np.ndarray]:
     }
 
 
-def test_the_next_block_is_encoded_while_one_is_committed(
+def test_the_next_block_is_encoded_while_one_is_written(
     tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = threading.Semaphore(0)
-    both_there, seen = threading.Event(), []
     real = Chain.encode
 
     def encode(self: Chain, *arguments: Any) -> bytes:
@@ -48,45 +47,35 @@ def test_the_next_block_is_encoded_while_one_is_committed(
         encoded.release()
         return data
 
-    def commit(number: int, block: tuple[int, bytes] | None) -> None:
-        assert block is not None
-        assert block[0] == layout.block_rows
-        if number == 0:
-            seen.append([encoded.acquire(timeout=30) for _ in range(2 * len(layout.arrays))])
-
-    def put_all(objects: Any, **_: Any) -> int:
-        assert both_there.wait(timeout=30)
-        return sum(len(b"".join(parts)) for _, parts in objects)
-
     monkeypatch.setattr(Chain, "encode", encode)
-    monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", put_all)
-    pipeline = BlockWriter(tmp_path, layout, commit)
-    done = [pipeline.submit(number, block(layout), number) for number in range(2)]
-    both_there.set()
-    for future in done:
-        future.result()
+    pipeline = BlockWriter(tmp_path, layout)
+    for number in range(2):
+        pipeline.encode(number, block(layout))
+    rows, shards = pipeline.write(0, layout.block_rows)
+    assert rows == layout.block_rows
+    assert [name for name, *_ in shards] == list(layout.arrays)
+    assert all(encoded.acquire(timeout=30) for _ in range(2 * len(layout.arrays)))
     pipeline.close()
-    assert seen == [[True] * 2 * len(layout.arrays)]
 
 
-def test_a_failure_ends_it(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    committed = []
-
+def test_what_will_not_be_written_is_forgotten(
+    tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(objects: Any, **_: Any) -> int:
         next(iter(next(objects)[1]))
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", full)
-    pipeline = BlockWriter(tmp_path, layout, lambda *change: committed.append(change))
-    done = [pipeline.submit(number, block(layout), number) for number in range(3)]
-    for future in done:
-        with pytest.raises(OSError, match="No space"):
-            future.result()
-    pipeline.close()
-    assert isinstance(pipeline.failure, OSError)
+    pipeline = BlockWriter(tmp_path, layout)
+    for number in range(3):
+        pipeline.encode(number, block(layout))
+    with pytest.raises(OSError, match="No space"):
+        pipeline.write(0, layout.block_rows)
+    assert pipeline._ahead
+    pipeline.forget()
     assert not pipeline._blocks
     assert not pipeline._ahead
-    assert not committed
+    pipeline.close()
 
 
 def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +101,9 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Chain, "encode", encode)
     monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", put_all)
-    pipeline = BlockWriter(tmp_path, layout, lambda *_: None)
-    pipeline.submit(0, block(layout), 0).result()
+    pipeline = BlockWriter(tmp_path, layout)
+    pipeline.encode(0, block(layout))
+    pipeline.write(0, layout.block_rows)
     pipeline.close()
     assert len(taken) == sum(
         array.parts * (math.prod(array.form(RUNS).grid) + 1) for array in layout.arrays.values()

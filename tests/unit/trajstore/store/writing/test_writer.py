@@ -198,20 +198,20 @@ def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    write = BlockWriter._write
+    write = BlockWriter.write
 
     def held(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(timeout=60)
         return write(*arguments)
 
-    monkeypatch.setattr(BlockWriter, "_write", held)
+    monkeypatch.setattr(BlockWriter, "write", held)
     path = tmp_path / "run.zarr"
     run = create(path)
     for step in range(4):
         run.append(**row(step))
     assert begun.wait(timeout=60)
-    written = run._blocks._block_writer._last
+    written = run._blocks._last
     assert written is not None
     del run
     gc.collect()

@@ -15,6 +15,7 @@ from bits_and_calls import nightly_but, random_bits
 from still_timer import StillTimer, commit_now
 
 from trajstore import InvalidArgument, RunWriter, repair, verify
+from trajstore.store.writing.block_writer import BlockWriter
 
 TYPES = {"W": "bfloat16", "grad": "float16", "loss": "float32"}
 
@@ -62,8 +63,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def settle(run: RunWriter) -> None:
     """Wait for what is being written."""
-    if run._blocks._block_writer._last is not None:
-        run._blocks._block_writer._last.result()
+    if run._blocks._last is not None:
+        run._blocks._last.result()
 
 
 def ask(run: RunWriter, now: float) -> float | None:
@@ -158,7 +159,7 @@ def test_the_end_is_that_of_a_run_without(
     tmp_path: Path, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Object by object, with a commit after every row and the last block left as it was."""
-    monkeypatch.setattr("trajstore.store.writing.writer.new_identity", lambda: "0" * 32)
+    monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "0" * 32)
     options: dict[str, Any] = {"buffers": buffers}
     with create(tmp_path / "whole.zarr", **options, commit_every=None) as whole:
         for step in range(11):
@@ -285,9 +286,9 @@ def test_a_failure_is_raised_by_the_next_append(
     run.append(**row(5))
     monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", Full(left))
     assert run._blocks._commit_unfinished()
-    assert run._blocks._block_writer._last is not None
+    assert run._blocks._last is not None
     with pytest.raises(OSError, match="No space"):
-        run._blocks._block_writer._last.result()
+        run._blocks._last.result()
     monkeypatch.undo()
     with pytest.raises(OSError, match="No space"):
         run.append(**row(6))
@@ -315,11 +316,12 @@ def test_what_goes_wrong_in_the_timers_thread_is_raised_too(
     run = create(tmp_path / "run.zarr")
     run.append(**row(0))
 
-    def fail(rows: int) -> None:
+    def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(run._blocks._buffers, "commit_unfinished", fail)
-    assert ask(run, 10.0) == 10.0
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockWriter, "encode", fail)
+        assert ask(run, 10.0) == 10.0
     with pytest.raises(MemoryError, match="no room"):
         run.append(**row(1))
     with pytest.raises(MemoryError, match="no room"):

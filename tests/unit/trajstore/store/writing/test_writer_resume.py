@@ -77,7 +77,7 @@ def recorded(path: Path, rows: int, **options: Any) -> Path:
 @pytest.fixture
 def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs have the same, so that their objects can be compared."""
-    monkeypatch.setattr("trajstore.store.writing.writer.new_identity", lambda: "5a" * 16)
+    monkeypatch.setattr("trajstore.store.writing.new_run.new_identity", lambda: "5a" * 16)
 
 
 @pytest.mark.usefixtures("one_identity")

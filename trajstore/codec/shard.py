@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Lock
 from typing import Any
 
@@ -15,7 +14,7 @@ from trajstore.codec.block_label import digest_of
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.computed_rows import ComputedUnit
 
-__all__ = ["Chunk", "Shard", "UnitChunks", "chunk_windows", "encode_chunk", "shard_digest"]
+__all__ = ["Chunk", "UnitChunks", "encode_chunk", "encoded_chunks", "shard_parts"]
 
 Chunk = tuple[bytes, bytes]
 """An encoded inner chunk, and its SHA-256."""
@@ -34,15 +33,15 @@ class UnitChunks:
     ----------
     unit : ComputedUnit
     bits : mapping of str to ndarray, (row, token, hidden) or (row, element)
-        Native bits of each of ``unit.matrices``.
+        Native bits of each of ``unit.matrices``, in the whole shard.
     rates : mapping of str to ndarray, (row, …)
         Values of each of ``unit.rates``.
     skips : int
         Number of skipped steps before the block.
-    shape : tuple of int
-        Shape of a whole chunk.
+    window : tuple of slice
+        Window of the chunk in the shard.
     first : int
-        Position of the chunk along the second dimension.
+        Position of the shard along the second dimension.
     """
 
     def __init__(
@@ -51,15 +50,15 @@ class UnitChunks:
         bits: Mapping[str, npt.NDArray[Any]],
         rates: Mapping[str, npt.NDArray[Any]],
         skips: int,
-        shape: tuple[int, ...],
+        window: tuple[slice, ...],
         first: int,
     ) -> None:
         self._unit = unit
-        self._first = first
-        self._bits = bits
+        self._first = first + window[1].start
+        self._bits = {name: each[window] for name, each in bits.items()}
         self._rates = rates
         self._skips = skips
-        self._shape = shape
+        self._shape = tuple(part.stop - part.start for part in window)
         self._made: dict[str, bytes] | None = None
         self._lock = Lock()
 
@@ -74,17 +73,16 @@ class UnitChunks:
         return data, hashlib.sha256(data).digest()
 
 
-def chunk_windows(form: BlockForm) -> Iterator[tuple[slice, ...]]:
-    """Window of each inner chunk in a shard, in C order of the chunk grid."""
-    for position in itertools.product(*map(range, form.grid)):
-        yield tuple(
-            slice(at * length, (at + 1) * length)
-            for at, length in zip(position, form.chunk, strict=True)
-        )
-
-
-class Shard:
-    """Iterates over the parts of one shard: inner chunks as they become available, then the tail.
+def shard_parts(
+    form: BlockForm,
+    chunks: Iterable[Chunk],
+    *,
+    block: int,
+    part: int,
+    rows: int,
+    on_digest: Callable[[bytes], None] | None = None,
+) -> Iterator[bytes]:
+    """Yield the parts of one shard: inner chunks as they become available, then label and index.
 
     Every chunk is stored, even if it equals the fill value, so that NaN keep their payloads.
 
@@ -97,36 +95,25 @@ class Shard:
         Number of the block, and of the shard in it.
     rows : int
         Number of valid rows of the block.
-
-    Attributes
-    ----------
-    digest : bytes
-        Digest of the stored chunks, after the iteration.
+    on_digest : callable, optional
+        Called with the digest of the chunks before the last part.
     """
-
-    def __init__(
-        self, form: BlockForm, chunks: Iterable[Chunk], *, block: int, part: int, rows: int
-    ) -> None:
-        self.digest = b""
-        self._form = form
-        self._chunks = chunks
-        self._place = {"block": block, "part": part, "rows": rows}
-
-    def __iter__(self) -> Iterator[bytes]:
-        entries: list[tuple[int, int]] = []
-        digests: list[bytes] = []
-        offset = 0
-        for data, digest in self._chunks:
-            entries.append((offset, len(data)))
-            digests.append(digest)
-            offset += len(data)
-            yield data
-        self.digest = digest_of(digests)
-        yield self._form.tail(entries, self._form.label(**self._place, digest=self.digest))
+    entries: list[tuple[int, int]] = []
+    digests: list[bytes] = []
+    offset = 0
+    for data, digest in chunks:
+        entries.append((offset, len(data)))
+        digests.append(digest)
+        offset += len(data)
+        yield data
+    label = form.label(block=block, part=part, rows=rows, digest=digest_of(digests))
+    if on_digest is not None:
+        on_digest(label.digest)
+    yield form.tail(entries, label)
 
 
-def shard_digest(form: BlockForm, bits: npt.NDArray[Any]) -> bytes:
-    """Digest of the shard of these rows, which is not written.
+def encoded_chunks(form: BlockForm, bits: npt.NDArray[Any]) -> Iterator[Chunk]:
+    """Encode the inner chunks of a shard.
 
     Parameters
     ----------
@@ -134,6 +121,4 @@ def shard_digest(form: BlockForm, bits: npt.NDArray[Any]) -> bytes:
     bits : ndarray of ``native.bits``, (row, …)
         Part of each row in the shard.
     """
-    return digest_of(
-        encode_chunk(form.chain, bits[window], form.chunk)[1] for window in chunk_windows(form)
-    )
+    return (encode_chunk(form.chain, bits[window], form.chunk) for window in form.windows())

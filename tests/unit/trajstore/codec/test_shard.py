@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,11 @@ from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
 from trajstore.codec.block_form import BlockForm
-from trajstore.codec.block_label import ANYWHERE, BlockLabel
+from trajstore.codec.block_label import ANYWHERE, BlockLabel, digest_of
+from trajstore.codec.shard import encoded_chunks, shard_parts
+from trajstore.store.metadata.array_document import ArrayFacts, document_of, recorded_attributes
 from trajstore.store.metadata.block_plan import ArrayLayout, plan
 from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.metadata.shard import Shard, chunk_windows, encode_chunk, shard_digest
-from trajstore.store.writing.new_run import new_run
 from trajstore.values.native_types import widen
 
 RUNS = ((0, "5a" * 16),)
@@ -52,18 +51,23 @@ def make(
     layout = plan(variables, tokens=tokens, hidden=hidden, block_rows=BLOCK_ROWS)
     array = layout.arrays[name]
     bits = random_bits((BLOCK_ROWS, *array.row), 5, 8 * array.native.itemsize)
-    labelled = replace(layout, runs=RUNS)
-    coordinates = {"token": np.arange(tokens)}
-    metadata, _ = new_run(labelled, coordinates, config=None, attributes=None, encoding="delta")
-    return array, bits, json.loads(metadata.array(name, BLOCK_ROWS))
+    facts = ArrayFacts(
+        name=name,
+        shape=(BLOCK_ROWS, *array.row),
+        attributes=recorded_attributes(name, array.native.name, []),
+        form=array.form(RUNS),
+    )
+    return array, bits, document_of(facts)
 
 
 def encoded(form: BlockForm, bits: np.ndarray, part: int) -> tuple[bytes, bytes]:
-    """A shard, and the digest in its label."""
-    windows = chunk_windows(form)
-    chunks = (encode_chunk(form.chain, bits[window], form.chunk) for window in windows)
-    shard = Shard(form, chunks, block=0, part=part, rows=len(bits))
-    return b"".join(shard), shard.digest
+    """A shard, and its digest."""
+    digests: list[bytes] = []
+    chunks = encoded_chunks(form, bits)
+    parts = shard_parts(form, chunks, block=0, part=part, rows=len(bits), on_digest=digests.append)
+    data = b"".join(parts)
+    (digest,) = digests
+    return data, digest
 
 
 def objects(array: ArrayLayout, bits: np.ndarray) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def test_what_zarr_writes_differs_by_the_label_only(
 
 
 @every_case
-def test_a_digest_is_that_of_the_shard_that_would_be_written(
+def test_label_and_digest_are_those_of_the_chunks(
     name: str, dtype: str, tokens: int, hidden: int
 ) -> None:
     array, bits, _ = make(name, dtype, tokens, hidden)
@@ -131,7 +135,7 @@ def test_a_digest_is_that_of_the_shard_that_would_be_written(
         for part in range(array.parts):
             taken = bits[:rows][array.window(part)]
             data, digest = encoded(form, taken, part)
-            assert digest == shard_digest(form, taken)
+            assert digest == digest_of(piece for _, piece in encoded_chunks(form, taken))
             assert form.read_tail(data[-form.tail_length :], (0, part)).label == BlockLabel(
                 run=RUNS[0][1],
                 array=name,
@@ -141,4 +145,5 @@ def test_a_digest_is_that_of_the_shard_that_would_be_written(
                 settings=form.settings,
                 digest=digest,
             )
-    assert shard_digest(form, bits[array.window(0)]) != shard_digest(form, ~bits[array.window(0)])
+    own = bits[array.window(0)]
+    assert encoded(form, own, 0)[1] != encoded(form, ~own, 0)[1]

@@ -1,0 +1,190 @@
+"""Selections of one block, read from its object."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bits_and_calls import random_bits
+
+from trajstore.codec.block_form import BlockForm
+from trajstore.codec.block_object import BytesObject, at_once
+from trajstore.codec.codec_chain import chain
+from trajstore.codec.open_block import OpenBlock
+from trajstore.codec.selected_parts import picks
+from trajstore.codec.shard import encoded_chunks, shard_parts
+from trajstore.errors import FormatError
+from trajstore.values.native_types import native_type
+
+OWN = "2b" * 16
+
+FORM = BlockForm(
+    array="W",
+    chain=chain(native_type("bfloat16"), 3, small=True),
+    shape=(8, 6, 2),
+    chunk=(4, 3, 2),
+    runs=((0, OWN),),
+)
+BITS = random_bits(FORM.shape, 3)
+
+
+def written(form: BlockForm = FORM, *, rows: int = 8) -> bytes:
+    """An object that holds `BITS`."""
+    chunks = encoded_chunks(form, BITS)
+    return b"".join(shard_parts(form, chunks, block=5, part=1, rows=rows))
+
+
+class Fetched(BytesObject):
+    """Bytes that a function returns, except those of the end."""
+
+    def __init__(self, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
+        super().__init__(data)
+        self.read = fetch  # type: ignore[method-assign]
+
+
+def read_from(
+    source: BytesObject,
+    key: tuple[range, ...],
+    form: BlockForm = FORM,
+    helpers: ThreadPoolExecutor | None = None,
+) -> np.ndarray:
+    axes = [picks(axis, part) for axis, part in zip(key, form.chunk, strict=True)]
+    out = np.empty([len(axis) for axis in key], form.chain.native.bits)
+    block = at_once(OpenBlock.opened("it", form, source, (5, 1), axes))
+    block.read(axes, out, helpers=helpers)
+    return out
+
+
+def read(data: bytes, key: tuple[range, ...]) -> np.ndarray:
+    return read_from(BytesObject(data), key)
+
+
+def test_what_is_written_is_read() -> None:
+    data = written()
+    for key in (
+        (range(8), range(6), range(2)),
+        (range(2, 7), range(2, 4), range(1)),
+        (range(0, 8, 3), range(5, -1, -2), range(2)),
+    ):
+        assert (read(data, key) == BITS[np.ix_(*key)]).all()
+
+
+def test_rows_that_it_does_not_hold_are_refused() -> None:
+    data = written(rows=5)
+    assert (read(data, (range(5), range(6), range(2))) == BITS[:5]).all()
+    for rows in (range(6), range(5, 6), range(7, 0, -3)):
+        expected = f"^it is not usable: it holds 5 rows, expected at least {max(rows) + 1};"
+        with pytest.raises(FormatError, match=expected):
+            read(data, (rows, range(6), range(2)))
+
+
+def test_chunks_that_are_not_there_or_broken_are_named() -> None:
+    data = written()
+    tail = FORM.read_tail(data[-FORM.tail_length :], None)
+    offset, length = map(int, tail.index[3])
+    broken = bytearray(data)
+    broken[offset + length // 2] ^= 1
+    whole = (range(8), range(6), range(2))
+    expected = (
+        rf": bytes {offset} to {offset + length}: a broken chunk \(the checksum does not match\);"
+    )
+    with pytest.raises(FormatError, match=expected):
+        read(bytes(broken), whole)
+    short = Fetched(data, lambda at, length: data[at : at + length - 1])
+    with pytest.raises(FormatError, match="the object ends before it"):
+        read_from(short, whole)
+
+
+def test_an_index_that_lies_is_an_error_and_no_crash() -> None:
+    """Its checksums fit, as somebody has made them."""
+    label = FORM.label(block=5, part=1, rows=8, digest=b"d" * 32)
+    chunks = written()[: -FORM.tail_length]
+    for entry in ((0, 0), ((1 << 64) - 1, (1 << 64) - 1), (1 << 63, 10), (0, 3), (7, 20)):
+        data = chunks + FORM.tail([entry] * 4, label)
+        with pytest.raises(FormatError, match="a broken chunk"):
+            read(data, (range(8), range(6), range(2)))
+
+
+MANY = replace(FORM, shape=(8, 120, 2))
+
+
+def read_with(helpers: ThreadPoolExecutor, fetch: Callable[[int, int], bytes]) -> np.ndarray:
+    """All of a block of 80 chunks."""
+    return read_from(Fetched(written(MANY), fetch), tuple(map(range, MANY.shape)), MANY, helpers)
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    monkeypatch.setattr("trajstore.codec.open_block.default_threads", lambda: 3)
+    monkeypatch.setattr(f"{__name__}.BITS", random_bits(MANY.shape, 3))
+    return written(MANY)
+
+
+def test_other_threads_help_where_there_is_much_to_decode(many: bytes) -> None:
+    names: set[str] = set()
+    together = threading.Barrier(3)
+
+    def fetch(offset: int, length: int) -> bytes:
+        name = threading.current_thread().name
+        if name not in names:
+            names.add(name)
+            together.wait(10)  # for all three
+        return many[offset : offset + length]
+
+    with ThreadPoolExecutor(2) as helpers:
+        np.testing.assert_array_equal(read_with(helpers, fetch), BITS)
+    assert len(names) == 3
+
+
+def test_threads_that_are_busy_are_not_waited_for(many: bytes) -> None:
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as helpers:
+        helpers.submit(done.wait, 10)
+        got = read_with(helpers, lambda offset, length: many[offset : offset + length])
+        assert not done.is_set()
+        done.set()
+    np.testing.assert_array_equal(got, BITS)
+
+
+def test_a_broken_chunk_ends_the_work_of_all_threads(many: bytes) -> None:
+    """Nobody reads any more when the error is there: the file is about to be closed."""
+    reading, seen = set[int](), set[int]()
+    together = threading.Barrier(3)
+
+    def fetch(offset: int, length: int) -> bytes:
+        thread = threading.get_ident()
+        reading.add(thread)
+        if thread not in seen:
+            seen.add(thread)
+            together.wait(10)  # for all three
+        reading.discard(thread)
+        broken = offset > len(many) // 2
+        return bytes(length) if broken else many[offset : offset + length]
+
+    with ThreadPoolExecutor(2) as helpers:
+        with pytest.raises(FormatError, match=r": bytes \d+ to \d+: a broken chunk"):
+            read_with(helpers, fetch)
+        assert not reading
+    assert len(seen) == 3
+
+
+def test_a_pool_that_is_busy_holds_nothing_of_what_was_read(many: bytes) -> None:
+    done, held = threading.Event(), []
+
+    def fetch(offset: int, length: int) -> bytes:
+        return many[offset : offset + length]
+
+    with ThreadPoolExecutor(1) as helpers:
+        helpers.submit(done.wait, 10)
+        held = [weakref.ref(fetch)]
+        read_with(helpers, fetch)
+        del fetch
+        gc.collect()
+        assert held[0]() is None
+        done.set()

@@ -1,0 +1,367 @@
+"""An open block: the label and index of an object are read, and selections are decoded.
+
+Only the inner chunks of a selection are read. Rows that are computed from other arrays need the
+same block of these, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.codec.block_form import BlockForm, FewerRows, Part, Tail
+from trajstore.codec.block_object import BlockObject
+from trajstore.codec.chunk_decoder import Decoder
+from trajstore.codec.computed_rows import cache, unit_of, windows_of
+from trajstore.codec.selected_parts import Pick, picks, positions
+from trajstore.errors import FormatError
+from trajstore.threads import default_threads, submit
+from trajstore.values.native_types import widen
+
+__all__ = ["OpenBlock", "named", "with_consequence"]
+
+_CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
+
+Array = npt.NDArray[Any]
+Axes = Sequence[dict[int, Pick]]
+Place = tuple[int, int] | None
+
+
+def with_consequence(error: ValueError) -> str:
+    """Message about a block, with the consequence for the run."""
+    if isinstance(error, FewerRows):
+        return (
+            f"{error}; if the run was resumed from an earlier row since it was opened, open it "
+            "again; otherwise it is damaged"
+        )
+    return f"{error}; the run is damaged"
+
+
+@contextmanager
+def named(block: str) -> Iterator[None]:
+    """Name a block in the errors of a ``with`` block.
+
+    Raises
+    ------
+    FormatError
+        Instead of ValueError.
+    """
+    try:
+        yield
+    except FormatError:  # of another block
+        raise
+    except ValueError as error:
+        raise FormatError(f"{block} is not usable: {with_consequence(error)}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenBlock:
+    """A block whose label and index were read. Created by `opened`.
+
+    Attributes
+    ----------
+    name : str
+        Name of the block in errors.
+    form : BlockForm
+    object : BlockObject
+    tail : Tail
+    others : mapping of str to OpenBlock
+        The same block of the arrays from which the selected rows are computed.
+    """
+
+    name: str
+    form: BlockForm
+    object: BlockObject
+    tail: Tail
+    others: Mapping[str, OpenBlock] = field(default_factory=dict)
+
+    @classmethod
+    async def opened(
+        cls,
+        name: str,
+        form: BlockForm,
+        source: BlockObject,
+        place: Place,
+        axes: Axes = (),
+        *,
+        padding: bool = False,
+    ) -> Self:
+        """Read label and index of an object, and prepare to read a selection.
+
+        Parameters
+        ----------
+        name : str
+        form : BlockForm
+        source : BlockObject
+        place : (int, int) or None
+            Expected block and part; None if unknown.
+        axes : sequence of dict of int to Pick
+            Picks of the inner chunks along each axis, by number of the chunk
+            (`trajstore.codec.selected_parts.picks`). Empty to read no values.
+        padding : bool
+            True to allow the selection of invalid rows.
+
+        Raises
+        ------
+        FormatError
+            If label or index is broken, the block is of another place, or lacks selected rows.
+            Also if another array, from which rows are computed, is missing or broken.
+        FileNotFoundError
+            If the object is missing.
+        """
+        with named(name):
+            tail = form.read_tail(source.end(form.tail_length), place)
+            block = cls(name=name, form=form, object=source, tail=tail)
+            if axes and not padding:
+                form.check_rows(tail, axes)
+        ranges = await block._prefetched(axes) if axes else []
+        if form.chain.kind != "computed" or not any(
+            form.decoder.is_computed(source.read(start, 1)) for start, _ in ranges
+        ):
+            return block
+        others = [other for other in form.siblings if other != form.array]
+        found = await source.for_each(partial(block._other, place, axes), others)
+        return replace(block, others=dict(zip(others, found, strict=True)))
+
+    async def _prefetched(self, axes: Axes) -> list[tuple[int, int]]:
+        """Byte ranges of a selection, ready to be read."""
+        entries = [entry for _, entry in self.form.wanted(axes)]
+        ranges = [(start, start + length) for start, length in self.tail.index[entries].tolist()]
+        await self.object.prefetch(ranges)
+        return ranges
+
+    async def _other(self, place: Place, axes: Axes, array: str) -> OpenBlock:
+        """The same block of another array, from which rows are computed."""
+        form = self.form.siblings[array]
+        selected = axes
+        if array in unit_of(self.form.chain.rule).rates:  # which have one chunk a block
+            place = place and (place[0], 0)
+            selected = [picks(range(length), length) for length in form.shape]
+        key = form.key(*(place or (0, 0)))
+        name = f"{self.name} is computed from {array} ({key}), which"
+        try:
+            source = await self.object.sibling(key, form.tail_length)
+            with named(name):
+                tail = form.read_tail(source.end(form.tail_length), place)
+                form.check_rows(tail, axes)
+            other = OpenBlock(name=name, form=form, object=source, tail=tail)
+            await other._prefetched(selected)
+        except FileNotFoundError:
+            raise FormatError(
+                f"{name} is missing; copy the whole run, or export it with: trajstore export RUN "
+                "--encoding delta -o COPY.zarr"
+            ) from None
+        return other
+
+    def read(self, axes: Axes, out: Array, *, helpers: ThreadPoolExecutor | None = None) -> None:
+        """Decode the selection for which the block was opened.
+
+        Parameters
+        ----------
+        axes : sequence of dict of int to Pick
+        out : ndarray of ``native.stored`` or ``native.bits``
+            Receives the values, or their native bits.
+        helpers : ThreadPoolExecutor, optional
+            Its idle threads decode chunks, too.
+
+        Raises
+        ------
+        FormatError
+            If a chunk is broken.
+        """
+        unit = _ComputedBlock(self) if self.others else None
+        left = deque(self.form.wanted(axes))
+        each = partial(_decode_all, left, partial(self._decode, unit, out))
+        with named(self.name):
+            if helpers is None:
+                each()
+            else:
+                _with_helpers(
+                    each, helpers, min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
+                )
+
+    def chunk(self, entry: int) -> bytes:
+        """Read an inner chunk by its number.
+
+        Raises
+        ------
+        ValueError
+            If the object ends before it.
+        """
+        offset, length = self.tail.index[entry].tolist()
+        data = self.object.read(offset, length)
+        if len(data) != length:
+            raise ValueError("the object ends before it")
+        return data
+
+    def _decode(
+        self, unit: _ComputedBlock | None, out: Array, picks: Sequence[Pick], entry: int
+    ) -> None:
+        decoder = self.form.decoder
+        try:
+            data = self.chunk(entry)
+            if unit is not None and decoder.is_computed(data):
+                self._place_computed(unit.rows(picks, entry)[self.form.array], picks, out)
+            else:
+                _decode_picks(data, picks, decoder, out)
+        except FormatError:  # of another array
+            raise
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{self._bytes(entry)}: a broken chunk ({error})") from error
+
+    def _place_computed(self, rows: Array, picks: Sequence[Pick], out: Array) -> None:
+        native = self.form.chain.native
+        values = rows[picks[0].window]
+        if out.itemsize == values.itemsize:
+            _place(values.view(out.dtype), picks, out)
+        elif all(pick.taken is None for pick in picks):
+            place = out[tuple(pick.place for pick in picks)]
+            widen(values, native, out=place.view(f"u{out.itemsize}"))
+        else:
+            _place(widen(values, native), picks, out)
+
+    def _bytes(self, entry: int) -> str:
+        offset, length = self.tail.index[entry].tolist()
+        return f"bytes {offset} to {offset + length}"
+
+
+class _ComputedBlock:
+    """Computed rows of the arrays of a unit, during one read."""
+
+    def __init__(self, block: OpenBlock) -> None:
+        self._form = block.form
+        self._unit = unit_of(block.form.chain.rule)
+        self._blocks = {**block.others, block.form.array: block}
+        self._rates: dict[str, Array] = {}
+        self._lock = Lock()
+
+    def rows(self, picks: Sequence[Pick], entry: int) -> dict[str, Array]:
+        """Rows of all arrays of the unit, from the first row of a chunk.
+
+        Parameters
+        ----------
+        picks : sequence of Pick
+            Picks of the chunk.
+        entry : int
+            Number of the chunk in the object.
+        """
+        windows = windows_of(picks)
+        names = (*self._unit.matrices, *self._unit.rates)
+        labels = tuple(self._blocks[name].tail.label.digest for name in names)
+        bounds = tuple((part.start, part.stop) for part in windows[1:])
+        # Other rules may have stored the same bytes.
+        stored = self._form.chain.rule, self._form.shape, self._form.chunk
+        key = (stored, labels, entry, bounds)
+        return cache.get(key, partial(self._compute, entry, windows), windows[0].stop)
+
+    def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
+        held: dict[str, tuple[int | None, Array]] = {}
+        for name in self._unit.matrices:
+            block = self._blocks[name]
+            try:
+                if name == self._unit.gradient:
+                    grad = self._gradient(block, entry, windows)
+                else:
+                    held[name] = block.form.decoder.stored_form(block.chunk(entry), windows)
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(f"{name}, {block._bytes(entry)}: {error}") from error
+        rates = {name: self._rate(name, windows[0].stop) for name in self._unit.rates}
+        # The chunks of a part are in the order of the second dimension.
+        form, part = self._form, self._blocks[self._form.array].tail.label.part
+        first = part * form.shape[1] + entry * form.chunk[1] + windows[1].start
+        return self._unit.compute(held, grad, rates, first)
+
+    def _gradient(self, block: OpenBlock, entry: int, windows: tuple[slice, ...]) -> Array:
+        """Bits of the gradient.
+
+        A part of the tokens needs the decompression of all. So the whole chunk is decoded, and
+        cached for other tokens.
+        """
+        form, name = block.form, block.form.array
+        rows, *others = windows[0].stop, *windows[1:]
+
+        def decoded() -> dict[str, Array]:
+            grad = np.empty((rows, *form.chunk[1:]), form.chain.native.bits)
+            whole = tuple(slice(0, length) for length in grad.shape)
+            form.decoder.decode(block.chunk(entry), whole, grad)
+            return {name: grad}
+
+        if all(part == slice(0, n) for part, n in zip(others, form.chunk[1:], strict=True)):
+            return decoded()[name]
+        key = (form.chain, form.shape, form.chunk, block.tail.label.digest, entry)
+        return np.ascontiguousarray(cache.get(key, decoded, rows)[name][:rows, *others])
+
+    def _rate(self, name: str, rows: int) -> Array:
+        with self._lock:
+            found = self._rates.get(name)
+            if found is None or len(found) < rows:
+                block = self._blocks[name]
+                lengths = (rows, *block.form.shape[1:])
+                found = np.empty(lengths, block.form.chain.native.stored)
+                whole = zip(lengths, block.form.shape, strict=True)
+                block.read([picks(range(n), part) for n, part in whole], found)
+                self._rates[name] = found
+            return found[:rows]
+
+
+def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int], None]) -> None:
+    """Decode chunks until none is left. Several threads may share the queue."""
+    try:
+        while left:
+            try:
+                part = left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            decode(*part)
+    finally:
+        left.clear()  # after an error, all threads stop
+
+
+def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Array) -> None:
+    window = tuple(pick.window for pick in picks)
+    if all(pick.taken is None for pick in picks):
+        decoder.decode(data, window, out[tuple(pick.place for pick in picks)])
+        return
+    values = np.empty([item.stop - item.start for item in window], out.dtype)
+    decoder.decode(data, window, values)
+    _place(values, picks, out)
+
+
+def _place(values: Array, picks: Sequence[Pick], out: Array) -> None:
+    """Write the picked values of a window to their places."""
+    if all(pick.taken is None for pick in picks):
+        out[tuple(pick.place for pick in picks)] = values
+        return
+    for axis, pick in enumerate(picks):
+        if pick.taken is not None:
+            values = values.take(pick.taken, axis)
+    out[np.ix_(*[positions(pick.place) for pick in picks])] = values
+
+
+def _with_helpers(work: Callable[[], None], helpers: ThreadPoolExecutor, count: int) -> None:
+    """Run the same work here and in up to `count` idle threads."""
+    offer = [work]
+    called = [submit(helpers, _run_offered, offer) for _ in range(count)]
+    try:
+        work()
+    finally:
+        # Helpers that have not started are canceled. Others still read from the open object.
+        begun = [helper for helper in called if not helper.cancel()]
+        wait(begun)
+        offer.clear()  # the pool still refers to it; this releases the memory
+    for helper in begun:
+        helper.result()
+
+
+def _run_offered(offer: Sequence[Callable[[], None]]) -> None:
+    for work in tuple(offer):
+        work()
