@@ -155,34 +155,6 @@ class SafetensorsFile(OpenedFile):
             view = view[count:]
         return bits.astype(item, copy=False)
 
-    def vector(self, key: str, dtypes: Sequence[str], length: int | None = None) -> Array:
-        """Read a 1-D tensor of numbers or booleans.
-
-        Parameters
-        ----------
-        key : str
-        dtypes : sequence of str
-            Accepted types.
-        length : int, optional
-            Accepted length. Default: any.
-
-        Raises
-        ------
-        FormatError
-            If it has another type or shape, or a boolean is neither 0 nor 1.
-        """
-        entry = self.entries[key]
-        fits = len(entry.shape) == 1 and (length is None or entry.shape[0] == length)
-        if entry.dtype not in dtypes or not fits:
-            raise FormatError(
-                f"{self.path}: {key} is {entry.dtype} of shape {entry.shape}, expected "
-                f"{' or '.join(dtypes)} of shape ({'any' if length is None else length},)"
-            )
-        values = self.read(key)
-        if entry.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
-            raise FormatError(f"{self.path}: {key} holds bytes other than 0 and 1")
-        return values
-
     def pieces(self, key: str) -> Iterator[bytes]:
         """Bytes of a tensor of any type, a few MiB at a time.
 

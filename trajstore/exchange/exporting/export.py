@@ -16,13 +16,16 @@ import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.export_layout import layout_file, without_step_0
-from trajstore.exchange.exporting.export_native import hdf5_file, native_file
+from trajstore.exchange.exporting.export_layout import (
+    layout_file,
+    with_everything,
+    without_step_0,
+)
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.exporting.layout_like import layout_like
-from trajstore.exchange.layouts import Layout, layout_of
+from trajstore.exchange.layouts import WHOLE_LAYOUTS, Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
@@ -108,10 +111,10 @@ def export(
         ordinary Zarr v3, which every reader opens without trajstore. ``run`` is a new run, with
         blocks of another size or in another encoding.
     layout : str, default 'native'
-        ``native`` keeps names, native types and everything that an import needs. The others are
-        the layouts of the notebooks' files, which ``trajstore import`` lists, or the path of a TOML
-        file that describes a layout. Parts of a layout that the run does not hold are omitted, with
-        a note.
+        ``native`` keeps names, native types and everything that an import needs; ``hdf5`` does so
+        in HDF5, with common names. The others are the layouts of the notebooks' files, which
+        ``trajstore import`` lists, or the path of a TOML file that describes a layout. Parts of a
+        layout that the run does not hold are omitted, with a note.
     like : path-like, optional
         A safetensors file, in place of a layout. The export has the same keys, types and ranks, as
         far as the run has values for them; a note names the other keys.
@@ -165,17 +168,19 @@ def export(
     notes: Sequence[str] = ()
     described = layout_of(layout)
     if like is not None:
-        if described is not None:
+        if layout != "native":
             raise InvalidArgument(f"got layout {layout} and a file to export like; give one")
         described, notes = layout_like(like)
         layout = described.name
-    format = _checked_format(format, layout, described, block_rows, encoding)
+    format = _checked_format(format, described, block_rows, encoding)
+    if described.whole and format in ("safetensors", "hdf5"):
+        described = WHOLE_LAYOUTS["hdf5" if format == "hdf5" else "native"]
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
     given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
-    if not given or (described is None and len(given) > 1):
+    if not given or (described.whole and len(given) > 1):
         raise InvalidArgument(
             f"got {len(given)} runs, expected one; a layout such as flannel-3 or flannel-5 holds "
             "several, flannel-2 both matrices of untied weights"
@@ -184,9 +189,12 @@ def export(
     runs: Sequence[tuple[TiledRun, Selection]] = [
         (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
     ]
-    if described is not None and described.begins_late:
-        described, runs = without_step_0(described, runs)
     recorded, selection = runs[0]
+    if described.whole:
+        described = with_everything(described, recorded, selection)
+    elif described.begins_late:
+        described, runs = without_step_0(described, runs)
+        recorded, selection = runs[0]
     omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
@@ -202,23 +210,20 @@ def export(
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
     else:
-        if described is not None:
-            content = layout_file(described, runs)
-        else:
-            content = (hdf5_file if format == "hdf5" else native_file)(recorded, selection)
+        content = layout_file(described, runs)
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
         notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
         omitted = content.omitted
     written = selection.along_token(recorded.coordinates["token"])
-    if described is not None and described.only is not None:
+    if described.only is not None:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
         written = written[is_dead == (described.only == "dead")]
     return Exported(
         path=Path(file),
         format=format,
         layout=layout,
-        rows=0 if described is not None and not described.columns else len(selection.rows),
+        rows=len(selection.rows) if described.columns else 0,
         tokens=len(written),
         variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
@@ -228,8 +233,7 @@ def export(
 
 def _checked_format(
     format: str | None,
-    layout: str,
-    described: Layout | None,
+    layout: Layout,
     block_rows: int | None,
     encoding: str | None,
 ) -> str:
@@ -239,11 +243,13 @@ def _checked_format(
             f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
             f"{', '.join(FORMATS)}"
         )
-    plain = "safetensors" if encoding is None else "run"
-    own = described.format if described is not None else format or plain
+    own: str = layout.format
+    if layout.name == "native":
+        own = format or (own if encoding is None else "run")
     if format is not None and format != own:
         raise InvalidArgument(
-            f"got format {format} with layout {layout}, which is for {own} files; omit one of them"
+            f"got format {format} with layout {layout.name}, which is for {own} files; omit one of "
+            "them"
         )
     if own not in ("zarr", "run") and block_rows is not None:
         raise InvalidArgument(

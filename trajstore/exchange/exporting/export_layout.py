@@ -1,10 +1,12 @@
-"""Files in the layouts of the notebooks: tensors, numbers and strings.
+"""Files in a layout: tensors, numbers and strings.
 
-An export omits whatever is not recorded, not selected or not known, with a note.
+Layouts of whole runs hold everything. An export in the layout of a notebook omits whatever is not
+recorded, not selected or not known, with a note.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +20,23 @@ from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.exporting.joined_runs import check_number, joined, step_labels
 from trajstore.exchange.exporting.layout_columns import columns_of, is_sgd
 from trajstore.exchange.guessing.kind_table import Scalar, named, scalar_of
-from trajstore.exchange.layouts import COUNTS, MARKS, RECORDED, Layout, number_type
+from trajstore.exchange.layouts import (
+    COUNTS,
+    MARKS,
+    RECORDED,
+    Column,
+    Layout,
+    number_type,
+    text_key,
+)
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
-from trajstore.schema import VARIABLES
+from trajstore.schema import OF_PARAMETERS, VARIABLES
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.version import __version__
 
-__all__ = ["layout_file", "numbers_of", "population", "without_step_0"]
+__all__ = ["layout_file", "with_everything", "without_step_0"]
 
 Array = npt.NDArray[Any]
 
@@ -65,8 +75,23 @@ def without_step_0(
     return replace(layout, columns=columns), later
 
 
+def with_everything(layout: Layout, run: TiledRun, selection: Selection) -> Layout:
+    """The layout of a whole run, with a column for each selected variable, in its native type."""
+    keys = {column.variable: column.key for column in layout.columns}
+    columns = tuple(
+        Column(
+            key=keys.get(name, name),
+            variable=name,
+            dtype=run.series[name].native.name,
+            blank="nan",
+        )
+        for name in selection.variables
+    )
+    return replace(layout, columns=columns)
+
+
 def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> ExportedFile:
-    """Content of a notebook's file: tensors, metadata, and notes for its reader.
+    """Content of a file: tensors, metadata, and notes for its reader.
 
     Raises
     ------
@@ -94,28 +119,24 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
     columns: list[dict[str, Tensor]] = []
     for part in parts:
-        arrays, absent = columns_of(layout, part.run, part.of) if layout.columns else ({}, [])
-        columns.append(arrays)
+        of_run, absent = columns_of(layout, part.run, part.of) if layout.columns else ({}, [])
+        columns.append(of_run)
         notes += absent
     placeless = _without_place(layout, first)
     if placeless:
         notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
     held = set.intersection(*map(set, columns))
     numbers, unknown = _numbers(layout, parts, held)
-    metadata = {
-        "exporter": "trajstore",
-        "trajstore_version": __version__,
-        "layout": Path(layout.name).name,
-        # The step labels of the notebooks' own files counted callbacks; these count steps.
-        "steps": "optimizer",
-    }
-    if layout.texts:
-        metadata = _texts(layout, first) | metadata
     as_attributes = layout.format == "hdf5"
-    tensors = [
+    metadata = _metadata(layout, first)
+    texts = _descriptions(layout, first) if layout.whole else {}
+    labels = [
         *(step_labels(layout, [part.steps for part in parts]) if layout.columns else ()),
         *_token_labels(layout, first),
-        *joined(layout, columns),
+    ]
+    arrays = [*joined(layout, columns)]
+    tensors = [
+        *((*arrays, *labels) if layout.whole else (*labels, *arrays)),
         *(
             constant(key, layout.types.get(key) or number_type(key) or "float32", value)
             for key, value in numbers.items()
@@ -124,16 +145,31 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     ]
     keys = [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())]
     _check_keys(layout, keys)
+    notes += [*_notes(layout, first, held, keys), *unknown]
     return ExportedFile(
         tensors=tuple(_typed(layout, tensor) for tensor in tensors),
-        texts={} if as_attributes else metadata,
+        texts=texts if as_attributes else metadata | texts,
         attributes=metadata | numbers if as_attributes else {},
         chunk_rows=layout.chunk_rows,
         gzip=layout.gzip,
-        float16_as_bits=any(column.as_bits for column in layout.columns),
+        float16_as_bits=layout.whole or any(column.as_bits for column in layout.columns),
         omitted=tuple(name for name in placeless if name in VARIABLES),
-        notes=tuple(dict.fromkeys((*notes, *_notes(layout, first, held, keys), *unknown))),
+        notes=() if layout.whole else tuple(dict.fromkeys(notes)),
     )
+
+
+def _descriptions(layout: Layout, part: _Part) -> dict[str, str]:
+    """Attributes of the run and its variables, and the coordinates of strings, as JSON."""
+    run, names = part.run, part.selection.variables
+    texts: dict[str, Any] = {
+        "attributes": run.attributes,
+        "variables": {name: run.series[name].attributes for name in names},
+    }
+    if "token_text" in run.coordinates:
+        texts["token_text"] = part.selection.along_token(run.coordinates["token_text"]).tolist()
+    if run.parameters is not None and not set(names).isdisjoint(OF_PARAMETERS):
+        texts["parameter"] = run.parameters.tolist()
+    return {text_key(layout, name): json.dumps(value) for name, value in texts.items()}
 
 
 def _typed(layout: Layout, tensor: Tensor) -> Tensor:
@@ -173,7 +209,7 @@ def _check_keys(layout: Layout, keys: Sequence[str]) -> None:
 
 def _without_place(layout: Layout, part: _Part) -> list[str]:
     """Variables and coordinates of a run that the layout has no place for."""
-    if not layout.columns:
+    if layout.whole or not layout.columns:
         return []
     held = {column.variable for column in layout.columns}
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
@@ -216,17 +252,20 @@ def _token_labels(layout: Layout, part: _Part) -> Iterator[Tensor]:
     if layout.only:
         yield from _marked_ids(layout, part)
         return
-    ids = part.selection.along_token(part.run.coordinates["token"])
-    if not np.array_equal(ids, np.arange(len(ids))):
+    coordinates = {
+        name: part.selection.along_token(values) for name, values in part.run.coordinates.items()
+    }
+    ids = coordinates["token"]
+    if layout.whole or not np.array_equal(ids, np.arange(len(ids))):
         yield constant("token", "int32", ids)
-    for key in layout.populations:
-        if MARKS[key] == "token_count" and MARKS[key] in part.run.coordinates:
-            counts = part.selection.along_token(part.run.coordinates["token_count"])
-            yield constant(key, "int64", counts)
-    if "is_dead" in part.run.coordinates:
+    if "is_dead" in coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        is_dead = part.selection.along_token(part.run.coordinates["is_dead"]).astype(bool)
-        yield from population(layout.populations, is_dead)
+        yield from _population(layout.populations, coordinates["is_dead"].astype(bool))
+    for key in layout.populations:
+        if MARKS[key] == "token_count" and "token_count" in coordinates:
+            yield constant(key, "int64", coordinates["token_count"])
+    if layout.name == "native":  # in other files, their names may have another meaning
+        yield from (constant(name, "bool", coordinates[name]) for name in part.run.populations)
 
 
 def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
@@ -241,7 +280,7 @@ def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
     is_dead, selected = np.zeros((2, size), bool)
     is_dead[ids] = part.run.coordinates["is_dead"]
     selected[part.selection.along_token(ids)] = True
-    yield from population(layout.populations, is_dead, selected)
+    yield from _population(layout.populations, is_dead, selected)
 
 
 def _check_tokens(layout: Layout, parts: Sequence[_Part]) -> None:
@@ -265,7 +304,7 @@ def _tokens_of(part: _Part) -> dict[str, list[int]]:
     }
 
 
-def population(
+def _population(
     keys: Collection[str], is_dead: Array, selected: Array | None = None
 ) -> Iterator[Tensor]:
     """Masks and lists of dead and live tokens.
@@ -354,12 +393,12 @@ def _count(layout: Layout, part: _Part, *, marks_dead: bool) -> int | None:
 
 def _number(key: str, part: _Part) -> int | float | None:
     """A number of a run; of an imported one, also under a name that only its file had."""
-    value = next((value for _, value in numbers_of([key], part.run, part.selection)), None)
+    value = next((value for _, value in _numbers_of([key], part.run, part.selection)), None)
     other = attribute(part.run.attributes, "config", "scalars", key)
     return other if value is None and isinstance(other, int | float) else value
 
 
-def numbers_of(
+def _numbers_of(
     keys: Collection[str], run: TiledRun, selection: Selection
 ) -> Iterator[tuple[str, int | float]]:
     """Numbers from the attributes of a run, and lengths of what is selected.
@@ -404,17 +443,28 @@ def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
     return None
 
 
-def _texts(layout: Layout, part: _Part) -> dict[str, str]:
-    """Metadata of 1.12a, as far as they are known."""
+def _metadata(layout: Layout, part: _Part) -> dict[str, str]:
+    """Strings besides the arrays, as far as they are known."""
+    if layout.whole:
+        return {"format": "trajstore"} if layout.format == "safetensors" else {}
     run = part.run
-    known = dict(numbers_of(layout.texts, run, part.selection))
-    metadata = {key: str(value) for key, value in known.items()}
-    if "vocab_size" in metadata:
-        metadata["model"] = "GPT2"
-    if "loss" in run.series and len(run.steps):
-        last = len(run.steps) - 1
-        metadata["final_loss"] = str(float(run.series["loss"].get((slice(last, last + 1),))[0]))
-    return metadata
+    metadata: dict[str, str] = {}
+    if layout.texts:  # as in files of 1.12a
+        known = _numbers_of(layout.texts, run, part.selection)
+        metadata = {key: str(value) for key, value in known}
+        if "vocab_size" in metadata:
+            metadata["model"] = "GPT2"
+        if "loss" in run.series and len(run.steps):
+            last = len(run.steps) - 1
+            loss = run.series["loss"].get((slice(last, last + 1),))[0]
+            metadata["final_loss"] = str(float(loss))
+    return metadata | {
+        "exporter": "trajstore",
+        "trajstore_version": __version__,
+        "layout": Path(layout.name).name,
+        # The step labels of the notebooks' own files counted callbacks; these count steps.
+        "steps": "optimizer",
+    }
 
 
 def _notes(
