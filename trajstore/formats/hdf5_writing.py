@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.formats.hdf5 import load_h5py
-from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.formats.streamed_tensor import Tensor, Where
 from trajstore.threads import Progress, in_parallel
 
 __all__ = ["write_hdf5"]
@@ -82,7 +82,7 @@ def write_hdf5(
         datasets = {
             tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
         }
-        jobs = (partial(_read, tensor.key, part) for tensor in tensors for part in tensor.parts())
+        jobs = (partial(_read, tensor, where) for tensor in tensors for where in tensor.parts())
         for key, where, bits, changed in in_parallel(jobs):
             datasets[key][where] = bits.view(datasets[key].dtype)
             rounded[key] += changed
@@ -134,5 +134,5 @@ def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: 
     return dataset
 
 
-def _read(key: str, part: Part) -> tuple[str, tuple[slice, ...], Array, int]:
-    return key, part.where, *part.read()
+def _read(tensor: Tensor, where: Where) -> tuple[str, Where, Array, int]:
+    return tensor.key, where, *tensor.read(where)

@@ -264,11 +264,11 @@ def _wrong_cells(run: TiledRun, filled: set[int]) -> tuple[int, int, int]:
     """Number of wrong cells outside filled rows, and step and token of the first."""
     W, cells, bfloat16 = run.series["W"], run.series["cells"], NATIVE_TYPES["bfloat16"]
     rows, count, first = np.arange(len(run.steps)), 0, (0, 0)
-    for tile in W.tiles(rows, None):
-        expected, _ = convert(tile.read(), W.native, bfloat16)
-        held = cells.bits(tile.where)
+    for where in W.tiles(rows, None):
+        expected, _ = convert(W.get(where), W.native, bfloat16)
+        held = cells.bits(where)
         wrong = (held != expected) & ~(is_nan(held, bfloat16) & is_nan(expected, bfloat16))
-        at, among = tile.where
+        at, among = where
         wrong[[row in filled for row in rows[at]]] = False
         if wrong.any() and not count:
             row, token, _ = np.argwhere(wrong)[0]

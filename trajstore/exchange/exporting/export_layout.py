@@ -177,8 +177,7 @@ def _typed(layout: Layout, tensor: Tensor) -> Tensor:
     dtype = layout.types.get(tensor.key, tensor.dtype)
     if dtype == tensor.dtype:
         return tensor
-    (part,) = tensor.parts()
-    return constant(tensor.key, dtype, part.read()[0])
+    return constant(tensor.key, dtype, tensor.read(())[0])
 
 
 def _in_order(

@@ -23,7 +23,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
 from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
-from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable
+from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
@@ -96,12 +96,10 @@ def write_zarr(
         If `memory` does not hold one row, or `block_rows` rows.
     """
     budget = parse_bytes(memory)
-    tokens = len(selection.along_token(run.coordinates["token"]))
     shapes, held, chunks = {}, {}, {}
     for name in selection.variables:
         variable = run.series[name]
-        shape = (len(selection.rows), *variable.shape[1:])
-        shapes[name] = (shape[0], tokens, *shape[2:]) if "token" in variable.dims else shape
+        shapes[name] = variable.shape_of(selection.rows, selection.tokens)
         held[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
     with warnings.catch_warnings():
         # Some readers expect consolidated metadata; the others ignore it.
@@ -203,12 +201,9 @@ def _values(
     variable: TiledVariable, selection: Selection, rows: slice, shape: tuple[int, ...]
 ) -> Array:
     values = np.empty((rows.stop - rows.start, *shape[1:]), variable.native.stored)
-    tokens = selection.tokens if "token" in variable.dims else None
-    tiles = variable.tiles(selection.rows[rows], tokens)
-    for _ in in_parallel(partial(_fill, values, tile) for tile in tiles):
+    wanted = (selection.rows[rows], selection.tokens)
+    for _ in in_parallel(
+        partial(variable.fill, values, where, *wanted) for where in variable.tiles(*wanted)
+    ):
         pass
     return values
-
-
-def _fill(values: Array, tile: Tile) -> None:
-    values[tile.where] = tile.read()

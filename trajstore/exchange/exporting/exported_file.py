@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import numpy.typing as npt
 
 from trajstore.exchange.selection import Selection
-from trajstore.formats.streamed_tensor import Part, Tensor
-from trajstore.store.reading.tiled_reader import Tile, TiledVariable
+from trajstore.formats.streamed_tensor import Tensor, Where
+from trajstore.store.reading.tiled_reader import TiledVariable
 from trajstore.values.native_types import NativeType
 from trajstore.values.rounding import convert
 
 __all__ = ["ExportedFile", "variable_tensor"]
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,6 @@ class ExportedFile:
     notes: tuple[str, ...] = ()
 
 
-Array = npt.NDArray[Any]
-
-
 def variable_tensor(
     key: str,
     variable: TiledVariable,
@@ -74,29 +72,19 @@ def variable_tensor(
     rows : ndarray of int, optional
         Positions along ``step`` that replace those of the selection, in the same number.
     """
-    wanted = dtype or variable.native
-    rows = selection.rows if rows is None else rows
-    tokens = selection.tokens if "token" in variable.dims else None
-    shape = (len(rows), *variable.shape[1:])
-    if tokens is not None:
-        shape = (shape[0], len(tokens), *shape[2:])
-    parts = partial(_parts, variable, rows, tokens, wanted)
-    return Tensor(key=key, dtype=wanted.name, shape=shape, parts=parts)
-
-
-def _parts(
-    variable: TiledVariable, rows: Array, tokens: Array | None, wanted: NativeType
-) -> Iterator[Part]:
     native = variable.native
-    exact = wanted.name == native.name
-    for tile in variable.tiles(rows, tokens, native=exact):
-        read = partial(_bits, tile) if exact else partial(_converted, tile, native, wanted)
-        yield Part(where=tile.where, read=read)
+    wanted = dtype or native
+    selected = (selection.rows if rows is None else rows, selection.tokens)
 
+    def read(where: Where) -> tuple[Array, int]:
+        if wanted.name == native.name:
+            return variable.read(where, *selected, native=True), 0
+        return convert(variable.read(where, *selected), native, wanted)
 
-def _bits(tile: Tile) -> tuple[Array, int]:
-    return tile.read(), 0
-
-
-def _converted(tile: Tile, native: NativeType, wanted: NativeType) -> tuple[Array, int]:
-    return convert(tile.read(), native, wanted)
+    return Tensor(
+        key=key,
+        dtype=wanted.name,
+        shape=variable.shape_of(*selected),
+        parts=partial(variable.tiles, *selected),
+        read=read,
+    )
