@@ -32,10 +32,10 @@ def write_hdf5(
     texts: Mapping[str, str],
     on_progress: Progress | None = None,
     *,
-    attributes: Mapping[str, Any] | None = None,
-    chunk_rows: int = 1,
-    gzip: int = 0,
-    float16_as_bits: bool = True,
+    attributes: Mapping[str, Any],
+    chunk_rows: int,
+    gzip: int,
+    float16_as_bits: bool,
 ) -> dict[str, int]:
     """Write a file, part by part. Tensors with a row per step are chunked by rows.
 
@@ -47,9 +47,9 @@ def write_hdf5(
     texts : mapping of str to str
         Each becomes a dataset of bytes.
     on_progress : callable, optional
-    attributes : mapping of str to str, int or float, optional
+    attributes : mapping of str to str, int or float
         Attributes of the root. Strings get a fixed length.
-    chunk_rows : int, default 1
+    chunk_rows : int
     gzip : int
         Level of compression; 0 for none.
     float16_as_bits : bool
@@ -76,7 +76,7 @@ def write_hdf5(
         # damaged. It pads fixed-length strings with NUL, with which a token may end.
         for key, text in texts.items():
             file.create_dataset(key, data=np.frombuffer(text.encode(), np.uint8))
-        for name, value in (attributes or {}).items():
+        for name, value in attributes.items():
             file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
         as_bits = ("bfloat16", "float16") if float16_as_bits else ("bfloat16",)
         datasets = {

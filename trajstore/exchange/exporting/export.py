@@ -23,7 +23,6 @@ from trajstore.exchange.exporting.export_layout import (
 )
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
-from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.exporting.layout_like import layout_like
 from trajstore.exchange.layouts import WHOLE_LAYOUTS, Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
@@ -212,7 +211,19 @@ def export(
     else:
         content = layout_file(described, runs)
         with staged_file(file, overwrite=overwrite) as path:
-            rounded = _write(format, path, content, on_progress)
+            if format == "safetensors":
+                rounded = write_safetensors(path, content.tensors, content.texts, on_progress)
+            else:
+                rounded = write_hdf5(
+                    path,
+                    content.tensors,
+                    content.texts,
+                    on_progress,
+                    attributes=content.attributes,
+                    chunk_rows=described.chunk_rows,
+                    gzip=described.gzip,
+                    float16_as_bits=described.whole,
+                )
         notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
         omitted = content.omitted
     written = selection.along_token(recorded.coordinates["token"])
@@ -266,23 +277,6 @@ def _checked_format(
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own
-
-
-def _write(
-    format: str, path: Path, content: ExportedFile, on_progress: Progress | None
-) -> dict[str, int]:
-    if format == "safetensors":
-        return write_safetensors(path, content.tensors, content.texts, on_progress)
-    return write_hdf5(
-        path,
-        content.tensors,
-        content.texts,
-        on_progress,
-        attributes=content.attributes,
-        chunk_rows=content.chunk_rows,
-        gzip=content.gzip,
-        float16_as_bits=content.float16_as_bits,
-    )
 
 
 def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:

@@ -150,9 +150,6 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
         tensors=tuple(_typed(layout, tensor) for tensor in tensors),
         texts=texts if as_attributes else metadata | texts,
         attributes=metadata | numbers if as_attributes else {},
-        chunk_rows=layout.chunk_rows,
-        gzip=layout.gzip,
-        float16_as_bits=layout.whole or any(column.as_bits for column in layout.columns),
         omitted=tuple(name for name in placeless if name in VARIABLES),
         notes=() if layout.whole else tuple(dict.fromkeys(notes)),
     )

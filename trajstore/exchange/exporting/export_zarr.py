@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
-from trajstore.threads import Progress, in_parallel
+from trajstore.threads import Progress
 from trajstore.version import __version__
 
 __all__ = ["check_zarr_target", "write_zarr"]
@@ -119,7 +118,7 @@ def write_zarr(
             variable = run.series[name]
             for start in range(0, len(selection.rows), held[name]):
                 rows = slice(start, min(start + held[name], len(selection.rows)))
-                values = _values(variable, selection, rows, shapes[name])
+                values = variable.load(selection.rows[rows], selection.tokens)
                 part = xr.Dataset({name: (variable.dims, values)})
                 part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
                 done += values.nbytes
@@ -194,16 +193,4 @@ def _plain(values: Array) -> Array:
     """The same values; strings get the string type of Zarr."""
     if values.dtype.kind in "TUO":
         return values.astype(object).astype(np.dtypes.StringDType())
-    return values
-
-
-def _values(
-    variable: TiledVariable, selection: Selection, rows: slice, shape: tuple[int, ...]
-) -> Array:
-    values = np.empty((rows.stop - rows.start, *shape[1:]), variable.native.stored)
-    wanted = (selection.rows[rows], selection.tokens)
-    for _ in in_parallel(
-        partial(variable.fill, values, where, *wanted) for where in variable.tiles(*wanted)
-    ):
-        pass
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,6 @@ class ExportedFile:
         Metadata of a safetensors file, or datasets of bytes in HDF5.
     attributes : dict of str to str, int or float
         Attributes of the root in HDF5.
-    chunk_rows : int
-        Rows of a chunk in HDF5.
-    gzip : int
-        Level of compression in HDF5; 0 for none.
-    float16_as_bits : bool
-        True if HDF5 holds float16 as its bits, as it always holds bfloat16.
     omitted : tuple of str
         Selected variables that the layout has no place for.
     notes : tuple of str
@@ -44,12 +38,9 @@ class ExportedFile:
 
     tensors: tuple[Tensor, ...]
     texts: dict[str, str]
-    attributes: dict[str, Any] = field(default_factory=dict)
-    chunk_rows: int = 1
-    gzip: int = 0
-    float16_as_bits: bool = True
-    omitted: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    attributes: dict[str, Any]
+    omitted: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def variable_tensor(

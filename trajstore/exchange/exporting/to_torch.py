@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xarray as xr
 
 from trajstore.errors import MissingExtra
 from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.store.reading.tiled_reader import open_tiled
-from trajstore.threads import in_parallel
 
 if TYPE_CHECKING:
     import torch
@@ -75,13 +72,8 @@ def to_torch(
         "token": torch.tensor(token, dtype=torch.int64),
     }
     for name in selection.variables:
-        variable, wanted = recorded.series[name], (selection.rows, selection.tokens)
-        bits = np.empty(variable.shape_of(*wanted), variable.native.bits)
-        for _ in in_parallel(
-            partial(variable.fill, bits, where, *wanted, native=True)
-            for where in variable.tiles(*wanted)
-        ):
-            pass
+        variable = recorded.series[name]
+        bits = variable.load(selection.rows, selection.tokens, native=True)
         # torch has few unsigned types; the signed type of the same width holds the same bits.
         signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
         tensors[name] = signed.view(getattr(torch, variable.native.name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, row_leng
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
@@ -115,6 +117,17 @@ class TiledVariable:
     ) -> None:
         """Read a part of a selection into its place in an array of the selection; see `read`."""
         place[where] = self.read(where, rows, tokens, native=native)
+
+    def load(self, rows: Array, tokens: Array | None, *, native: bool = False) -> Array:
+        """Read a selection with several threads; see `tiles` and `read`."""
+        whole = self.native.bits if native else self.native.stored
+        values = np.empty(self.shape_of(rows, tokens), whole)
+        for _ in in_parallel(
+            partial(self.fill, values, where, rows, tokens, native=native)
+            for where in self.tiles(rows, tokens)
+        ):
+            pass
+        return values
 
     def _picked(self, rows: Array, tokens: Array | None) -> list[Array]:
         if len(self.tile) == 1:
