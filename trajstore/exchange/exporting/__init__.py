@@ -10,6 +10,8 @@
     The layout of a file that exists.
 ``layout_columns``
     Arrays of a file in a layout.
+``layout_numbers``
+    Numbers of a file in a layout.
 ``export_run``
     A selection of a run as a new run, with blocks of another size.
 ``export_zarr``

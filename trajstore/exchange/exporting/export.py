@@ -23,6 +23,7 @@ from trajstore.exchange.exporting.export_layout import (
 )
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
+from trajstore.exchange.exporting.joined_runs import check_number
 from trajstore.exchange.exporting.layout_like import layout_like
 from trajstore.exchange.layouts import WHOLE_LAYOUTS, Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
@@ -179,11 +180,7 @@ def export(
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
     given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
-    if not given or (described.whole and len(given) > 1):
-        raise InvalidArgument(
-            f"got {len(given)} runs, expected one; a layout such as flannel-3 or flannel-5 holds "
-            "several, flannel-2 both matrices of untied weights"
-        )
+    check_number(described, len(given))
     opened = [open_tiled(each) for each in given]
     runs: Sequence[tuple[TiledRun, Selection]] = [
         (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened

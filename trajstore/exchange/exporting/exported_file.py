@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy.typing as npt
 
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, Where
-from trajstore.store.reading.tiled_reader import TiledVariable
+from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable
 from trajstore.values.native_types import NativeType
 from trajstore.values.rounding import convert
 
-__all__ = ["ExportedFile", "variable_tensor"]
+__all__ = ["ExportedFile", "ExportedRun", "variable_tensor"]
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedRun:
+    """A run in a file.
+
+    Attributes
+    ----------
+    run : TiledRun
+    selection : Selection
+    """
+
+    run: TiledRun
+    selection: Selection
+
+    @property
+    def steps(self) -> Array:
+        """Selected steps."""
+        steps: Array = self.run.steps[self.selection.rows]
+        return steps
+
+    @cached_property
+    def coordinates(self) -> dict[str, Array]:
+        """Coordinates of the selected tokens."""
+        return {
+            name: self.selection.along_token(values)
+            for name, values in self.run.coordinates.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

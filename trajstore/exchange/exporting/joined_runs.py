@@ -32,10 +32,10 @@ def check_number(layout: Layout, count: int) -> None:
             f"layout {layout.name} holds both matrices of one training, got {count} of them; give "
             "the run of E, then that of W"
         )
-    if layout.runs is None and count != 1:
+    if count < 1 or (layout.runs is None and count != 1):
         raise InvalidArgument(
-            f"got {count} runs, but layout {layout.name} holds one; export one, or choose a layout "
-            "of several runs, such as flannel-3 or flannel-5"
+            f"got {count} runs, expected one for layout {layout.name}; a layout such as flannel-3 "
+            "or flannel-5 holds several, flannel-2 both matrices of untied weights"
         )
 
 

@@ -598,7 +598,7 @@ def test_runs_that_do_not_fit_one_file(two_runs: list[Path], tmp_path: Path) -> 
     write_run(tmp_path / "d.zarr", ALL, rows=ROWS, tokens=TOKENS - 1, hidden=3)
     write_run(tmp_path / "e.zarr", ALL, rows=ROWS, tokens=TOKENS, hidden=2)
     for layout, runs, message in (
-        ("15.1a", [a, b], "got 2 runs, but layout 15.1a holds one"),
+        ("15.1a", [a, b], "got 2 runs, expected one for layout 15.1a"),
         ("native", [a, b], "got 2 runs, expected one"),
         ("native", [], "got 0 runs, expected one"),
         ("flannel-2", [a], "both matrices"),
