@@ -80,6 +80,11 @@ class Column:
         return {"change": "delta", "ulps": None, "initial": None}.get(self.time, self.variable)
 
     @property
+    def file_type(self) -> str:
+        """Type of its array in the file."""
+        return "uint16" if self.as_bits else self.dtype
+
+    @property
     def has_tokens(self) -> bool:
         """True if the variable has a value per token."""
         return "token" in VARIABLES[self.variable].dims

@@ -173,8 +173,8 @@ def export(
         described, notes = layout_like(like)
         layout = described.name
     format = _checked_format(format, described, block_rows, encoding)
-    if described.whole and format in ("safetensors", "hdf5"):
-        described = WHOLE_LAYOUTS["hdf5" if format == "hdf5" else "native"]
+    if described.whole and format == "hdf5":
+        described = WHOLE_LAYOUTS["hdf5"]
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target

@@ -93,63 +93,43 @@ def is_sgd(run: TiledRun) -> bool:
 def _zeros(column: Column, run: TiledRun, selection: Selection) -> Tensor:
     """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
     like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
-    tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
-    shape = (len(_rows(column, selection)), tokens, like.shape[2])
+    shape = like.shape_of(selection.rows[column.first_row :], selection.tokens)
     row = np.zeros((1, *shape[1:]), native_type(column.dtype).bits)
     return Tensor(
         key=column.key,
-        dtype=_stored(column),
+        dtype=column.file_type,
         shape=shape,
         parts=lambda: [(slice(at, at + 1),) for at in range(shape[0])],
         read=lambda where: (row, 0),
     )
 
 
-def _stored(column: Column) -> str:
-    return "uint16" if column.as_bits else column.dtype
-
-
-def _rows(column: Column, selection: Selection) -> Array:
-    """Positions of the rows of a column along ``step``."""
-    return selection.rows[column.first_row :]
-
-
 def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection) -> Tensor:
-    variable = run.series[column.variable]
+    variable, at = run.series[column.variable], selection.rows[column.first_row :]
+    rows, steps = at, run.steps[at]
+    if column.time != "after":
+        # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
+        before = np.where(steps == 0, 0, steps - 1)
+        wanted = np.zeros(1, np.int64) if column.time == "initial" else before
+        at = positions(run.steps, wanted)
+        if (at < 0).any():
+            raise InvalidArgument(
+                f"layout {layout.name} needs {column.variable} of step {wanted[at < 0][0]}, which "
+                "the run does not hold; select other steps, or use another layout"
+            )
+    if column.time in ("change", "ulps"):
+        return _change(column, variable, rows, at, selection.tokens)
     dtype = native_type(column.dtype)
-    rows = _rows(column, selection)
-    steps = run.steps[rows]
-    if column.time == "after":
-        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=rows)
-        blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
-        tensor = _with_zeros(tensor, steps) if blank else tensor
-        return replace(tensor, dtype=_stored(column))
+    tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=at)
     if column.time == "initial":
-        return _initial(column, variable, run, selection)
-    # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
-    before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
-    if (before < 0).any():
-        raise InvalidArgument(
-            f"layout {layout.name} needs W before step {steps[before < 0][0]}, but the run does "
-            "not hold the step before it; omit that step, or use another layout"
-        )
-    if column.time == "before":
-        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
-        return replace(tensor, dtype=_stored(column))
-    return _change(column, variable, rows, before, selection.tokens)
+        tensor = _first_row(tensor)
+    elif column.time == "after" and column.blank == "zero":
+        tensor = _with_zeros(tensor, steps) if VARIABLES[variable.name].row0 == "nan" else tensor
+    return replace(tensor, dtype=column.file_type)
 
 
-def _initial(
-    column: Column, variable: TiledVariable, run: TiledRun, selection: Selection
-) -> Tensor:
-    """The value of step 0, without an axis of steps."""
-    row = positions(run.steps, np.zeros(1, np.int64))
-    if row[0] < 0:
-        raise InvalidArgument(
-            f"{column.key} is the value of step 0, which the run does not hold; use another layout"
-        )
-    dtype = native_type(column.dtype)
-    tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=row)
+def _first_row(tensor: Tensor) -> Tensor:
+    """The first row of the tensor, without an axis of steps."""
 
     def read(where: Where) -> tuple[Array, int]:
         bits, rounded = tensor.read((slice(1), *where))
@@ -157,7 +137,6 @@ def _initial(
 
     return replace(
         tensor,
-        dtype=_stored(column),
         shape=tensor.shape[1:],
         parts=lambda: [where[1:] for where in tensor.parts()],
         read=read,

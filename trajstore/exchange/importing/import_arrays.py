@@ -106,8 +106,8 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
         if layout.format != file.format or not is_known or not _fits(file, layout):
             continue
         if layout.steps in (None, *file.keys) and first.key in file.keys:
-            dtype = "uint16" if first.as_bits else first.dtype
-            fitting[layout.name] = (file.dtype(first.key) == dtype, len(layout.required))
+            same = file.dtype(first.key) == first.file_type
+            fitting[layout.name] = (same, len(layout.required))
     return max(fitting, key=fitting.__getitem__) if fitting else file.format
 
 
