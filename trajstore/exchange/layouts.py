@@ -1,8 +1,8 @@
 """Layouts of files: names, types, alignment, and the numbers besides the arrays.
 
-`layouts.toml` lists those of the notebooks; a TOML file can define another. Export and import use
-the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of every file, with or
-without a layout. Differences between the layouts and a run:
+`layouts.toml` lists those of whole runs and of the notebooks; a TOML file can define another.
+Export and import use the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of
+every file, with or without a layout. Differences between the layouts and a run:
 
 * Most hold the state after each step, as a run does. Before the first step they hold zeros, where a
   run holds NaN. 14.1a holds changes of W instead of W; its first form holds dead tokens only.
@@ -33,7 +33,6 @@ __all__ = [
     "MARKS",
     "MASKS",
     "RECORDED",
-    "WHOLE_LAYOUTS",
     "Column",
     "Layout",
     "layout_of",
@@ -321,9 +320,6 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
 _WHOLE = ("native", "hdf5")
 _TABLES = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
 _ALL = {name: _layout(name, table) for name, table in _TABLES.items()}
-
-WHOLE_LAYOUTS: dict[str, Layout] = {name: _ALL[name] for name in _WHOLE}
-"""Layouts that hold whole runs, by name."""
 
 LAYOUTS: dict[str, Layout] = {name: one for name, one in _ALL.items() if not one.whole}
 """Layouts of the notebooks, by name."""

@@ -25,7 +25,7 @@ from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.joined_runs import check_number
 from trajstore.exchange.exporting.layout_like import layout_like
-from trajstore.exchange.layouts import WHOLE_LAYOUTS, Layout, layout_of
+from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
@@ -174,7 +174,7 @@ def export(
         layout = described.name
     format = _checked_format(format, described, block_rows, encoding)
     if described.whole and format == "hdf5":
-        described = WHOLE_LAYOUTS["hdf5"]
+        described = layout_of("hdf5")
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target

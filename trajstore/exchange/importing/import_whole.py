@@ -20,7 +20,7 @@ from trajstore.exchange.importing.imported_file import (
     checked_tokens,
     kept_attributes,
 )
-from trajstore.exchange.layouts import MARKS, WHOLE_LAYOUTS, Layout, text_key
+from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import (
     COORDINATES,
@@ -42,8 +42,8 @@ _TEXTS = ("attributes", "variables", "token_text", "parameter")
 def whole_layout(file: ArrayFile) -> Layout | None:
     """The layout of an export of a whole run; None for other files."""
     if file.format == "safetensors" and file.attributes.get("format") == "trajstore":
-        return WHOLE_LAYOUTS["native"]
-    hdf5 = WHOLE_LAYOUTS["hdf5"]
+        return layout_of("native")
+    hdf5 = layout_of("hdf5")
     return hdf5 if file.format == "hdf5" and text_key(hdf5, "attributes") in file.keys else None
 
 
