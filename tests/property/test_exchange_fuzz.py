@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import trajstore
 from trajstore.errors import TrajstoreError
 from trajstore.exchange.importing.read_runs import read_runs
-from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
+from trajstore.exchange.layouts import EXPORT_LAYOUTS, layout_of
 from trajstore.formats.open_file import open_file
 
 TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "90"))
@@ -47,9 +47,10 @@ def samples(folder: Path) -> list[bytes]:
     write_run(folder / "run.zarr", VARIABLES, rows=4, tokens=3, hidden=2)
     made = []
     for layout in EXPORT_LAYOUTS:
-        if layout == "native" or LAYOUTS[layout].format == "safetensors":
+        described = layout_of(layout)
+        if described.format == "safetensors":
             runs = [folder / "run.zarr"]
-            if layout != "native" and LAYOUTS[layout].runs == "matrices":
+            if described.runs == "matrices":
                 runs *= 2
             trajstore.export(runs, folder / "f", layout=layout, overwrite=True)
             made.append((folder / "f").read_bytes())

@@ -332,7 +332,7 @@ def known_names(command: str) -> dict[str, set[str]]:
         "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS}},
         "record": {"preset_name": named},
         "plan": {"preset_name": named},
-        "export": {"layout": {*EXPORT_LAYOUTS, "native"}},
+        "export": {"layout": {*EXPORT_LAYOUTS}},
     }.get(command, {})
 
 

@@ -1,8 +1,8 @@
 """Layouts of files: names, types, alignment, and the numbers besides the arrays.
 
-`layouts.toml` lists those of the notebooks; a TOML file can define another. Export and import use
-the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of every file, with or
-without a layout. Differences between the layouts and a run:
+`layouts.toml` lists those of whole runs and of the notebooks; a TOML file can define another.
+Export and import use the same table. `trajstore.exchange.guessing.kind_table` detects the arrays of
+every file, with or without a layout. Differences between the layouts and a run:
 
 * Most hold the state after each step, as a run does. Before the first step they hold zeros, where a
   run holds NaN. 14.1a holds changes of W instead of W; its first form holds dead tokens only.
@@ -27,8 +27,6 @@ from trajstore.schema import VARIABLES
 __all__ = [
     "COUNTS",
     "EXPORT_LAYOUTS",
-    "HDF5_KEYS",
-    "HDF5_TEXTS",
     "IMPORT_LAYOUTS",
     "KEPT_ATTRIBUTES",
     "LAYOUTS",
@@ -39,6 +37,7 @@ __all__ = [
     "Layout",
     "layout_of",
     "number_type",
+    "text_key",
 ]
 
 
@@ -78,6 +77,11 @@ class Column:
     def kind(self) -> str | None:
         """Variable that an import reads from it; None if it is derived."""
         return {"change": "delta", "ulps": None, "initial": None}.get(self.time, self.variable)
+
+    @property
+    def file_type(self) -> str:
+        """Type of its array in the file."""
+        return "uint16" if self.as_bits else self.dtype
 
     @property
     def has_tokens(self) -> bool:
@@ -121,6 +125,9 @@ class Layout:
         Level of compression in HDF5; 0 for none.
     types : dict of str to str
         Types of steps, marks and numbers that are not the usual ones.
+    whole : bool
+        True if it holds everything else of a run under its own name, in native types, and describes
+        it with texts of JSON: attributes, variables, token_text and parameter.
     """
 
     name: str
@@ -135,6 +142,7 @@ class Layout:
     chunk_rows: int = 1
     gzip: int = 0
     types: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
 
     @property
     def begins_late(self) -> bool:
@@ -240,6 +248,7 @@ def _layout(name: str, table: Mapping[str, Any]) -> Layout:
         runs=table.get("runs"),
         chunk_rows=table.get("chunk_rows", 1),
         gzip=table.get("gzip", 0),
+        whole=name in _WHOLE,
     )
 
 
@@ -304,26 +313,29 @@ def _whole(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     """The table, with the keys of the layout that it is ``like``."""
     if "like" not in table:
         return table
-    _check_word(name, "like", table["like"], _TABLES)
+    _check_word(name, "like", table["like"], [one for one in _TABLES if one not in _WHOLE])
     return {**_whole(name, _TABLES[table["like"]]), **table}
 
 
+_WHOLE = ("native", "hdf5")
 _TABLES = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
-LAYOUTS: dict[str, Layout] = {name: _layout(name, table) for name, table in _TABLES.items()}
-"""Layouts by name."""
+_ALL = {name: _layout(name, table) for name, table in _TABLES.items()}
 
-EXPORT_LAYOUTS = ("native", *LAYOUTS)
-"""The native layout, and those of the notebooks."""
+LAYOUTS: dict[str, Layout] = {name: one for name, one in _ALL.items() if not one.whole}
+"""Layouts of the notebooks, by name."""
+
+EXPORT_LAYOUTS = tuple(_ALL)
+"""The layouts of whole runs, and those of the notebooks."""
 
 MASKS = tuple(name for name, layout in LAYOUTS.items() if not layout.columns)
 """Layouts of files that hold masks only."""
 
-IMPORT_LAYOUTS = (*(name for name in EXPORT_LAYOUTS if name not in MASKS), "hdf5")
-"""The layouts of exports that hold a run, and any other HDF5."""
+IMPORT_LAYOUTS = tuple(name for name in EXPORT_LAYOUTS if name not in MASKS)
+"""The layouts of files that hold a run."""
 
 
-def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout | None:
-    """Layout of a name, or of a TOML file. None for ``native`` and ``hdf5``.
+def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout:
+    """Layout of a name, or of a TOML file.
 
     Parameters
     ----------
@@ -338,7 +350,7 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout | No
         If the name is unknown, the file cannot be read, or it has a wrong key or value.
     """
     if name in known:
-        return LAYOUTS.get(name)
+        return _ALL[name]
     if not name.endswith(".toml"):
         raise InvalidArgument(
             f"there is no layout {name!r}{did_you_mean(name, known)}; choose from "
@@ -359,23 +371,12 @@ def layout_of(name: str, known: Collection[str] = EXPORT_LAYOUTS) -> Layout | No
     return _layout(name, table)
 
 
-HDF5_KEYS = {
-    "W": "W",
-    "grad": "grad_W",
-    "exp_avg": "momentum_W",
-    "exp_avg_sq": "variance_W",
-    "logits": "logits",
-    "loss": "losses",
-}
-"""Names of variables in HDF5 files. The other variables keep their names."""
+def text_key(layout: Layout, name: str) -> str:
+    """Key of a text of a whole run, such as ``attributes`` or ``token_text``."""
+    if layout.format == "safetensors":
+        return name
+    return "trajstore_json" if name == "attributes" else f"{name}_json"
 
-HDF5_TEXTS = {
-    "attributes": "trajstore_json",
-    "variables": "variables_json",
-    "token_text": "token_text_json",
-    "parameter": "parameter_json",
-}
-"""Names of strings in HDF5 files: attributes of the run and its variables, tokens, parameters."""
 
 KEPT_ATTRIBUTES = ("config", "optimizer", "recording", "provenance", "imported", "created")
 """Attributes of the root that describe the origin of the values, and remain valid for a copy."""

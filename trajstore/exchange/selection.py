@@ -22,7 +22,7 @@ __all__ = ["Selection", "Steps", "Tokens", "select", "select_part"]
 
 Array = npt.NDArray[Any]
 
-Steps = str | int | slice | Iterable[int] | None
+Steps = str | int | np.integer[Any] | slice | Iterable[int] | None
 """Steps: a number, a slice of step numbers, several numbers, or a string: ``0:200:10,500``."""
 
 Tokens = str | os.PathLike[str] | Iterable[int] | None
@@ -125,8 +125,10 @@ def _rows(recorded: Array, steps: Steps) -> Array:
     chosen = np.zeros(len(recorded), bool)
     if isinstance(steps, str):
         items: list[int | slice] = [_range(item, steps) for item in steps.split(",")]
-    elif isinstance(steps, int | slice):
+    elif isinstance(steps, slice):
         items = [steps]
+    elif isinstance(steps, int | np.integer):
+        items = [int(steps)]
     else:
         items = [int(step) for step in steps]
     for item in items:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.formats.hdf5 import load_h5py
-from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.formats.streamed_tensor import Tensor, Where
 from trajstore.threads import Progress, in_parallel
 
 __all__ = ["write_hdf5"]
@@ -32,10 +32,10 @@ def write_hdf5(
     texts: Mapping[str, str],
     on_progress: Progress | None = None,
     *,
-    attributes: Mapping[str, Any] | None = None,
-    chunk_rows: int = 1,
-    gzip: int = 0,
-    float16_as_bits: bool = True,
+    attributes: Mapping[str, Any],
+    chunk_rows: int,
+    gzip: int,
+    float16_as_bits: bool,
 ) -> dict[str, int]:
     """Write a file, part by part. Tensors with a row per step are chunked by rows.
 
@@ -47,9 +47,9 @@ def write_hdf5(
     texts : mapping of str to str
         Each becomes a dataset of bytes.
     on_progress : callable, optional
-    attributes : mapping of str to str, int or float, optional
+    attributes : mapping of str to str, int or float
         Attributes of the root. Strings get a fixed length.
-    chunk_rows : int, default 1
+    chunk_rows : int
     gzip : int
         Level of compression; 0 for none.
     float16_as_bits : bool
@@ -76,13 +76,13 @@ def write_hdf5(
         # damaged. It pads fixed-length strings with NUL, with which a token may end.
         for key, text in texts.items():
             file.create_dataset(key, data=np.frombuffer(text.encode(), np.uint8))
-        for name, value in (attributes or {}).items():
+        for name, value in attributes.items():
             file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
         as_bits = ("bfloat16", "float16") if float16_as_bits else ("bfloat16",)
         datasets = {
             tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
         }
-        jobs = (partial(_read, tensor.key, part) for tensor in tensors for part in tensor.parts())
+        jobs = (partial(_read, tensor, where) for tensor in tensors for where in tensor.parts())
         for key, where, bits, changed in in_parallel(jobs):
             datasets[key][where] = bits.view(datasets[key].dtype)
             rounded[key] += changed
@@ -134,5 +134,5 @@ def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: 
     return dataset
 
 
-def _read(key: str, part: Part) -> tuple[str, tuple[slice, ...], Array, int]:
-    return key, part.where, *part.read()
+def _read(tensor: Tensor, where: Where) -> tuple[str, Where, Array, int]:
+    return tensor.key, where, *tensor.read(where)

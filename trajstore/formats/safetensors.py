@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.formats.array_file import OpenedFile, read_rows
-from trajstore.formats.streamed_tensor import Part, Tensor, item_type
+from trajstore.formats.streamed_tensor import Tensor, Where, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
 
@@ -153,34 +153,6 @@ class SafetensorsFile(OpenedFile):
                 f"{self.path}: the file ends within {key}; it was cut short"
             ) from None
 
-    def vector(self, key: str, dtypes: Sequence[str], length: int | None = None) -> Array:
-        """Read a 1-D tensor of numbers or booleans.
-
-        Parameters
-        ----------
-        key : str
-        dtypes : sequence of str
-            Accepted types.
-        length : int, optional
-            Accepted length. Default: any.
-
-        Raises
-        ------
-        FormatError
-            If it has another type or shape, or a boolean is neither 0 nor 1.
-        """
-        entry = self.entries[key]
-        fits = len(entry.shape) == 1 and (length is None or entry.shape[0] == length)
-        if entry.dtype not in dtypes or not fits:
-            raise FormatError(
-                f"{self.path}: {key} is {entry.dtype} of shape {entry.shape}, expected "
-                f"{' or '.join(dtypes)} of shape ({'any' if length is None else length},)"
-            )
-        values = self.read(key)
-        if entry.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
-            raise FormatError(f"{self.path}: {key} holds bytes other than 0 and 1")
-        return values
-
     def pieces(self, key: str) -> Iterator[bytes]:
         """Bytes of a tensor of any type, a few MiB at a time.
 
@@ -257,15 +229,16 @@ def write_safetensors(
     dict of str to int
         Numbers of rounded values, by key.
     """
-    offsets = _begin(path, tensors, metadata)
-    rounded = dict.fromkeys(offsets, 0)
+    kinds = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
+    offsets = _begin(path, kinds, metadata)
+    rounded = dict.fromkeys(kinds, 0)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
     with path.open("r+b", buffering=0) as file:
         jobs = (
-            partial(_write_part, file.fileno(), tensor, part, offsets[tensor.key])
-            for tensor in _ordered(tensors)
-            for part in tensor.parts()
+            partial(_write_part, file.fileno(), tensor, where, offsets[tensor.key])
+            for tensor in sorted(tensors, key=lambda tensor: offsets[tensor.key])
+            for where in tensor.parts()
         )
         for key, size, changed in in_parallel(jobs):
             rounded[key] += changed
@@ -322,54 +295,45 @@ def begin_safetensors(
     for key, (dtype, _) in arrays.items():
         if dtype not in _NAMES:
             raise InvalidArgument(f"{key} has type {dtype}, which safetensors files cannot hold")
-    tensors = [
-        Tensor(key=key, dtype=dtype, shape=shape, parts=lambda: iter(()))
-        for key, (dtype, shape) in arrays.items()
-    ]
-    offsets = _begin(path, tensors, metadata)
+    offsets = _begin(path, arrays, metadata)
     return {
-        each.key: FilledArray(
-            path=path, dtype=np.dtype(each.dtype), shape=each.shape, offset=offsets[each.key]
-        )
-        for each in tensors
+        key: FilledArray(path=path, dtype=np.dtype(dtype), shape=shape, offset=offsets[key])
+        for key, (dtype, shape) in arrays.items()
     }
 
 
-def _ordered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in the order of the file: the widest types first, so that each is aligned."""
-    return sorted(tensors, key=lambda tensor: (-item_type(tensor.dtype).itemsize, tensor.key))
-
-
-def _begin(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
-    """Allocate a file and write its header. Return the position of each tensor."""
+def _begin(
+    path: Path, arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> dict[str, int]:
+    """Allocate a file and write its header. Return the position of each array."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for tensor in _ordered(tensors):
-        header[tensor.key] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
+    begins, end = {}, 0
+    # The widest types first, so that each is aligned.
+    for key in sorted(arrays, key=lambda key: (-item_type(arrays[key][0]).itemsize, key)):
+        dtype, shape = arrays[key]
+        begins[key], end = end, end + math.prod(shape) * item_type(dtype).itemsize
+        header[key] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begins[key], end],
         }
-        end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
     with path.open("r+b", buffering=0) as file:
         _claim(file.fileno(), data + end)
         _write_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
-    return {tensor.key: data + header[tensor.key]["data_offsets"][0] for tensor in tensors}
+    return {key: data + begin for key, begin in begins.items()}
 
 
-def _write_part(number: int, tensor: Tensor, part: Part, offset: int) -> tuple[str, int, int]:
+def _write_part(number: int, tensor: Tensor, where: Where, offset: int) -> tuple[str, int, int]:
     """Read a part and write it; return its key, its bytes, and the number of rounded values."""
-    bits, rounded = part.read()
-    _write_bits(number, tensor, part.where, bits, offset)
+    bits, rounded = tensor.read(where)
+    _write_bits(number, tensor, where, bits, offset)
     return tensor.key, bits.nbytes, rounded
 
 
-def _write_bits(
-    number: int, tensor: Tensor, where: tuple[slice, ...], bits: Array, offset: int
-) -> None:
+def _write_bits(number: int, tensor: Tensor, where: Where, bits: Array, offset: int) -> None:
     little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
     if not where:
         _write_all(number, little.reshape(-1).view(np.uint8).data, offset)

@@ -1,9 +1,9 @@
-"""Tensors to write, as parts that are read one after another."""
+"""Tensors to write, whose parts are read one after another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +12,12 @@ import numpy.typing as npt
 
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["Part", "Tensor", "constant", "item_type"]
+__all__ = ["Tensor", "Where", "constant", "item_type"]
 
 Array = npt.NDArray[Any]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Part of a tensor.
-
-    Attributes
-    ----------
-    where : tuple of slice
-        Its position in the first one or two dimensions from the rows on.
-    read : callable
-        Returns its bits, and the number of rounded values.
-    """
-
-    where: tuple[slice, ...]
-    read: Callable[[], tuple[Array, int]]
+Where = tuple[slice, ...]
+"""Position of a part in the first one or two dimensions from the rows on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +32,9 @@ class Tensor:
         bfloat16, float16, float32, float64, int64, int32 or bool.
     shape : tuple of int
     parts : callable
-        Yields parts that cover it.
+        Returns the positions of the parts that cover it.
+    read : callable
+        Returns the bits of a part, and the number of rounded values.
     outer : int
         Number of axes before that of the rows. Parts count the rows across them.
     """
@@ -53,7 +42,8 @@ class Tensor:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    parts: Callable[[], Iterator[Part]]
+    parts: Callable[[], Iterable[Where]]
+    read: Callable[[Where], tuple[Array, int]]
     outer: int = 0
 
     @property
@@ -70,8 +60,6 @@ def item_type(dtype: str) -> np.dtype[Any]:
 def constant(key: str, dtype: str, value: npt.ArrayLike) -> Tensor:
     """Tensor of values in memory."""
     array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))
-
-    def parts() -> Iterator[Part]:
-        yield Part(where=(), read=lambda: (array, 0))
-
-    return Tensor(key=key, dtype=dtype, shape=array.shape, parts=parts)
+    return Tensor(
+        key=key, dtype=dtype, shape=array.shape, parts=lambda: [()], read=lambda where: (array, 0)
+    )

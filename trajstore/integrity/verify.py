@@ -244,12 +244,12 @@ def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:
     """Number of wrong cells, and step and token of the first."""
     W, cells, bfloat16 = run.series["W"], run.series["cells"], NATIVE_TYPES["bfloat16"]
     rows, count, first = np.arange(len(run.steps)), 0, (0, 0)
-    for tile in W.tiles(rows, None):
-        expected, _ = convert(tile.read(), W.native, bfloat16)
-        held = cells.bits(tile.where)
+    for where in W.tiles(rows, None):
+        expected, _ = convert(W.get(where), W.native, bfloat16)
+        held = cells.bits(where)
         wrong = (held != expected) & ~(is_nan(held, bfloat16) | is_nan(expected, bfloat16))
         if wrong.any() and not count:
-            at, among = tile.where
+            at, among = where
             row, token, _ = np.argwhere(wrong)[0]
             ids = run.coordinates["token"]
             first = int(run.steps[at.start + row]), int(ids[among.start + token])

@@ -7,15 +7,15 @@
 ``export``
     The public function: a run, or part of it, to safetensors, HDF5, Zarr or a new run.
 ``export_layout``
-    Files in the layouts of the notebooks: tensors, numbers and strings.
+    Files in a layout: tensors, numbers and strings.
 ``joined_runs``
     Arrays of several runs in one file.
 ``layout_like``
     The layout of a file that exists.
 ``layout_columns``
     Arrays of a file in a layout.
-``export_native``
-    Files with everything that a run holds: safetensors with native names, HDF5 with common names.
+``layout_numbers``
+    Numbers of a file in a layout.
 ``export_run``
     A selection of a run as a new run, with blocks of another size.
 ``export_zarr``

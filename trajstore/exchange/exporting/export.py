@@ -17,11 +17,14 @@ import xarray as xr
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
-from trajstore.exchange.exporting.export_layout import layout_file, without_step_0
-from trajstore.exchange.exporting.export_native import hdf5_file, native_file
+from trajstore.exchange.exporting.export_layout import (
+    layout_file,
+    with_everything,
+    without_step_0,
+)
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
-from trajstore.exchange.exporting.exported_file import ExportedFile
+from trajstore.exchange.exporting.joined_runs import check_number
 from trajstore.exchange.exporting.layout_like import layout_like
 from trajstore.exchange.layouts import Layout, layout_of
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
@@ -110,10 +113,10 @@ def export(
         ordinary Zarr v3, which every reader opens without trajstore. ``run`` is a new run, with
         blocks of another size or in another encoding.
     layout : str, default 'native'
-        ``native`` keeps names, native types and everything that an import needs. The others are
-        the layouts of the notebooks' files, which ``trajstore import`` lists, or the path of a TOML
-        file that describes a layout. Parts of a layout that the run does not hold are omitted, with
-        a note.
+        ``native`` keeps names, native types and everything that an import needs; ``hdf5`` does so
+        in HDF5, with common names. The others are the layouts of the notebooks' files, which
+        ``trajstore import`` lists, or the path of a TOML file that describes a layout. Parts of a
+        layout that the run does not hold are omitted, with a note.
     like : path-like, optional
         A safetensors file, in place of a layout. The export has the same keys, types and ranks, as
         far as the run has values for them; a note names the other keys.
@@ -176,29 +179,30 @@ def export(
     notes: Sequence[str] = ()
     described = layout_of(layout)
     if like is not None:
-        if described is not None:
+        if layout != "native":
             raise InvalidArgument(f"got layout {layout} and a file to export like; give one")
         described, notes = layout_like(like)
         layout = described.name
-    format = _checked_format(format, layout, described, block_rows, encoding, fill_damaged)
+    format = _checked_format(format, described, block_rows, encoding, fill_damaged)
+    if described.whole and format == "hdf5":
+        described = layout_of("hdf5")
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
     given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
-    if not given or (described is None and len(given) > 1):
-        raise InvalidArgument(
-            f"got {len(given)} runs, expected one; a layout such as flannel-3 or flannel-5 holds "
-            "several, flannel-2 both matrices of untied weights"
-        )
+    check_number(described, len(given))
     damaged = DamagedChunks(given[0]) if fill_damaged else None
     opened = [open_tiled(each) for each in given] if damaged is None else [damaged.run]
     runs: Sequence[tuple[TiledRun, Selection]] = [
         (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
     ]
-    if described is not None and described.begins_late:
-        described, runs = without_step_0(described, runs)
     recorded, selection = runs[0]
+    if described.whole:
+        described = with_everything(described, recorded, selection)
+    elif described.begins_late:
+        described, runs = without_step_0(described, runs)
+        recorded, selection = runs[0]
     omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
@@ -216,23 +220,32 @@ def export(
         if damaged is not None:
             notes = (*notes, *damaged.sentences(selection))
     else:
-        if described is not None:
-            content = layout_file(described, runs)
-        else:
-            content = (hdf5_file if format == "hdf5" else native_file)(recorded, selection)
+        content = layout_file(described, runs)
         with staged_file(file, overwrite=overwrite) as path:
-            rounded = _write(format, path, content, on_progress)
+            if format == "safetensors":
+                rounded = write_safetensors(path, content.tensors, content.texts, on_progress)
+            else:
+                rounded = write_hdf5(
+                    path,
+                    content.tensors,
+                    content.texts,
+                    on_progress,
+                    attributes=content.attributes,
+                    chunk_rows=described.chunk_rows,
+                    gzip=described.gzip,
+                    float16_as_bits=described.whole,
+                )
         notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
         omitted = content.omitted
     written = selection.along_token(recorded.coordinates["token"])
-    if described is not None and described.only is not None:
+    if described.only is not None:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
         written = written[is_dead == (described.only == "dead")]
     return Exported(
         path=Path(file),
         format=format,
         layout=layout,
-        rows=0 if described is not None and not described.columns else len(selection.rows),
+        rows=len(selection.rows) if described.columns else 0,
         tokens=len(written),
         variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
@@ -242,8 +255,7 @@ def export(
 
 def _checked_format(
     format: str | None,
-    layout: str,
-    described: Layout | None,
+    layout: Layout,
     block_rows: int | None,
     encoding: str | None,
     fill_damaged: bool,
@@ -254,11 +266,13 @@ def _checked_format(
             f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
             f"{', '.join(FORMATS)}"
         )
-    plain = "safetensors" if encoding is None else "run"
-    own = described.format if described is not None else format or plain
+    own: str = layout.format
+    if layout.name == "native":
+        own = format or (own if encoding is None else "run")
     if format is not None and format != own:
         raise InvalidArgument(
-            f"got format {format} with layout {layout}, which is for {own} files; omit one of them"
+            f"got format {format} with layout {layout.name}, which is for {own} files; omit one of "
+            "them"
         )
     if own not in ("zarr", "run") and block_rows is not None:
         raise InvalidArgument(
@@ -279,23 +293,6 @@ def _checked_format(
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own
-
-
-def _write(
-    format: str, path: Path, content: ExportedFile, on_progress: Progress | None
-) -> dict[str, int]:
-    if format == "safetensors":
-        return write_safetensors(path, content.tensors, content.texts, on_progress)
-    return write_hdf5(
-        path,
-        content.tensors,
-        content.texts,
-        on_progress,
-        attributes=content.attributes,
-        chunk_rows=content.chunk_rows,
-        gzip=content.gzip,
-        float16_as_bits=content.float16_as_bits,
-    )
 
 
 def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:

@@ -1,12 +1,14 @@
-"""Files in the layouts of the notebooks: tensors, numbers and strings.
+"""Files in a layout: tensors, numbers and strings.
 
-An export omits whatever is not recorded, not selected or not known, with a note.
+Layouts of whole runs hold everything. An export in the layout of a notebook omits whatever is not
+recorded, not selected or not known, with a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +16,29 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.exporting.joined_runs import check_number, joined, step_labels
-from trajstore.exchange.exporting.layout_columns import columns_of, is_sgd
-from trajstore.exchange.guessing.kind_table import Scalar, named, scalar_of
-from trajstore.exchange.layouts import COUNTS, MARKS, RECORDED, Layout, number_type
+from trajstore.exchange.exporting.exported_file import ExportedFile, ExportedRun
+from trajstore.exchange.exporting.joined_runs import joined, step_labels
+from trajstore.exchange.exporting.layout_columns import columns_of
+from trajstore.exchange.exporting.layout_numbers import file_numbers, number_of
+from trajstore.exchange.guessing.kind_table import named
+from trajstore.exchange.layouts import (
+    COUNTS,
+    MARKS,
+    Column,
+    Layout,
+    number_type,
+    text_key,
+)
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
-from trajstore.schema import VARIABLES
+from trajstore.schema import OF_PARAMETERS, VARIABLES
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.version import __version__
 
-__all__ = ["layout_file", "numbers_of", "population", "without_step_0"]
+__all__ = ["layout_file", "with_everything", "without_step_0"]
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A run in a file.
-
-    Attributes
-    ----------
-    run : TiledRun
-    selection : Selection
-    of : dict of str to Selection
-        The selected tokens of each population of the layout.
-    """
-
-    run: TiledRun
-    selection: Selection
-    of: Mapping[str, Selection]
-
-    @property
-    def steps(self) -> Array:
-        steps: Array = self.run.steps[self.selection.rows]
-        return steps
 
 
 def without_step_0(
@@ -65,8 +53,23 @@ def without_step_0(
     return replace(layout, columns=columns), later
 
 
+def with_everything(layout: Layout, run: TiledRun, selection: Selection) -> Layout:
+    """The layout of a whole run, with a column for each selected variable, in its native type."""
+    keys = {column.variable: column.key for column in layout.columns}
+    columns = tuple(
+        Column(
+            key=keys.get(name, name),
+            variable=name,
+            dtype=run.series[name].native.name,
+            blank="nan",
+        )
+        for name in selection.variables
+    )
+    return replace(layout, columns=columns)
+
+
 def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> ExportedFile:
-    """Content of a notebook's file: tensors, metadata, and notes for its reader.
+    """Content of a file: tensors, metadata, and notes for its reader.
 
     Raises
     ------
@@ -79,12 +82,8 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     """
     if layout.runs == "matrices":
         runs = _in_order(layout, runs)
-    parts = [
-        _Part(run=run, selection=selection, of=_selections(layout, run, selection))
-        for run, selection in runs
-    ]
+    parts = [ExportedRun(run=run, selection=selection) for run, selection in runs]
     first = parts[0]
-    check_number(layout, len(parts))
     _check_tokens(layout, parts)
     if not layout.columns and "is_dead" not in first.run.coordinates:
         raise VariableNotRecorded(
@@ -94,28 +93,25 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
     columns: list[dict[str, Tensor]] = []
     for part in parts:
-        arrays, absent = columns_of(layout, part.run, part.of) if layout.columns else ({}, [])
-        columns.append(arrays)
+        populations = _populations(layout, part)
+        of_run, absent = columns_of(layout, part.run, populations) if populations else ({}, [])
+        columns.append(of_run)
         notes += absent
     placeless = _without_place(layout, first)
     if placeless:
         notes.append(f"{', '.join(placeless)} omitted: not part of layout {layout.name}")
     held = set.intersection(*map(set, columns))
-    numbers, unknown = _numbers(layout, parts, held)
-    metadata = {
-        "exporter": "trajstore",
-        "trajstore_version": __version__,
-        "layout": Path(layout.name).name,
-        # The step labels of the notebooks' own files counted callbacks; these count steps.
-        "steps": "optimizer",
-    }
-    if layout.texts:
-        metadata = _texts(layout, first) | metadata
+    numbers, unknown = file_numbers(layout, parts, held)
     as_attributes = layout.format == "hdf5"
-    tensors = [
+    metadata = _metadata(layout, first)
+    texts = _descriptions(layout, first) if layout.whole else {}
+    labels = [
         *(step_labels(layout, [part.steps for part in parts]) if layout.columns else ()),
         *_token_labels(layout, first),
-        *joined(layout, columns),
+    ]
+    arrays = [*joined(layout, columns)]
+    tensors = [
+        *((*arrays, *labels) if layout.whole else (*labels, *arrays)),
         *(
             constant(key, layout.types.get(key) or number_type(key) or "float32", value)
             for key, value in numbers.items()
@@ -124,16 +120,28 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     ]
     keys = [*(tensor.key for tensor in tensors), *(numbers if as_attributes else ())]
     _check_keys(layout, keys)
+    notes += [*_notes(layout, first, held, keys), *unknown]
     return ExportedFile(
         tensors=tuple(_typed(layout, tensor) for tensor in tensors),
-        texts={} if as_attributes else metadata,
+        texts=texts if as_attributes else metadata | texts,
         attributes=metadata | numbers if as_attributes else {},
-        chunk_rows=layout.chunk_rows,
-        gzip=layout.gzip,
-        float16_as_bits=any(column.as_bits for column in layout.columns),
         omitted=tuple(name for name in placeless if name in VARIABLES),
-        notes=tuple(dict.fromkeys((*notes, *_notes(layout, first, held, keys), *unknown))),
+        notes=() if layout.whole else tuple(dict.fromkeys(notes)),
     )
+
+
+def _descriptions(layout: Layout, part: ExportedRun) -> dict[str, str]:
+    """Attributes of the run and its variables, and the coordinates of strings, as JSON."""
+    run, names = part.run, part.selection.variables
+    texts: dict[str, Any] = {
+        "attributes": run.attributes,
+        "variables": {name: run.series[name].attributes for name in names},
+    }
+    if "token_text" in part.coordinates:
+        texts["token_text"] = part.coordinates["token_text"].tolist()
+    if run.parameters is not None and not set(names).isdisjoint(OF_PARAMETERS):
+        texts["parameter"] = run.parameters.tolist()
+    return {text_key(layout, name): json.dumps(value) for name, value in texts.items()}
 
 
 def _typed(layout: Layout, tensor: Tensor) -> Tensor:
@@ -141,8 +149,7 @@ def _typed(layout: Layout, tensor: Tensor) -> Tensor:
     dtype = layout.types.get(tensor.key, tensor.dtype)
     if dtype == tensor.dtype:
         return tensor
-    (part,) = tensor.parts()
-    return constant(tensor.key, dtype, part.read()[0])
+    return constant(tensor.key, dtype, tensor.read(())[0])
 
 
 def _in_order(
@@ -171,9 +178,9 @@ def _check_keys(layout: Layout, keys: Sequence[str]) -> None:
         )
 
 
-def _without_place(layout: Layout, part: _Part) -> list[str]:
+def _without_place(layout: Layout, part: ExportedRun) -> list[str]:
     """Variables and coordinates of a run that the layout has no place for."""
-    if not layout.columns:
+    if layout.whole or not layout.columns:
         return []
     held = {column.variable for column in layout.columns}
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
@@ -186,9 +193,10 @@ def _without_place(layout: Layout, part: _Part) -> list[str]:
     ]
 
 
-def _selections(layout: Layout, run: TiledRun, selection: Selection) -> dict[str, Selection]:
+def _populations(layout: Layout, part: ExportedRun) -> dict[str, Selection]:
+    """The selected tokens of each population of the layout."""
     return {
-        name: selection if name == "all" else _of(name, layout, run, selection)
+        name: part.selection if name == "all" else _of(name, layout, part.run, part.selection)
         for name in dict.fromkeys(column.tokens for column in layout.columns)
     }
 
@@ -211,25 +219,25 @@ def _of(population: str, layout: Layout, run: TiledRun, selection: Selection) ->
     return replace(selection, tokens=places)
 
 
-def _token_labels(layout: Layout, part: _Part) -> Iterator[Tensor]:
+def _token_labels(layout: Layout, part: ExportedRun) -> Iterator[Tensor]:
     """Ids of the tokens, unless they count from 0, and the marks of the dead tokens."""
     if layout.only:
         yield from _marked_ids(layout, part)
         return
-    ids = part.selection.along_token(part.run.coordinates["token"])
-    if not np.array_equal(ids, np.arange(len(ids))):
+    coordinates, ids = part.coordinates, part.coordinates["token"]
+    if layout.whole or not np.array_equal(ids, np.arange(len(ids))):
         yield constant("token", "int32", ids)
-    for key in layout.populations:
-        if MARKS[key] == "token_count" and MARKS[key] in part.run.coordinates:
-            counts = part.selection.along_token(part.run.coordinates["token_count"])
-            yield constant(key, "int64", counts)
-    if "is_dead" in part.run.coordinates:
+    if "is_dead" in coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        is_dead = part.selection.along_token(part.run.coordinates["is_dead"]).astype(bool)
-        yield from population(layout.populations, is_dead)
+        yield from _population(layout.populations, coordinates["is_dead"].astype(bool))
+    for key in layout.populations:
+        if MARKS[key] == "token_count" and "token_count" in coordinates:
+            yield constant(key, "int64", coordinates["token_count"])
+    if layout.name == "native":  # in other files, their names may have another meaning
+        yield from (constant(name, "bool", coordinates[name]) for name in part.run.populations)
 
 
-def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
+def _marked_ids(layout: Layout, part: ExportedRun) -> Iterator[Tensor]:
     """Marks of the selected tokens of a whole vocabulary, for files with rows of some of them."""
     ids = part.run.coordinates["token"]
     if (np.diff(ids) <= 0).any():
@@ -237,35 +245,26 @@ def _marked_ids(layout: Layout, part: _Part) -> Iterator[Tensor]:
             f"layout {layout.name} marks the tokens of its rows in the order of their ids, but the "
             "Dataset has another order; sort it: ds.sortby('token')"
         )
-    size = max(int(_number("vocab_size", part) or 0), int(ids[-1]) + 1)
+    size = max(int(number_of("vocab_size", part) or 0), int(ids[-1]) + 1)
     is_dead, selected = np.zeros((2, size), bool)
     is_dead[ids] = part.run.coordinates["is_dead"]
-    selected[part.selection.along_token(ids)] = True
-    yield from population(layout.populations, is_dead, selected)
+    selected[part.coordinates["token"]] = True
+    yield from _population(layout.populations, is_dead, selected)
 
 
-def _check_tokens(layout: Layout, parts: Sequence[_Part]) -> None:
+def _check_tokens(layout: Layout, parts: Sequence[ExportedRun]) -> None:
     """Refuse runs with other tokens than the first one."""
-    first = _tokens_of(parts[0])
     for number, part in enumerate(parts[1:], 1):
-        tokens = _tokens_of(part)
         for name in ("token", "is_dead"):
-            if tokens.get(name) != first.get(name):
+            its, first = (one.coordinates.get(name, np.empty(0)) for one in (part, parts[0]))
+            if not np.array_equal(its, first):
                 raise InvalidArgument(
                     f"{name} of run {number} differs from that of run 0; layout {layout.name} "
                     "holds one set of tokens: select common ones (--tokens), or export each run"
                 )
 
 
-def _tokens_of(part: _Part) -> dict[str, list[int]]:
-    return {
-        name: part.selection.along_token(values).tolist()
-        for name, values in part.run.coordinates.items()
-        if name in ("token", "is_dead")
-    }
-
-
-def population(
+def _population(
     keys: Collection[str], is_dead: Array, selected: Array | None = None
 ) -> Iterator[Tensor]:
     """Masks and lists of dead and live tokens.
@@ -290,135 +289,31 @@ def population(
         )  # fmt: skip
 
 
-def _numbers(
-    layout: Layout, parts: Sequence[_Part], held: Collection[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Known numbers of the layout, and notes on the others.
-
-    Parameters
-    ----------
-    layout : Layout
-    parts : sequence
-    held : collection of str
-        Keys of the arrays in the file.
-    """
-    numbers: dict[str, Any] = {}
-    unknown, different = [], []
-    for key in layout.numbers:
-        if key in COUNTS:
-            value = _count(layout, parts[0], marks_dead=COUNTS[key])
-            if value is not None:
-                numbers[key] = value
-        elif key.startswith(RECORDED):
-            numbers[key] = key.removeprefix(RECORDED) in held
-        elif key == "n_runs":
-            numbers[key] = len(parts)
-        else:
-            values = [_number(key, part) for part in parts]
-            if key == "tied_weights" and layout.runs == "matrices":
-                values = [False] * len(parts)
-            if key == "base_seed" and None in values:
-                values = [
-                    None if seed is None else seed - number
-                    for number, seed in enumerate(_number("seed", part) for part in parts)
-                ]
-            if None in values:
-                unknown.append(key)
-            elif _is_per_run(layout, key):
-                numbers[key] = values
-            elif len(set(values)) == 1:
-                numbers[key] = values[0]
-            else:
-                different.append(key)
-    notes = [f"{', '.join(unknown)} omitted: not in the run's attributes"] if unknown else []
-    if different:
-        notes.append(f"{', '.join(different)} omitted: the runs differ")
-    return numbers, notes
-
-
-def _is_per_run(layout: Layout, key: str) -> bool:
-    """True for the plural of a number, which has a value per run."""
-    scalar = scalar_of(key)
-    return layout.runs is not None and scalar is not None and key not in scalar.names
-
-
-def _count(layout: Layout, part: _Part, *, marks_dead: bool) -> int | None:
-    """Number of dead or of live tokens."""
-    if "is_dead" not in part.run.coordinates:
-        return None
-    is_dead = part.run.coordinates["is_dead"].astype(bool)
-    if layout.only is None:
-        is_dead = part.selection.along_token(is_dead)
-    return int(np.count_nonzero(is_dead == marks_dead))
-
-
-def _number(key: str, part: _Part) -> int | float | None:
-    """A number of a run; of an imported one, also under a name that only its file had."""
-    value = next((value for _, value in numbers_of([key], part.run, part.selection)), None)
-    other = attribute(part.run.attributes, "config", "scalars", key)
-    return other if value is None and isinstance(other, int | float) else value
-
-
-def numbers_of(
-    keys: Collection[str], run: TiledRun, selection: Selection
-) -> Iterator[tuple[str, int | float]]:
-    """Numbers from the attributes of a run, and lengths of what is selected.
-
-    The number of steps is that of the rows after the first, so that ``W[num_steps]`` is the last.
-
-    Parameters
-    ----------
-    keys : collection of str
-        Names from `trajstore.exchange.guessing.kind_table.SCALARS`.
-    run : TiledRun
-    selection : Selection
-    """
-    lengths = {"num_steps": len(selection.rows) - 1}
-    matrices = [each.shape for each in run.series.values() if each.dims == VARIABLES["W"].dims]
-    if matrices:
-        lengths["hidden_dim"] = matrices[0][2]
-    ids = run.coordinates["token"]
-    if np.array_equal(ids, np.arange(len(ids))):
-        lengths["vocab_size"] = len(ids)
-    for key in keys:
-        scalar = scalar_of(key)
-        if scalar is None:
-            continue
-        value = _value_of(run.attributes, scalar)
-        if value is None and scalar.name in ("adam_beta1", "adam_beta2") and is_sgd(run):
-            value = 0.0
-        if value is None or scalar.name == "num_steps":
-            value = lengths.get(scalar.name)
-        if value is not None:
-            yield key, value
-
-
-def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
-    """Value of a scalar; None if the attributes do not hold it."""
-    for path in scalar.paths:
-        value = attribute(attributes, *path)
-        if isinstance(value, str) and value in scalar.codes:
-            return scalar.codes[value]
-        if isinstance(value, int | float) and not scalar.codes:
-            return value
-    return None
-
-
-def _texts(layout: Layout, part: _Part) -> dict[str, str]:
-    """Metadata of 1.12a, as far as they are known."""
-    run = part.run
-    known = dict(numbers_of(layout.texts, run, part.selection))
-    metadata = {key: str(value) for key, value in known.items()}
-    if "vocab_size" in metadata:
-        metadata["model"] = "GPT2"
-    if "loss" in run.series and len(run.steps):
-        last = len(run.steps) - 1
-        metadata["final_loss"] = str(float(run.series["loss"].get((slice(last, last + 1),))[0]))
-    return metadata
+def _metadata(layout: Layout, part: ExportedRun) -> dict[str, str]:
+    """Strings besides the arrays, as far as they are known."""
+    if layout.whole:
+        return {"format": "trajstore"} if layout.format == "safetensors" else {}
+    metadata: dict[str, str] = {}
+    if layout.texts:  # as in files of 1.12a
+        known = {key: number_of(key, part) for key in layout.texts}
+        metadata = {key: str(value) for key, value in known.items() if value is not None}
+        if "vocab_size" in metadata:
+            metadata["model"] = "GPT2"
+        last = len(part.run.steps) - 1
+        if "loss" in part.run.series and last >= 0:
+            loss = part.run.series["loss"].get((slice(last, last + 1),))[0]
+            metadata["final_loss"] = str(float(loss))
+    return metadata | {
+        "exporter": "trajstore",
+        "trajstore_version": __version__,
+        "layout": Path(layout.name).name,
+        # The step labels of the notebooks' own files counted callbacks; these count steps.
+        "steps": "optimizer",
+    }
 
 
 def _notes(
-    layout: Layout, part: _Part, columns: Collection[str], keys: Collection[str]
+    layout: Layout, part: ExportedRun, columns: Collection[str], keys: Collection[str]
 ) -> Iterator[str]:
     marks = [key for key in layout.populations if MARKS[key] != "token_count"]
     if layout.marks_dead and "is_dead" not in part.run.coordinates:

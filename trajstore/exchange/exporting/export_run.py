@@ -15,7 +15,7 @@ from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE, notes_of
-from trajstore.store.reading.tiled_reader import Tile, TiledRun
+from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
 
@@ -134,17 +134,16 @@ def _copy(
 
 def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
     """Fill the places of rows: a tile of all matrices at a time, as some are computed together."""
-    tiles: dict[Any, list[tuple[Array, Tile]]] = {}
+    tiles: dict[Any, list[Callable[[], None]]] = {}
     for name, place in places.items():
         variable = run.series[name]
-        tokens = selection.tokens if "token" in variable.dims else None
-        for tile in variable.tiles(rows, tokens, native=True):
-            where = tuple((part.start, part.stop) for part in tile.where)
-            tiles.setdefault(where, []).append((place, tile))
+        for where in variable.tiles(rows, selection.tokens):
+            fill = partial(variable.fill, place, where, rows, selection.tokens, native=True)
+            tiles.setdefault(tuple((part.start, part.stop) for part in where), []).append(fill)
     for _ in in_parallel(partial(_fill, together) for together in tiles.values()):
         pass
 
 
-def _fill(tiles: list[tuple[Array, Tile]]) -> None:
-    for place, tile in tiles:
-        place[tile.where] = tile.read()
+def _fill(tiles: list[Callable[[], None]]) -> None:
+    for fill in tiles:
+        fill()

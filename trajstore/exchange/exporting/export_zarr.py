@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
 from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
-from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable
+from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
-from trajstore.threads import Progress, in_parallel
+from trajstore.threads import Progress
 from trajstore.version import __version__
 
 __all__ = ["check_zarr_target", "write_zarr"]
@@ -96,12 +95,10 @@ def write_zarr(
         If `memory` does not hold one row, or `block_rows` rows.
     """
     budget = parse_bytes(memory)
-    tokens = len(selection.along_token(run.coordinates["token"]))
     shapes, held, chunks = {}, {}, {}
     for name in selection.variables:
         variable = run.series[name]
-        shape = (len(selection.rows), *variable.shape[1:])
-        shapes[name] = (shape[0], tokens, *shape[2:]) if "token" in variable.dims else shape
+        shapes[name] = variable.shape_of(selection.rows, selection.tokens)
         held[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
     with warnings.catch_warnings():
         # Some readers expect consolidated metadata; the others ignore it.
@@ -121,7 +118,7 @@ def write_zarr(
             variable = run.series[name]
             for start in range(0, len(selection.rows), held[name]):
                 rows = slice(start, min(start + held[name], len(selection.rows)))
-                values = _values(variable, selection, rows, shapes[name])
+                values = variable.load(selection.rows[rows], selection.tokens)
                 part = xr.Dataset({name: (variable.dims, values)})
                 part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
                 done += values.nbytes
@@ -197,18 +194,3 @@ def _plain(values: Array) -> Array:
     if values.dtype.kind in "TUO":
         return values.astype(object).astype(np.dtypes.StringDType())
     return values
-
-
-def _values(
-    variable: TiledVariable, selection: Selection, rows: slice, shape: tuple[int, ...]
-) -> Array:
-    values = np.empty((rows.stop - rows.start, *shape[1:]), variable.native.stored)
-    tokens = selection.tokens if "token" in variable.dims else None
-    tiles = variable.tiles(selection.rows[rows], tokens)
-    for _ in in_parallel(partial(_fill, values, tile) for tile in tiles):
-        pass
-    return values
-
-
-def _fill(values: Array, tile: Tile) -> None:
-    values[tile.where] = tile.read()

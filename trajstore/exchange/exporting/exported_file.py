@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy.typing as npt
 
 from trajstore.exchange.selection import Selection
-from trajstore.formats.streamed_tensor import Part, Tensor
-from trajstore.store.reading.tiled_reader import Tile, TiledVariable
+from trajstore.formats.streamed_tensor import Tensor, Where
+from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable
 from trajstore.values.native_types import NativeType
 from trajstore.values.rounding import convert
 
-__all__ = ["ExportedFile", "variable_tensor"]
+__all__ = ["ExportedFile", "ExportedRun", "variable_tensor"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedRun:
+    """A run in a file.
+
+    Attributes
+    ----------
+    run : TiledRun
+    selection : Selection
+    """
+
+    run: TiledRun
+    selection: Selection
+
+    @property
+    def steps(self) -> Array:
+        """Selected steps."""
+        steps: Array = self.run.steps[self.selection.rows]
+        return steps
+
+    @cached_property
+    def coordinates(self) -> dict[str, Array]:
+        """Coordinates of the selected tokens."""
+        return {
+            name: self.selection.along_token(values)
+            for name, values in self.run.coordinates.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +58,6 @@ class ExportedFile:
         Metadata of a safetensors file, or datasets of bytes in HDF5.
     attributes : dict of str to str, int or float
         Attributes of the root in HDF5.
-    chunk_rows : int
-        Rows of a chunk in HDF5.
-    gzip : int
-        Level of compression in HDF5; 0 for none.
-    float16_as_bits : bool
-        True if HDF5 holds float16 as its bits, as it always holds bfloat16.
     omitted : tuple of str
         Selected variables that the layout has no place for.
     notes : tuple of str
@@ -43,15 +66,9 @@ class ExportedFile:
 
     tensors: tuple[Tensor, ...]
     texts: dict[str, str]
-    attributes: dict[str, Any] = field(default_factory=dict)
-    chunk_rows: int = 1
-    gzip: int = 0
-    float16_as_bits: bool = True
-    omitted: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-Array = npt.NDArray[Any]
+    attributes: dict[str, Any]
+    omitted: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def variable_tensor(
@@ -74,29 +91,19 @@ def variable_tensor(
     rows : ndarray of int, optional
         Positions along ``step`` that replace those of the selection, in the same number.
     """
-    wanted = dtype or variable.native
-    rows = selection.rows if rows is None else rows
-    tokens = selection.tokens if "token" in variable.dims else None
-    shape = (len(rows), *variable.shape[1:])
-    if tokens is not None:
-        shape = (shape[0], len(tokens), *shape[2:])
-    parts = partial(_parts, variable, rows, tokens, wanted)
-    return Tensor(key=key, dtype=wanted.name, shape=shape, parts=parts)
-
-
-def _parts(
-    variable: TiledVariable, rows: Array, tokens: Array | None, wanted: NativeType
-) -> Iterator[Part]:
     native = variable.native
-    exact = wanted.name == native.name
-    for tile in variable.tiles(rows, tokens, native=exact):
-        read = partial(_bits, tile) if exact else partial(_converted, tile, native, wanted)
-        yield Part(where=tile.where, read=read)
+    wanted = dtype or native
+    selected = (selection.rows if rows is None else rows, selection.tokens)
 
+    def read(where: Where) -> tuple[Array, int]:
+        if wanted.name == native.name:
+            return variable.read(where, *selected, native=True), 0
+        return convert(variable.read(where, *selected), native, wanted)
 
-def _bits(tile: Tile) -> tuple[Array, int]:
-    return tile.read(), 0
-
-
-def _converted(tile: Tile, native: NativeType, wanted: NativeType) -> tuple[Array, int]:
-    return convert(tile.read(), native, wanted)
+    return Tensor(
+        key=key,
+        dtype=wanted.name,
+        shape=variable.shape_of(*selected),
+        parts=partial(variable.tiles, *selected),
+        read=read,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.layouts import Layout
-from trajstore.formats.streamed_tensor import Part, Tensor, constant
+from trajstore.formats.streamed_tensor import Tensor, Where, constant
 
 __all__ = ["check_number", "joined", "step_labels"]
 
@@ -33,10 +32,10 @@ def check_number(layout: Layout, count: int) -> None:
             f"layout {layout.name} holds both matrices of one training, got {count} of them; give "
             "the run of E, then that of W"
         )
-    if layout.runs is None and count != 1:
+    if count < 1 or (layout.runs is None and count != 1):
         raise InvalidArgument(
-            f"got {count} runs, but layout {layout.name} holds one; export one, or choose a layout "
-            "of several runs, such as flannel-3 or flannel-5"
+            f"got {count} runs, expected one for layout {layout.name}; a layout such as flannel-3 "
+            "or flannel-5 holds several, flannel-2 both matrices of untied weights"
         )
 
 
@@ -102,16 +101,18 @@ def _stacked(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
                 f"{first.key} of run {number} has shape {other.shape}, that of run 0 "
                 f"{first.shape}; layout {layout.name} needs one shape"
             )
-    return replace(
-        first, shape=(len(tensors), *first.shape), outer=1, parts=partial(_parts, tensors)
-    )
+    length = first.shape[0]
 
+    def parts() -> Iterator[Where]:
+        """Parts of all runs. Rows are counted across the runs."""
+        for number, tensor in enumerate(tensors):
+            for rows, *rest in tensor.parts():
+                begin = number * length
+                yield (slice(begin + rows.start, begin + rows.stop), *rest)
 
-def _parts(tensors: Sequence[Tensor]) -> Iterator[Part]:
-    """Parts of all runs. Rows are counted across the runs."""
-    for number, tensor in enumerate(tensors):
-        begin = number * tensor.shape[0]
-        for part in tensor.parts():
-            rows, *rest = part.where
-            at = slice(begin + rows.start, begin + rows.stop)
-            yield replace(part, where=(at, *rest))
+    def read(where: Where) -> tuple[Array, int]:
+        number, start = divmod(int(where[0].start), length)
+        rows = slice(start, int(where[0].stop) - number * length)
+        return tensors[number].read((rows, *where[1:]))
+
+    return replace(first, shape=(len(tensors), *first.shape), outer=1, parts=parts, read=read)

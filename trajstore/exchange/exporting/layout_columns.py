@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.exchange.exporting.exported_file import variable_tensor
 from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.selection import Selection
-from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.formats.streamed_tensor import Tensor, Where
 from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.reading.run_settings import attribute
-from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, positions
+from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions
 from trajstore.values.native_types import is_nan, native_type
 from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import spacing
@@ -93,79 +93,54 @@ def is_sgd(run: TiledRun) -> bool:
 def _zeros(column: Column, run: TiledRun, selection: Selection) -> Tensor:
     """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
     like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
-    tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
-    rows = len(_rows(column, selection))
-    shape = (rows, tokens, like.shape[2])
-    dtype = native_type(column.dtype)
-
-    def parts() -> Iterator[Part]:
-        for row in range(rows):
-            bits = np.zeros((1, *shape[1:]), dtype.bits)
-            yield Part(where=(slice(row, row + 1),), read=partial(_unrounded, bits))
-
-    return Tensor(key=column.key, dtype=_stored(column), shape=shape, parts=parts)
-
-
-def _unrounded(bits: Array) -> tuple[Array, int]:
-    return bits, 0
-
-
-def _stored(column: Column) -> str:
-    return "uint16" if column.as_bits else column.dtype
-
-
-def _rows(column: Column, selection: Selection) -> Array:
-    """Positions of the rows of a column along ``step``."""
-    return selection.rows[column.first_row :]
+    shape = like.shape_of(selection.rows[column.first_row :], selection.tokens)
+    row = np.zeros((1, *shape[1:]), native_type(column.dtype).bits)
+    return Tensor(
+        key=column.key,
+        dtype=column.file_type,
+        shape=shape,
+        parts=lambda: [(slice(at, at + 1),) for at in range(shape[0])],
+        read=lambda where: (row, 0),
+    )
 
 
 def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection) -> Tensor:
-    variable = run.series[column.variable]
+    variable, at = run.series[column.variable], selection.rows[column.first_row :]
+    rows, steps = at, run.steps[at]
+    if column.time != "after":
+        # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
+        before = np.where(steps == 0, 0, steps - 1)
+        wanted = np.zeros(1, np.int64) if column.time == "initial" else before
+        at = positions(run.steps, wanted)
+        if (at < 0).any():
+            raise InvalidArgument(
+                f"layout {layout.name} needs {column.variable} of step {wanted[at < 0][0]}, which "
+                "the run does not hold; select other steps, or use another layout"
+            )
+    if column.time in ("change", "ulps"):
+        return _change(column, variable, rows, at, selection.tokens)
     dtype = native_type(column.dtype)
-    rows = _rows(column, selection)
-    steps = run.steps[rows]
-    if column.time == "after":
-        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=rows)
-        blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
-        tensor = _with_zeros(tensor, steps) if blank else tensor
-        return replace(tensor, dtype=_stored(column))
+    tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=at)
     if column.time == "initial":
-        return _initial(column, variable, run, selection)
-    # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
-    before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
-    if (before < 0).any():
-        raise InvalidArgument(
-            f"layout {layout.name} needs W before step {steps[before < 0][0]}, but the run does "
-            "not hold the step before it; omit that step, or use another layout"
-        )
-    if column.time == "before":
-        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
-        return replace(tensor, dtype=_stored(column))
-    return _change(column, variable, rows, before, selection.tokens)
+        tensor = _first_row(tensor)
+    elif column.time == "after" and column.blank == "zero":
+        tensor = _with_zeros(tensor, steps) if VARIABLES[variable.name].row0 == "nan" else tensor
+    return replace(tensor, dtype=column.file_type)
 
 
-def _initial(
-    column: Column, variable: TiledVariable, run: TiledRun, selection: Selection
-) -> Tensor:
-    """The value of step 0, without an axis of steps."""
-    row = positions(run.steps, np.zeros(1, np.int64))
-    if row[0] < 0:
-        raise InvalidArgument(
-            f"{column.key} is the value of step 0, which the run does not hold; use another layout"
-        )
-    dtype = native_type(column.dtype)
-    tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=row)
+def _first_row(tensor: Tensor) -> Tensor:
+    """The first row of the tensor, without an axis of steps."""
 
-    def parts() -> Iterator[Part]:
-        for part in tensor.parts():
-            yield Part(where=part.where[1:], read=partial(_first_row, part))
+    def read(where: Where) -> tuple[Array, int]:
+        bits, rounded = tensor.read((slice(1), *where))
+        return bits[0], rounded
 
-    return replace(tensor, dtype=_stored(column), shape=tensor.shape[1:], parts=parts)
-
-
-def _first_row(part: Part) -> tuple[Array, int]:
-    bits, rounded = part.read()
-    return bits[0], rounded
+    return replace(
+        tensor,
+        shape=tensor.shape[1:],
+        parts=lambda: [where[1:] for where in tensor.parts()],
+        read=read,
+    )
 
 
 def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
@@ -173,54 +148,36 @@ def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
     first = np.flatnonzero(steps == 0)
     if not len(first):
         return tensor
-    return replace(tensor, parts=partial(_parts_with_zeros, tensor, int(first[0])))
+    row, native = int(first[0]), native_type(tensor.dtype)
 
+    def read(where: Where) -> tuple[Array, int]:
+        bits, rounded = tensor.read(where)
+        at = row - where[0].start
+        if 0 <= at < len(bits) and is_nan(bits[at], native).all():
+            bits = bits if bits.flags.writeable else bits.copy()
+            bits[at] = 0
+        return bits, rounded
 
-def _parts_with_zeros(tensor: Tensor, row: int) -> Iterator[Part]:
-    for part in tensor.parts():
-        rows = part.where[0]
-        if rows.start <= row < rows.stop:
-            yield replace(part, read=partial(_zeros_for_nan, part, tensor.dtype, row - rows.start))
-        else:
-            yield part
-
-
-def _zeros_for_nan(part: Part, dtype: str, row: int) -> tuple[Array, int]:
-    """Bits of a part, with zeros in place of a row of NaN."""
-    bits, rounded = part.read()
-    if is_nan(bits[row : row + 1], native_type(dtype)).all():
-        bits = bits if bits.flags.writeable else bits.copy()
-        bits[row] = 0
-    return bits, rounded
+    return replace(tensor, read=read)
 
 
 def _change(
     column: Column, variable: TiledVariable, rows: Array, before: Array, tokens: Array | None
 ) -> Tensor:
     """Differences from the rows before, in float32."""
-    tokens = np.arange(variable.shape[1]) if tokens is None else tokens
-    shape = (len(before), len(tokens), *variable.shape[2:])
-    parts = partial(_parts_of_change, column, variable, rows, before, tokens)
-    return Tensor(key=column.key, dtype="float32", shape=shape, parts=parts)
 
+    def read(where: Where) -> tuple[Array, int]:
+        earlier = variable.read(where, before, tokens)
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid results
+            change = np.subtract(variable.read(where, rows, tokens), earlier, dtype=np.float32)
+            if column.time == "ulps":
+                change /= spacing(earlier, variable.native.name)
+        return change.view(np.uint32), 0
 
-def _parts_of_change(
-    column: Column, variable: TiledVariable, rows: Array, before: Array, tokens: Array
-) -> Iterator[Part]:
-    for tile in variable.tiles(rows, tokens):
-        at, among = tile.where
-        yield Part(
-            where=tile.where,
-            read=partial(_difference, column, tile, variable, before[at], tokens[among]),
-        )
-
-
-def _difference(
-    column: Column, tile: Tile, variable: TiledVariable, before: Array, tokens: Array
-) -> tuple[Array, int]:
-    earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid results
-        change = np.subtract(tile.read(), earlier, dtype=np.float32)
-        if column.time == "ulps":
-            change /= spacing(earlier, variable.native.name)
-    return change.view(np.uint32), 0
+    return Tensor(
+        key=column.key,
+        dtype="float32",
+        shape=variable.shape_of(rows, tokens),
+        parts=partial(variable.tiles, rows, tokens),
+        read=read,
+    )

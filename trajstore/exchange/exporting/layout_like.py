@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.guessing.kind_table import named
@@ -90,42 +89,44 @@ def _guessed(
     file: SafetensorsFile, runs: str | None, keys: Mapping[str, str]
 ) -> tuple[Layout, list[str]]:
     """Layout of the keys that a run can fill, and the other keys."""
+    outer = int(runs == "axis")
+    alike = {name: _alike(file, outer, name, key) for name, key in keys.items()}
+    rows = [
+        file.shape(keys[name])[outer]
+        for name, column in alike.items()
+        if column is not None and column.time != "initial"
+    ]
     columns: list[Column] = []
     marks: list[str] = []
+    steps: list[str] = []
     numbers: list[str] = []
     unknown: list[str] = []
     types: dict[str, str] = {}
-    steps: str | None = None
     for name, key in keys.items():
         shape, dtype, kind = file.shape(key), file.dtype(key), named(key).kind
-        usual = number_type(name)
-        if usual is None and not shape and dtype in _ALIKE["float32"]:
-            usual = "float32"  # an imported run keeps every number of its file
+        column, usual, known = alike[name], "", numbers
+        if column is not None:
+            column = _typed(file, key, column)
+        if column is not None:
+            columns.append(_with_first_row(file, key, column, outer, max(rows, default=0)))
+            continue
         if name in MARKS and len(shape) == 1:
-            usual = "bool" if MARKS[name].endswith("mask") else "int64"
-            known = marks
-        elif steps is None and kind is not None and kind.name == "step" and len(shape) == 1:
-            steps, usual, known = name, "int64", []
-        elif usual is not None and len(shape) <= (runs == "axis" and kind is None):
-            known = numbers
-        else:
-            column = _column(file, runs, name, key)
-            if column is not None:
-                columns.append(column)
-            elif name != "token":  # the ids of the rows, which an export adds itself
-                unknown.append(name)
-            continue
-        if dtype not in _ALIKE[usual]:
+            usual, known = "bool" if MARKS[name].endswith("mask") else "int64", marks
+        elif not steps and kind is not None and kind.name == "step" and len(shape) == 1:
+            usual, known = "int64", steps
+        elif len(shape) <= (outer and kind is None):
+            # An imported run keeps every number of its file.
+            usual = number_type(name) or ("" if shape else "float32")
+        if dtype in _ALIKE.get(usual, ()):
+            known.append(name)
+            types |= {name: dtype} if dtype != usual else {}
+        elif name != "token":  # the ids of the rows, which an export adds itself
             unknown.append(name)
-            continue
-        known.append(name)
-        if dtype != usual:
-            types[name] = dtype
     layout = Layout(
         name=file.path.name,
-        columns=_without_first_rows(file, runs, keys, columns),
+        columns=tuple(columns),
         required=(),
-        steps=steps,
+        steps=steps[0] if steps else None,
         runs=runs,  # type: ignore[arg-type]
         populations=tuple(marks),
         numbers=tuple(numbers),
@@ -135,24 +136,20 @@ def _guessed(
     return layout, unknown
 
 
-def _column(file: SafetensorsFile, runs: str | None, name: str, key: str) -> Column | None:
-    """Column of an array; None if a run has no such array."""
+def _alike(file: SafetensorsFile, outer: int, name: str, key: str) -> Column | None:
+    """Column of the name and rank of an array; None if a run has no such array."""
     kind = named(key).kind
     if name in _DERIVED:
         column = _DERIVED[name]
     elif kind is not None and kind.is_variable:
-        is_change = kind.name == "delta"
-        column = Column(
-            key=name,
-            variable="W" if is_change else kind.name,
-            dtype="float32",
-            time="change" if is_change else "after",
-        )
+        column = Column(key=name, variable=kind.name, dtype="float32")
+        if kind.name == "delta":
+            column = replace(column, variable="W", time="change")
     else:
         return None
-    dims = VARIABLES[column.variable].dims[1 if column.time == "initial" else 0 :]
-    rank = len(file.shape(key)) - (runs == "axis" and column.time != "initial")
-    return _typed(file, key, column) if rank == len(dims) else None
+    dims = len(VARIABLES[column.variable].dims)
+    rank = dims - 1 if column.time == "initial" else dims + outer
+    return column if rank == len(file.shape(key)) else None
 
 
 def _typed(file: SafetensorsFile, key: str, column: Column) -> Column | None:
@@ -186,26 +183,19 @@ def _population(file: SafetensorsFile, length: int) -> str:
     return fitting[0] if fitting and "all" in sizes else "all"
 
 
-def _without_first_rows(
-    file: SafetensorsFile, runs: str | None, keys: Mapping[str, str], columns: list[Column]
-) -> tuple[Column, ...]:
-    """The columns, with what the file has in the row of step 0: nothing, NaN or zeros."""
-    outer = 0 if runs == "axis" else None
-    rows = {
-        column.key: file.shape(keys[column.key])[outer is not None]
-        for column in columns
-        if column.time != "initial"
-    }
-    most, found = max(rows.values(), default=0), []
-    for column in columns:
-        first_row = int(rows.get(column.key, most) == most - 1)
-        is_nan_there = False
-        if column.time == "after" and not first_row and most:
-            first = file.read(keys[column.key], 0, 1, outer)
-            is_nan_there = bool(is_nan(first, NATIVE_TYPES[column.dtype]).all())
-        blank: Any = "nan" if is_nan_there else "zero"
-        found.append(replace(column, first_row=first_row, blank=blank))
-    return tuple(found)
+def _with_first_row(
+    file: SafetensorsFile, key: str, column: Column, outer: int, rows: int
+) -> Column:
+    """The column, with what the file has in the row of step 0: nothing, NaN or zeros."""
+    if column.time == "initial":
+        return column
+    if file.shape(key)[outer] == rows - 1:
+        return replace(column, first_row=1, blank="zero")
+    is_nan_there = False
+    if column.time == "after" and rows:
+        first = file.read(key, 0, 1, 0 if outer else None)
+        is_nan_there = bool(is_nan(first, NATIVE_TYPES[column.dtype]).all())
+    return replace(column, first_row=0, blank="nan" if is_nan_there else "zero")
 
 
 def _named(file: SafetensorsFile, layout: Layout, keys: Mapping[str, str]) -> Layout | None:
@@ -222,5 +212,4 @@ def _named(file: SafetensorsFile, layout: Layout, keys: Mapping[str, str]) -> La
             whole = tuple(column for column in columns if column is not None)
             same = replace(one, columns=whole, types=layout.types)
             fitting.append(one if same == one else replace(same, name=layout.name))
-    fitting.sort(key=lambda one: one.name == layout.name)
-    return fitting[0] if fitting else None
+    return min(fitting, key=lambda one: one.name == layout.name, default=None)

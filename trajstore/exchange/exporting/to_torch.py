@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import MissingExtra
-from trajstore.exchange.exporting.exported_file import variable_tensor
 from trajstore.exchange.selection import Steps, Tokens, select
-from trajstore.formats.streamed_tensor import Part
 from trajstore.store.reading.tiled_reader import open_tiled
-from trajstore.threads import in_parallel
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["to_torch"]
-
-Array = npt.NDArray[Any]
 
 
 def to_torch(
@@ -80,15 +72,9 @@ def to_torch(
         "token": torch.tensor(token, dtype=torch.int64),
     }
     for name in selection.variables:
-        wanted = variable_tensor(name, recorded.series[name], selection)
-        bits = np.empty(wanted.shape, recorded.series[name].native.bits)
-        for _ in in_parallel(partial(_fill, bits, part) for part in wanted.parts()):
-            pass
+        variable = recorded.series[name]
+        bits = variable.load(selection.rows, selection.tokens, native=True)
         # torch has few unsigned types; the signed type of the same width holds the same bits.
         signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
-        tensors[name] = signed.view(getattr(torch, wanted.dtype))
+        tensors[name] = signed.view(getattr(torch, variable.native.name))
     return tensors
-
-
-def _fill(bits: Array, part: Part) -> None:
-    bits[part.where], _ = part.read()

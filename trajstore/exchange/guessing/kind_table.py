@@ -89,7 +89,7 @@ _NAMES = {
 """Common names. Other variables are known by their own name only, in lower case."""
 
 _DIMS: dict[str, tuple[str, ...]] = {
-    # MODEL, EVERYTHING: no other program has them. OF_EXAMPLES: only native files identify them.
+    # MODEL, EVERYTHING: no other program has them. OF_EXAMPLES: only whole runs identify them.
     **{
         name: entry.dims
         for name, entry in VARIABLES.items()

@@ -8,10 +8,10 @@
     Runs of a file with detected arrays, and the table of detections.
 ``import_file``
     The public function: a file to one or several runs.
-``import_native``
-    Content of a native safetensors file of `trajstore.export`.
 ``import_options``
     Options of an import.
+``import_whole``
+    Content of a file that holds a whole run: an export in the layout native or hdf5.
 ``imported_file``
     Content of a file after detection, with checked shapes and types.
 ``read_runs``

@@ -31,8 +31,6 @@ from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
     Source,
-    checked_texts,
-    kept_attributes,
 )
 from trajstore.exchange.importing.run_parts import RunPart
 from trajstore.exchange.importing.token_tables import (
@@ -41,7 +39,7 @@ from trajstore.exchange.importing.token_tables import (
     token_arrays,
     token_table,
 )
-from trajstore.exchange.layouts import HDF5_TEXTS, Layout
+from trajstore.exchange.layouts import Layout
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
@@ -61,8 +59,6 @@ class RunReading:
     options : ImportOptions
     layout : Layout, optional
         Layout of the file.
-    own : bool
-        True if trajstore wrote the file, with a description of its content.
     """
 
     def __init__(
@@ -71,14 +67,11 @@ class RunReading:
         part: RunPart,
         options: ImportOptions,
         layout: Layout | None,
-        *,
-        own: bool,
     ) -> None:
         self.file = file
         self.part = part
         self.options = options
         self.layout = layout
-        self.own = own
         self.notes: list[str] = []
         self.found = tuple(
             one for one in part.found
@@ -110,21 +103,15 @@ class RunReading:
         tokens = self._tokens()
         self.resumed = self._is_resumed()
         variables = self._variables(tokens)
-        if not self.own:
-            variables, notes = aligned(file.path, variables, self._alignment())
-            self.notes += notes
+        variables, notes = aligned(file.path, variables, self._alignment())
+        self.notes += notes
         attributes = self._attributes()
-        coordinates: dict[str, Any] = dict(tokens.coordinates)
-        key = HDF5_TEXTS["token_text"]
-        if self.own and key in file.keys:
-            text = values_of(file, key).tobytes().decode(errors="surrogateescape")
-            coordinates["token_text"] = checked_texts(file, "token_text", text, len(tokens.token))
         self._note_what_is_missing(variables)
         return ImportedRun(
             label=self.part.label,
             steps=self.steps,
             token=tokens.token,
-            coordinates=coordinates,
+            coordinates=tokens.coordinates,
             variables=variables,
             attributes=attributes,
             notes=tuple(self.notes),
@@ -158,7 +145,7 @@ class RunReading:
                         f"{file.path}: {key} and {other} label the rows differently; choose with "
                         f"--labels steps={key}"
                     )
-            trusted = self.own or file.attributes.get("steps") == "optimizer"
+            trusted = file.attributes.get("steps") == "optimizer"
             trusted = trusted or file.format == "folder" or key == self.options.steps
             steps, note = true_steps(steps, name=key, trusted=trusted)
             self.notes += [note] if note else []
@@ -246,7 +233,7 @@ class RunReading:
             ids = self._ids(arrays, population)
             arrays.append(TokenArray(name=f"the {population} tokens", kind="token", values=ids))
         name = self.anchor.key
-        exported = self.own or self.file.attributes.get("exporter") == "trajstore"
+        exported = self.file.attributes.get("exporter") == "trajstore"
         by_place = exported and any(one.kind == "token" for one in own)
         table = token_table(
             self.file.path,
@@ -257,8 +244,7 @@ class RunReading:
             rows_of=name,
             by_place=by_place,
         )
-        if not self.own:
-            self.notes += table.notes
+        self.notes += table.notes
         return table
 
     def _ids(self, arrays: Sequence[TokenArray], population: str) -> Array:
@@ -274,7 +260,7 @@ class RunReading:
 
     def _alignment(self) -> Alignment:
         layout = self.layout
-        forced = self.options.layout is not None and self.options.layout != "hdf5"
+        forced = self.options.layout is not None
         is_shifted = layout is not None and any(
             column.time == "before" for column in layout.columns
         )
@@ -388,20 +374,6 @@ class RunReading:
         return NATIVE_TYPES[one.dtype]
 
     def _attributes(self) -> dict[str, Any]:
-        if self.own:
-            key = HDF5_TEXTS["attributes"]
-            if self.file.dtype(key) != "uint8" or len(self.file.shape(key)) != 1:
-                raise FormatError(
-                    f"{self.file.path}: {key} has type {self.file.dtype(key)} and shape "
-                    f"{self.file.shape(key)}, expected the bytes of a JSON text"
-                )
-            try:
-                text = values_of(self.file, key).tobytes().decode()
-            except UnicodeDecodeError as error:
-                raise FormatError(
-                    f"{self.file.path}: cannot read its attributes ({error})"
-                ) from None
-            return kept_attributes(self.file, text)
         for key, size in self._sizes("hidden_dim").items():
             if size != self.hidden:
                 raise FormatError(
@@ -421,8 +393,6 @@ class RunReading:
 
     def _note_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
         names = {held.variable for held in variables}
-        if self.own:
-            return
         if self.anchor.kind.name == "cells":
             self.notes.append("the file holds cells (W rounded to bfloat16), but no W")
         elif "W" not in names:

@@ -18,7 +18,7 @@ from trajstore.exchange.importing.import_options import OTHERS, ImportOptions
 from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun
 from trajstore.exchange.importing.run_parts import run_parts
 from trajstore.exchange.importing.token_tables import TOKEN_KINDS
-from trajstore.exchange.layouts import HDF5_TEXTS, LAYOUTS, Layout
+from trajstore.exchange.layouts import LAYOUTS, Layout
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import STEP, TRAJECTORIES
 
@@ -43,19 +43,16 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
         derived = [column.key for column in layout.columns if column.kind is None]
     if options.steps in file.keys:
         mapped[options.steps] = STEP.name
-    hidden = tuple(key for key in HDF5_TEXTS.values() if key in file.keys)
-    ignored = (*options.ignored, *hidden)
-    detected = detect_arrays(file, mapped, ignored=ignored, derived=derived)
-    own = file.format == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
+    detected = detect_arrays(file, mapped, ignored=options.ignored, derived=derived)
     _check_anchor(file, detected)
     _check_bits(file, detected, options)
-    name = layout.name if layout else file.format if own else _layout_name(file, detected)
+    name = layout.name if layout else _layout_name(file, detected)
     runs = tuple(
-        RunReading(file, part, options, layout or LAYOUTS.get(name), own=own).run(memory)
+        RunReading(file, part, options, layout or LAYOUTS.get(name)).run(memory)
         for part in run_parts(file, detected)
     )
     table = (*_table(detected, runs, options), *detected.omitted)
-    left = [line.name for line in detected.omitted if line.name not in hidden]
+    left = [line.name for line in detected.omitted]
     if detected.guessed:
         note = f"{detected.guessed[0]} was taken as W because of its shape alone (--map W=NAME)"
         runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
@@ -64,7 +61,6 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
             replace(run, notes=(*run.notes, f"omitted: {', '.join(left)} (see the table)"))
             for run in runs
         )
-    table = tuple(line for line in table if line.name not in hidden)
     return ImportedFile(layout=name, runs=runs, table=table)
 
 
@@ -110,8 +106,8 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
         if layout.format != file.format or not is_known or not _fits(file, layout):
             continue
         if layout.steps in (None, *file.keys) and first.key in file.keys:
-            dtype = "uint16" if first.as_bits else first.dtype
-            fitting[layout.name] = (file.dtype(first.key) == dtype, len(layout.required))
+            same = file.dtype(first.key) == first.file_type
+            fitting[layout.name] = (same, len(layout.required))
     return max(fitting, key=fitting.__getitem__) if fitting else file.format
 
 

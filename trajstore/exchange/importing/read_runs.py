@@ -11,17 +11,17 @@ from typing import Any
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.importing.import_arrays import read_arrays
-from trajstore.exchange.importing.import_native import read_native
 from trajstore.exchange.importing.import_options import ImportOptions
+from trajstore.exchange.importing.import_whole import read_whole, whole_layout
 from trajstore.exchange.importing.imported_file import (
     HalfForm,
     ImportedFile,
     ImportedRun,
     ImportedVariable,
 )
-from trajstore.exchange.layouts import HDF5_TEXTS
+from trajstore.exchange.layouts import Layout
+from trajstore.formats.array_file import ArrayFile
 from trajstore.formats.open_file import open_file
-from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.store.storage.remote_path import local_path
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -87,36 +87,32 @@ def read_runs(
         If an option does not apply to it, or a row does not fit into the memory.
     """
     options = options or ImportOptions()
-    wanted = options.layout
-    form = "hdf5" if wanted == "hdf5" else None if wanted is None else "safetensors"
-    if options.described is not None:
-        form = options.described.format
-    if form is not None and file.format != form and "hdf5" in (form, file.format):
+    layout = options.described
+    if (
+        layout is not None
+        and file.format != layout.format
+        and (layout.whole or "hdf5" in (layout.format, file.format))
+    ):
         raise FormatError(
-            f"{file.path} has format {file.format}, but layout {wanted} is for {form} files; "
-            "omit --layout"
+            f"{file.path} has format {file.format}, but layout {layout.name} is for "
+            f"{layout.format} files; omit --layout"
         )
-    is_native = isinstance(file, SafetensorsFile) and file.attributes.get("format") == "trajstore"
-    if wanted == "native" or (wanted is None and is_native):
-        if not isinstance(file, SafetensorsFile):
-            raise FormatError(
-                f"{file.path} has format {file.format}, but layout native is for safetensors "
-                "files; omit --layout"
-            )
-        _check_no_options(file, options)
-        found = read_native(file)
+    if layout is None:
+        layout = whole_layout(file)
+    if layout is not None and layout.whole:
+        _check_no_options(file, layout, options)
+        found = read_whole(file, layout)
     else:
         found = read_arrays(file, options, memory)
     if on_labels is not None:
         on_labels([run.label for run in found.runs])
-    if found.layout == "native":
+    if layout is not None and layout.whole:
         return found
-    own = file.format == found.layout == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
-    return found if own else replace(found, runs=tuple(_typed(run, options) for run in found.runs))
+    return replace(found, runs=tuple(_typed(run, options) for run in found.runs))
 
 
-def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
-    """Refuse options for a file of the native layout, which defines everything itself."""
+def _check_no_options(file: ArrayFile, layout: Layout, options: ImportOptions) -> None:
+    """Refuse options for a file of a whole run, which defines everything itself."""
     flags = {
         "--map": options.mapped or options.ignored,
         "--bits": options.bits,
@@ -127,8 +123,8 @@ def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
     given = [name for name, is_given in flags.items() if is_given]
     if given:
         raise InvalidArgument(
-            f"{file.path} has layout native, which defines everything that an import needs, so "
-            f"{', '.join(given)} would have no effect; omit it"
+            f"{file.path} has layout {layout.name}, which defines everything that an import needs, "
+            f"so {', '.join(given)} would have no effect; omit it"
         )
 
 

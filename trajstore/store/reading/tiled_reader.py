@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +22,16 @@ from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, row_leng
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
-__all__ = ["Tile", "TiledRun", "TiledVariable", "Where", "open_tiled", "positions"]
+__all__ = ["TiledRun", "TiledVariable", "Where", "open_tiled", "positions"]
 
 Array = npt.NDArray[Any]
 Where = tuple[slice, ...]
 
 _TILE = 16 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """Part of a selection that is read at once.
-
-    Attributes
-    ----------
-    where : tuple of slice
-        Position in the selection: rows, and tokens if the variable has them.
-    read : callable
-        Returns the stored values.
-    """
-
-    where: Where
-    read: Callable[[], Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,29 +63,79 @@ class TiledVariable:
     get: Callable[[Where], Array]
     bits: Callable[[Where], Array]
 
-    def tiles(self, rows: Array, tokens: Array | None, *, native: bool = False) -> Iterator[Tile]:
-        """Tiles that cover a selection, rows first.
+    def shape_of(self, rows: Array, tokens: Array | None) -> tuple[int, ...]:
+        """Shape of a selection; see `tiles`."""
+        picked = self._picked(rows, tokens)
+        return (*map(len, picked), *self.shape[len(picked) :])
+
+    def tiles(self, rows: Array, tokens: Array | None) -> Iterator[Where]:
+        """Parts of a selection that are fast to read at once, rows first.
 
         Parameters
         ----------
         rows : ndarray of int
             Positions along ``step``, not decreasing. A position may repeat.
         tokens : ndarray of int, optional
-            Positions along ``token``, not decreasing (default: all).
+            Positions along ``token``, not decreasing (default: all). Without effect if the variable
+            has no tokens.
+
+        Yields
+        ------
+        tuple of slice
+            Range of the selected rows, and of the selected tokens if the variable has them.
+        """
+        picked = self._picked(rows, tokens)
+        yield from product(*map(_spans, picked, self.tile))
+
+    def read(
+        self, where: Where, rows: Array, tokens: Array | None, *, native: bool = False
+    ) -> Array:
+        """Read a part of a selection.
+
+        Parameters
+        ----------
+        where : tuple of slice
+            One of `tiles`.
+        rows, tokens
+            The selection, as for `tiles`.
         native : bool
             Read native bits instead of stored values.
         """
-        get = self.bits if native else self.get
-        picked = [rows]
-        if len(self.tile) > 1:
-            picked.append(np.arange(self.shape[1]) if tokens is None else tokens)
-        for row_at, row_from, row_pick in _spans(picked[0], self.tile[0]):
-            if len(self.tile) == 1:
-                yield Tile(where=(row_at,), read=_reader(get, (row_from,), (row_pick,)))
-                continue
-            for token_at, token_from, token_pick in _spans(picked[1], self.tile[1]):
-                read = _reader(get, (row_from, token_from), (row_pick, token_pick))
-                yield Tile(where=(row_at, token_at), read=read)
+        picked = [each[at] for each, at in zip(self._picked(rows, tokens), where, strict=True)]
+        ranges = tuple(slice(int(each[0]), int(each[-1]) + 1) for each in picked)
+        values = (self.bits if native else self.get)(ranges)
+        for axis, each in enumerate(picked):
+            if (np.diff(each) != 1).any():
+                values = np.take(values, each - each[0], axis=axis)
+        return values
+
+    def fill(
+        self,
+        place: Array,
+        where: Where,
+        rows: Array,
+        tokens: Array | None,
+        *,
+        native: bool = False,
+    ) -> None:
+        """Read a part of a selection into its place in an array of the selection; see `read`."""
+        place[where] = self.read(where, rows, tokens, native=native)
+
+    def load(self, rows: Array, tokens: Array | None, *, native: bool = False) -> Array:
+        """Read a selection with several threads; see `tiles` and `read`."""
+        whole = self.native.bits if native else self.native.stored
+        values = np.empty(self.shape_of(rows, tokens), whole)
+        for _ in in_parallel(
+            partial(self.fill, values, where, rows, tokens, native=native)
+            for where in self.tiles(rows, tokens)
+        ):
+            pass
+        return values
+
+    def _picked(self, rows: Array, tokens: Array | None) -> list[Array]:
+        if len(self.tile) == 1:
+            return [rows]
+        return [rows, np.arange(self.shape[1]) if tokens is None else tokens]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,41 +310,14 @@ def _series(
     )
 
 
-def _reader(
-    get: Callable[[Where], Array], where: Where, picks: tuple[Array | None, ...]
-) -> Callable[[], Array]:
-    def read() -> Array:
-        values = get(where)
-        for axis, pick in enumerate(picks):
-            if pick is not None:
-                values = np.take(values, pick, axis=axis)
-        return values
-
-    return read
-
-
-def _spans(picked: Array, length: int) -> Iterator[tuple[slice, slice, Array | None]]:
-    """Split picked positions by consecutive ranges of an axis.
-
-    Yields
-    ------
-    at : slice
-        Range of `picked`.
-    read : slice
-        Range of the axis.
-    pick : ndarray of int, optional
-        Positions within that range; None for all.
-    """
+def _spans(picked: Array, length: int) -> Iterator[slice]:
+    """Split picked positions by consecutive ranges of an axis."""
     length = max(length, 1)
     start = 0
     while start < len(picked):
         edge = (int(picked[start]) // length + 1) * length
         stop = int(np.searchsorted(picked, edge))
-        first, last = int(picked[start]), int(picked[stop - 1])
-        pick = None
-        if last - first + 1 != stop - start or not np.all(np.diff(picked[start:stop]) == 1):
-            pick = picked[start:stop] - first
-        yield slice(start, stop), slice(first, last + 1), pick
+        yield slice(start, stop)
         start = stop
 
 

@@ -91,6 +91,26 @@ def test_float_data_and_labels_with_a_hole(tmp_path: Path) -> None:
     assert done.variables["loss"] == "float64"
 
 
+OWN = {
+    "trajstore_json": np.frombuffer(b"{}", "u1"),
+    "recorded_steps": np.arange(ROWS),
+    "token": np.arange(TOKENS, dtype="i4"),
+}
+"""What an export of a whole run adds."""
+
+
+def test_an_export_of_an_older_version_is_a_whole_run(small_run: SmallRun, tmp_path: Path) -> None:
+    trajstore.export(small_run[0], tmp_path / "f.h5", format="hdf5")
+    with h5py.File(tmp_path / "f.h5", "a") as file:  # it had two masks and no numbers
+        for key in ("dead_mask", "live_mask", "dead_ids", "live_ids"):
+            del file[key]
+        for key in list(file.attrs):
+            del file.attrs[key]
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
+    assert (done.layout, done.notes) == ("hdf5", ())
+    assert_same_run(small_run[0], tmp_path / "back.zarr")
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no W": ({"W": None}, "holds no W"),
     "flat W": ({"W": np.zeros(4, "u2")}, "expected .* of .step, token, hidden."),
@@ -101,8 +121,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text as steps": ({"steps": np.bytes_("abc")}, "expected whole numbers"),
     "misaligned": ({"losses": np.ones(ROWS, "f4")}, "before the first step"),
     "masks": ({"trained_mask": np.ones(TOKENS, bool)}, "disagree"),
-    "attributes": ({"trajstore_json": np.array([123], "u1")}, "cannot read its attributes"),
-    "attributes that are numbers": ({"trajstore_json": np.zeros(3)}, "trajstore_json"),
+    "attributes": (OWN | {"trajstore_json": np.array([123], "u1")}, "cannot read its attributes"),
+    "attributes that are numbers": (OWN | {"trajstore_json": np.zeros(3)}, "trajstore_json is"),
+    "bytes that are no text": (OWN | {"trajstore_json": np.array([255], "u1")}, "cannot read traj"),
+    "marks": (OWN | {"trained_mask": np.ones(TOKENS, bool)}, "trained_mask and other marks dis"),
+    "ids": (OWN | {"dead_ids": np.array([0, 2, TOKENS])}, "dead_ids and other marks disagree"),
+    "no tokens": (OWN | {"token": None}, "layout hdf5 requires token, but the file holds"),
 }
 
 

@@ -1,0 +1,207 @@
+"""Content of a file that holds a whole run: an export in the layout native or hdf5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError
+from trajstore.exchange.guessing.detect_arrays import Detection, abridged
+from trajstore.exchange.importing.file_rows import checked_labels
+from trajstore.exchange.importing.imported_file import (
+    ImportedFile,
+    ImportedRun,
+    ImportedVariable,
+    Source,
+    checked_texts,
+    checked_tokens,
+    kept_attributes,
+)
+from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
+from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.schema import (
+    COORDINATES,
+    OF_PARAMETERS,
+    STEP,
+    TRAJECTORIES,
+    VARIABLES,
+    along_token,
+)
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["read_whole", "whole_layout"]
+
+Array = npt.NDArray[Any]
+
+_TEXTS = ("attributes", "variables", "token_text", "parameter")
+
+
+def whole_layout(file: ArrayFile) -> Layout | None:
+    """The layout of an export of a whole run; None for other files."""
+    if file.format == "safetensors" and file.attributes.get("format") == "trajstore":
+        return layout_of("native")
+    hdf5 = layout_of("hdf5")
+    return hdf5 if file.format == "hdf5" and text_key(hdf5, "attributes") in file.keys else None
+
+
+def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
+    """Interpret an export of a whole run.
+
+    Raises
+    ------
+    FormatError
+        If a key is missing, or shapes, types or marks of tokens contradict.
+    """
+    missing = [key for key in layout.required if key not in file.keys]
+    if missing:
+        raise FormatError(
+            f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
+            f"{abridged(file.keys)}"
+        )
+    texts = _texts(file, layout)
+    attributes = kept_attributes(file, texts.get("attributes", "{}"))
+    steps, token = (_vector(file, key, ("int64", "int32")) for key in layout.required)
+    for key, values in zip(layout.required, (steps, token), strict=True):
+        if not len(values):
+            raise FormatError(f"{file.path}: {key} is empty")
+    keys = {name: name for name in VARIABLES} | {one.variable: one.key for one in layout.columns}
+    names = _parameters(file, texts)
+    populations = {
+        name: _vector(file, name, ("bool",), len(token))
+        for name in along_token(file.keys)
+        if name not in COORDINATES
+    }
+    run = ImportedRun(
+        steps=checked_labels(file.path, layout.required[0], steps),
+        token=checked_tokens(file, token),
+        coordinates=_coordinates(file, layout, texts, len(token)),
+        variables=_variables(
+            file, keys, {"step": len(steps), "token": len(token), "parameter": len(names)}
+        ),
+        parameters=names,
+        populations=populations,
+        attributes=attributes,
+    )
+    labels = dict(zip((STEP.name, "token"), layout.required, strict=True))
+    kinds = {key: name for name, key in (keys | labels).items()}
+    kinds |= {key: key for key in populations} | {key: MARKS[key] for key in layout.populations}
+    table = tuple(
+        Detection(name=key, dtype=file.dtype(key), shape=file.shape(key),
+                  kind=kinds.get(key, ""), why="" if key in kinds else "unknown name")
+        for key in file.keys
+        if file.format == "safetensors" or key not in [text_key(layout, name) for name in _TEXTS]
+    )  # fmt: skip
+    return ImportedFile(layout=layout.name, runs=(run,), table=table)
+
+
+def _texts(file: ArrayFile, layout: Layout) -> dict[str, str]:
+    """Texts of JSON: metadata of safetensors, bytes in HDF5."""
+    if layout.format == "safetensors":
+        return dict(file.attributes)
+    texts = {}
+    for name in _TEXTS:
+        key = text_key(layout, name)
+        if key in file.keys:
+            try:
+                texts[name] = _vector(file, key, ("uint8",)).tobytes().decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(f"{file.path}: cannot read {key} ({error})") from None
+    return texts
+
+
+def _coordinates(
+    file: ArrayFile, layout: Layout, texts: Mapping[str, str], tokens: int
+) -> dict[str, Any]:
+    """Dead tokens, on which all marks must agree, counts and texts, if the file has them."""
+    found: dict[str, Any] = {}
+    for key in [key for key in layout.populations if key in file.keys]:
+        population, _, form = MARKS[key].partition("_")
+        values = _vector(file, key, ("bool",) if form == "mask" else ("int64",),
+                         None if form == "ids" else tokens)  # fmt: skip
+        if form == "count":
+            found["token_count"] = values
+            continue
+        marked = np.isin(np.arange(tokens), values) if form == "ids" else values
+        is_dead = found.setdefault("is_dead", marked == (population == "dead"))
+        marked = is_dead == (population == "dead")
+        if not np.array_equal(values, np.flatnonzero(marked) if form == "ids" else marked):
+            raise FormatError(f"{file.path}: {key} and other marks disagree about dead tokens")
+    if "token_text" in texts:
+        found["token_text"] = checked_texts(file, "token_text", texts["token_text"], tokens)
+    return found
+
+
+def _parameters(file: ArrayFile, texts: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the parameters, for variables of the model."""
+    for key in OF_PARAMETERS:
+        if key in file.keys:
+            shape = file.shape(key)
+            if len(shape) != 2 or "parameter" not in texts:
+                raise FormatError(
+                    f"{file.path}: {key} has shape {shape}, but the file does not name its "
+                    "parameters (text parameter)"
+                )
+            names = checked_texts(file, "parameter", texts["parameter"], shape[1])
+            if len(set(names)) != len(names):
+                raise FormatError(f"{file.path}: parameter repeats a name, expected distinct names")
+            return tuple(names)
+    return ()
+
+
+def _variables(
+    file: ArrayFile, keys: Mapping[str, str], lengths: dict[str, int]
+) -> tuple[ImportedVariable, ...]:
+    """Variables of the file. The first one with a dimension defines its length, unless given."""
+    found = []
+    for name, entry in VARIABLES.items():
+        key, dims = keys[name], entry.dims
+        if key not in file.keys:
+            continue
+        shape, dtype = file.shape(key), file.dtype(key)
+        if len(shape) == len(dims):
+            lengths = dict(zip(dims, shape, strict=True)) | lengths
+        expected = tuple(lengths.get(dim, dim) for dim in dims)
+        if shape != expected or not all(shape):
+            raise FormatError(
+                f"{file.path}: {key} has shape {shape}, expected ({', '.join(map(str, expected))}) "
+                "and no length of 0"
+            )
+        if dtype not in NATIVE_TYPES:
+            raise FormatError(
+                f"{file.path}: {key} has type {dtype}, expected {', '.join(NATIVE_TYPES)}"
+            )
+        native = NATIVE_TYPES[dtype]
+        found.append(
+            ImportedVariable(
+                file=file,
+                variable=name,
+                sources=(Source(key=key),),
+                native=native,
+                wanted=native,
+                rows=shape[0],
+                row_shape=shape[1:],
+            )
+        )
+    if not any(held.variable in TRAJECTORIES for held in found):
+        raise FormatError(
+            f"{file.path} holds {abridged(file.keys)}, but a run needs one of "
+            f"{', '.join(TRAJECTORIES)} of (step, token, hidden)"
+        )
+    return tuple(found)
+
+
+def _vector(file: ArrayFile, key: str, dtypes: tuple[str, ...], length: int | None = None) -> Array:
+    """Values of a 1-D array of one of the types, of any length if none is given."""
+    dtype, shape = file.dtype(key), file.shape(key)
+    if dtype not in dtypes or len(shape) != 1 or length not in (None, *shape):
+        raise FormatError(
+            f"{file.path}: {key} is {dtype} of shape {shape}, expected {' or '.join(dtypes)} of "
+            f"shape ({'any' if length is None else length},)"
+        )
+    values = values_of(file, key)
+    if dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
+        raise FormatError(f"{file.path}: {key} holds bytes other than 0 and 1")
+    return values
