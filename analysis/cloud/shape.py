@@ -12,7 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import of_only_blocks, read_again
+from trajstore.analysis.scan.block_tasks import measure, read_again
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_rows
 from trajstore.analysis.scan.scan import Scan
@@ -146,10 +146,8 @@ def principal_axes(
         members=np.nonzero(group)[0],
     )
     if first is not None:
-        made = da.blockwise(
-            _with_first, "ah", made, "ah", _first_axis(scan, first, made), "b",
-            concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
-        )  # fmt: skip
+        axis = (_first_axis(scan, first, made), "b")
+        made = measure(_with_first, "ah", (made, "ah"), axis, dtype=np.float64)
     return made
 
 
@@ -213,23 +211,18 @@ def pca(
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
     made = principal_axes(scan, population, basis, first)
     dtype = result_dtype(blocks.dtype)
-    scores = da.blockwise(
-        of_only_blocks,
+    scores = measure(
+        _scores,
         "stc",
         # Read again after the basis is known. Otherwise all blocks would stay in memory.
         read_again(blocks, made),
-        "sth",
-        made,
-        "ah",
-        kernel=_scores,
+        (made, "ah"),
         count=components,
         out=dtype,
-        new_axes={"c": components},
         dtype=dtype,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0), dtype),
+        sizes={"c": components},
     )
-    ranks = made[1].map_blocks(_both_ranks, chunks=((2,),), dtype=np.float64, meta=np.empty(0))
+    ranks = measure(_both_ranks, "r", (made[1], "h"), dtype=np.float64, sizes={"r": 2})
     unit = scan.units
     square = "1" if unit == "1" else f"({unit})^2"
     result = {
@@ -269,14 +262,8 @@ def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
         [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
     )
     dtype = result_dtype(blocks.dtype)
-    scores = blocks.map_blocks(
-        _scores,
-        axes,
-        count,
-        dtype,
-        chunks=(*blocks.chunks[:2], (count,)),
-        dtype=dtype,
-        meta=np.empty((0, 0, 0), dtype),
+    scores = measure(
+        _scores, "stc", blocks, axes=axes, count=count, out=dtype, dtype=dtype, sizes={"c": count}
     )
     return scan.wrap(scores, "W", dims=("step", "token", "component"))
 

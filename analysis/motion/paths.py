@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
-from trajstore.analysis.scan.block_tasks import of_only_blocks, rows_before
+from trajstore.analysis.scan.block_tasks import measure, rows_before
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_tokens
 from trajstore.analysis.scan.scan import Scan
@@ -149,8 +149,9 @@ def _split_motion(
     now: Array,
     boundary: Array,
     spacing: Wide,
-    centers: Wide | None,
-    first: Wide | None,
+    centers: Wide | None = None,
+    first: Wide | None = None,
+    *,
     across: bool,
     out: npt.DTypeLike,
 ) -> Array:
@@ -208,41 +209,22 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
     chosen_populations(scan.ds, population)
     scan.require_rows(1, "radial_tangential")
     blocks, dtype = scan.blocks("W"), result_dtype(scan.blocks("W").dtype)
-    by_row = (blocks.chunks[0],)
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
-    centers: list[Any] = [None, None, None, None]
+    sources: list[Any] = [blocks, scan.boundaries("W"), spacing]
     if about == "centroid":
-        center = centroid(scan, population)["centroid"].data.rechunk((*by_row, -1))
-        centers = [center, "sh", rows_before(center), "sh"]
-
-    def part(across: bool) -> da.Array:
-        return da.blockwise(
-            of_only_blocks,
-            "st",
-            blocks,
-            "sth",
-            scan.boundaries("W"),
-            "sth",
-            da.from_array(spacing, chunks=by_row),
-            "s",
-            *centers,
-            kernel=_split_motion,
-            across=across,
-            out=dtype,
-            dtype=dtype,
-            align_arrays=False,
-            meta=np.empty((0, 0), dtype),
-        )[1:]
-
+        center = centroid(scan, population)["centroid"].data.rechunk((blocks.chunks[0], -1))
+        sources += [(center, "sh"), (rows_before(center), "sh")]
     columns = {
-        "radial_speed": (False, f"velocity away from the {about}"),
-        "tangential_speed": (True, f"velocity across the direction to the {about}"),
+        "radial_speed": f"velocity away from the {about}",
+        "tangential_speed": f"velocity across the direction to the {about}",
     }
     return xr.Dataset(
         {
-            name: scan.wrap(part(across), "W", rows=slice(1, None)).assign_attrs(
-                long_name=long_name, units=f"{scan.units} per step"
-            )
-            for name, (across, long_name) in columns.items()
+            name: scan.wrap(
+                measure(_split_motion, "st", *sources, across=across, dtype=dtype, out=dtype)[1:],
+                "W",
+                rows=slice(1, None),
+            ).assign_attrs(long_name=long_name, units=f"{scan.units} per step")
+            for across, (name, long_name) in enumerate(columns.items())
         }
     )

@@ -11,10 +11,16 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.norms import check_order, order_label
-from trajstore.analysis.scan.block_tasks import field, over_hidden
+from trajstore.analysis.scan.block_tasks import over_hidden
 from trajstore.analysis.scan.consecutive_rows import REGIMES, regime_of_hops
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
-from trajstore.analysis.scan.lattice_points import chosen_type, lattice_attributes, on_lattice
+from trajstore.analysis.scan.lattice_points import (
+    chosen_type,
+    lattice_attributes,
+    on_lattice,
+    with_lattice_attributes,
+)
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
 from trajstore.analysis.scan.scan import Scan, native_dtype
@@ -32,7 +38,9 @@ __all__ = [
     "ulp",
 ]
 
-_CROSSINGS = np.dtype([("exponent_up", "i8"), ("exponent_down", "i8")])
+_CROSSINGS = {
+    f"exponent_{way}": Fact("i8", f"elements whose exponent went {way}") for way in ("up", "down")
+}
 
 _PHASES = {
     "last_jump": ("jump",),
@@ -342,7 +350,7 @@ def _other_regimes(
 def _exponents(
     block: npt.NDArray[Any], boundary: npt.NDArray[Any], native: str
 ) -> npt.NDArray[np.void]:
-    result = np.empty(block.shape[:2], _CROSSINGS)
+    result = np.empty(block.shape[:2], record_of(_CROSSINGS))
     before = binade(np.ascontiguousarray(boundary[0]), native)
     for row, values in enumerate(block):
         now = binade(np.ascontiguousarray(values), native)
@@ -387,18 +395,14 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     scan.require_rows(1, "exponent_crossings")
     points = scan.points(lattice)
     found = over_hidden(
-        _exponents, points.blocks, points.boundaries, native=points.type, dtype=_CROSSINGS
-    )[1:]
-    return xr.Dataset(
-        {
-            name: scan.wrap(field(found, name), points.variable, rows=slice(1, None)).assign_attrs(
-                long_name=f"elements whose exponent went {name.partition('_')[2]}",
-                units="1",
-                **lattice_attributes(lattice),
-            )
-            for name in _CROSSINGS.names or ()
-        }
+        _exponents,
+        points.blocks,
+        points.boundaries,
+        native=points.type,
+        dtype=record_of(_CROSSINGS),
     )
+    result = scan.of_tokens(found, _CROSSINGS, points.variable, changes=True)
+    return with_lattice_attributes(result, lattice)
 
 
 def _last_rows(

@@ -4,6 +4,8 @@
     Dask tasks over the blocks of an array: whole vectors, last rows, and their order.
 ``consecutive_rows``
     One pass over a block of rows for all measures of the change between rows.
+``facts``
+    Tables of the variables of a result: their types and attributes.
 ``flags``
     Values that are categories or have a special meaning, with CF attributes.
 ``input_checks``

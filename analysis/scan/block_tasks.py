@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask
@@ -22,7 +22,7 @@ __all__ = [
     "in_turn",
     "last_row",
     "last_rows",
-    "of_only_blocks",
+    "measure",
     "only_block",
     "over_hidden",
     "per_row",
@@ -39,48 +39,100 @@ Array = npt.NDArray[Any]
 _PAIRS_OF_A_TASK = 1 << 24
 
 
-def over_hidden(
-    kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
+def measure(
+    kernel: Callable[..., Array],
+    dims: str,
+    *sources: da.Array | Array | tuple[da.Array, str],
+    dtype: npt.DTypeLike,
+    sizes: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> da.Array:
-    """Apply a function of whole vectors block by block. The result has no hidden dimension.
+    """Apply a function block by block.
 
-    `dask.array.map_blocks` with ``drop_axis`` has the same result, but copies every block to
-    concatenate the only chunk along the dropped axis.
+    Parameters
+    ----------
+    kernel : callable
+        Function of a block of every source. Along a dimension that the result lacks, a source has
+        one chunk, or the kernel gets nested lists of chunks. `dask.array.map_blocks` with
+        ``drop_axis`` would copy every such block to concatenate them.
+    dims : str
+        One letter per dimension of the result: s for step, t for token, h for hidden, or any other.
+    *sources : dask Array, ndarray, or tuple of dask Array and str
+        The first is a dask Array with all its chunks. Along each dimension, others have as many
+        chunks, of any length, or one. The string holds their dimensions; default: the first letters
+        of "sth". An ndarray has one value per row, and its blocks are (row, 1, 1).
+    dtype : dtype
+        Type of the result.
+    sizes : mapping of str to int, optional
+        Length of each dimension that only the result has, or of each block of the result.
+    **options
+        Passed to `kernel`. Arrays become one task each, not a copy in each task.
+    """
+    arrays: list[da.Array] = []
+    letters: list[str] = []
+    for source in sources:
+        array, own = source if isinstance(source, tuple) else (source, "sth")
+        if isinstance(array, np.ndarray):
+            array = per_row(arrays[0], array)
+        arrays.append(array)
+        letters.append(own[: array.ndim])
+    known = set("".join(letters))
+    changed = dict(sizes or {})
+    return da.blockwise(
+        _of_only_blocks,
+        dims,
+        *itertools.chain(*zip(arrays, letters, strict=True)),
+        kernel=kernel,
+        dtype=dtype,
+        meta=np.empty((0,) * len(dims), dtype),
+        align_arrays=False,
+        new_axes={letter: size for letter, size in changed.items() if letter not in known},
+        adjust_chunks={letter: size for letter, size in changed.items() if letter in known},
+        **{
+            name: shared(value) if isinstance(value, np.ndarray) else value
+            for name, value in options.items()
+        },
+    )
+
+
+def over_hidden(
+    kernel: Callable[..., Array],
+    first: da.Array,
+    *others: da.Array | Array,
+    dtype: npt.DTypeLike,
+    **options: Any,
+) -> da.Array:
+    """Apply a function of whole vectors. The result has no hidden dimension.
 
     Parameters
     ----------
     kernel : callable
         Function of a block of every array.
-    *arrays : dask Array, (…, hidden)
-        With one chunk along hidden. The first has all dimensions, the others the last of them.
-        Along each dimension they have as many chunks as the first, of any length, or one.
+    first : dask Array, (…, hidden)
+        With one chunk along hidden.
+    *others : dask Array or ndarray
+        With the last dimensions of `first`, or values per row, as for `measure`.
     dtype : dtype
         Type of the result.
     **options
         Passed to `kernel`.
     """
-    ndim = arrays[0].ndim
-    indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
-    return da.blockwise(
-        of_only_blocks,
-        tuple(range(ndim - 1)),
-        *indexed,
-        kernel=kernel,
-        dtype=dtype,
-        meta=np.empty((0,) * (ndim - 1), dtype),
-        align_arrays=False,
-        **options,
-    )
+    dims = "sthabcdef"[: first.ndim]
+    sources = [
+        each if isinstance(each, np.ndarray) else (each, dims[-each.ndim :])
+        for each in (first, *others)
+    ]
+    return measure(kernel, dims[:-1], *sources, dtype=dtype, **options)
 
 
-def of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
+def _of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
     """Call the kernel with the only blocks: `dask.array.blockwise` passes nested lists."""
     return kernel(*map(only_block, blocks), **options)
 
 
 def only_block(nested: Any) -> Any:
-    """The block within nested lists of length one; a block itself is returned unchanged."""
-    while isinstance(nested, list):
+    """The block within nested lists of length one; a block or several are returned unchanged."""
+    while isinstance(nested, list) and len(nested) == 1:
         (nested,) = nested
     return nested
 

@@ -18,6 +18,7 @@ import xarray as xr
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, over_hidden, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
+from trajstore.analysis.scan.facts import Facts, named
 from trajstore.analysis.scan.input_checks import (
     check_every_step,
     check_single_run,
@@ -342,6 +343,34 @@ class Scan:
             if set(coordinate.dims) <= set(dims)
         }
         return xr.DataArray(data, dims=dims, coords=coords)
+
+    def of_tokens(
+        self,
+        measured: da.Array,
+        facts: Facts,
+        like: str,
+        *,
+        changes: bool = False,
+        dims: Iterable[str] = _DIMS[:2],
+    ) -> xr.Dataset:
+        """Variables of each token, from the results of a kernel.
+
+        Parameters
+        ----------
+        measured : dask Array of `record_of` the facts, (step, token)
+        facts : mapping of str to Fact
+        like : str
+            Variable with their coordinates.
+        changes : bool
+            True if the facts describe changes between rows, so that row 0 has none.
+        dims : iterable of str
+            Dimensions of the result.
+        """
+        rows = slice(1, None) if changes else slice(None)
+        if changes:
+            measured = measured[rows]
+        variables = named(measured, facts, lambda data: self.wrap(data, like, rows=rows, dims=dims))
+        return xr.Dataset(variables)
 
     @property
     def units(self) -> str:
