@@ -12,9 +12,9 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure, read_again
+from trajstore.analysis.scan.block_tasks import in_parts, measure, read_again
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold_rows
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import one_population
@@ -136,13 +136,13 @@ def principal_axes(
     blocks = scan.blocks("W")
     hidden = blocks.shape[2]
     group = one_population(scan.ds, population)
-    made = fold_rows(
-        blocks[_rows_of_basis(scan, basis)],
-        _scatters,
+    made = fold(
         _gather,
-        functools.partial(_axes_of, hidden=hidden),
-        (2 + hidden, hidden),
-        most=max(1, _SCATTER_BYTES // (8 * hidden**2)),
+        in_parts(blocks[_rows_of_basis(scan, basis)], max(1, _SCATTER_BYTES // (8 * hidden**2))),
+        finish=functools.partial(_axes_of, hidden=hidden),
+        sizes=(2 + hidden, hidden),
+        prepare=_scatters,
+        whole_rows=True,
         members=np.nonzero(group)[0],
     )
     if first is not None:

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import shared
+from trajstore.analysis.scan.block_tasks import in_parts, measure
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
@@ -166,23 +166,12 @@ def autocorrelation(
     spacing = _even_spacing(scan)
     every = (0, *chosen)
     blocks = _in_pieces(scan.blocks("W"))
-    means = fold_tokens(
-        [blocks],
-        _follow,
-        _End(every),
-        (len(every),),
-        lags=every,
-        of=of,
-    )
+    means = fold(_follow, blocks, finish=_End(every), sizes=(len(every),), lags=every, of=of)
     token = _ratio(means[1:], means[:1])
     names, groups = populations(scan.ds)
-    together = da.map_blocks(
-        _over_populations,
-        means.rechunk({1: -1}),
-        groups=shared(groups),
-        chunks=((len(every),), (len(groups),)),
-        dtype=np.float64,
-        meta=np.empty((0, 0)),
+    whole = (means.rechunk({1: -1}), "lt")
+    together = measure(
+        _over_populations, "lp", whole, groups=groups, dtype=np.float64, sizes={"p": len(groups)}
     )
     coords = {"lag": list(chosen), "lag_steps": ("lag", np.array(chosen) * spacing)}
     own = scan.wrap(token, "W", dims=("lag", "token")).assign_coords(coords)
@@ -229,12 +218,7 @@ def _in_pieces(blocks: da.Array) -> da.Array:
     hold them in memory.
     """
     most = max(1, min(_TOKENS, -(-blocks.shape[1] // _CHAINS)))
-    sizes = tuple(
-        min(most, size - start)
-        for size in blocks.chunks[1]
-        for start in range(0, max(size, 1), most)
-    )
-    return blocks.rechunk({1: sizes})
+    return in_parts(blocks, most, axis=1)
 
 
 def _ratio(above: da.Array, below: da.Array) -> da.Array:
@@ -242,7 +226,7 @@ def _ratio(above: da.Array, below: da.Array) -> da.Array:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(np.where(y > 0, x / y, np.nan))
 
-    return da.map_blocks(divide, above, below, dtype=np.float64, meta=np.empty((0,) * above.ndim))
+    return measure(divide, "lt", (above, "lt"), (below, "lt"), dtype=np.float64)
 
 
 def _over_populations(means: Wide, groups: npt.NDArray[np.bool_]) -> Wide:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
@@ -13,7 +13,7 @@ import xarray as xr
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan.block_tasks import measure, rows_before
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
@@ -37,9 +37,11 @@ class _Stretch:
     ends: dict[int, Array]
 
 
-def _measure_lengths(first: int, block: Array, boundary: Array, window: int, last: int) -> _Stretch:
+def _measure_lengths(
+    block: Array, boundary: Array, rows: Array, window: int, last: int
+) -> _Stretch:
     lengths = np.empty(block.shape[:2])
-    ends = {}
+    first, ends = int(rows[0, 0, 0]), {}
     before = boundary[0]
     with np.errstate(invalid="ignore", over="ignore"):
         for row, vectors in enumerate(block, first):
@@ -50,7 +52,7 @@ def _measure_lengths(first: int, block: Array, boundary: Array, window: int, las
     return _Stretch(first, lengths, ends)
 
 
-def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array, list[Wide]]:
+def _walk(state: Any, stretch: _Stretch, window: int) -> tuple[Array, list[Wide]]:
     """First row of the current window, and displacement and path of each window, (2, token)."""
     start, done = state or (stretch.ends[0], [])
     done = list(done)
@@ -113,12 +115,14 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         )
     length = window or changes
     starts = np.arange(0, scan.rows - 1, length)
-    both = fold_tokens(
-        [scan.blocks("W"), scan.boundaries("W")],
-        _walk,
-        _walked,
-        (2, len(starts)),
-        _measure_lengths,
+    both = fold(
+        functools.partial(_walk, window=length),
+        scan.blocks("W"),
+        scan.boundaries("W"),
+        np.arange(scan.rows),
+        finish=_walked,
+        sizes=(2, len(starts)),
+        prepare=_measure_lengths,
         window=length,
         last=scan.rows - 1,
     )
@@ -130,7 +134,7 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
             # Rounding can make a straight displacement longer than its path.
             return np.minimum(moved / path, 1.0)
 
-    efficiency = da.map_blocks(straight, both[0], both[1], dtype=np.float64, meta=np.empty((0, 0)))
+    efficiency = measure(straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
     result = {
         "path_efficiency": (efficiency, "displacement over length of the path", "1"),
         "path_length": (both[1], "length of the path", scan.units),

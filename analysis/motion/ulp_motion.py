@@ -23,6 +23,7 @@ from trajstore.analysis.scan.lattice_points import (
 )
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -405,15 +406,17 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     return with_lattice_attributes(result, lattice)
 
 
-def _last_rows(
-    regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
+def _last_steps(
+    known: npt.NDArray[np.int64] | None,
+    regime: npt.NDArray[np.int8],
+    steps: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Last row of each phase in consecutive rows, (1, phase, token); −1 means none."""
-    last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
+    """Last step of each phase up to a block of rows, (phase, token); −1 means none."""
+    last = np.empty((len(_PHASES), regime.shape[1]), np.int64)
     for number, phase in enumerate(_PHASES.values()):
         inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
-        last[0, number] = np.where(inside[regime], numbers, -1).max(0, initial=-1)
-    return last
+        last[number] = np.where(inside[regime], steps[..., 0], -1).max(0, initial=-1)
+    return last if known is None else np.maximum(known, last)
 
 
 @quantity(measures=("regime",))
@@ -441,25 +444,18 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     array([13, 16])
     """
     regime = _regime(scan, lattice)
-    last = scan.combine_rows(regime, _last_rows, _latest, len(_PHASES))
-    steps = scan.steps
-
-    def step_of(row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.where(row < 0, -1, steps[row])
-
-    step = xr.apply_ufunc(step_of, last, dask="parallelized", output_dtypes=[np.int64])
-    return xr.Dataset(
-        {
-            name: step.isel(fact=number).assign_attrs(
-                long_name=f"last step in the regime {' or '.join(phase)}",
-                units="1",
-                **flag_attributes({-1: "never"}),
-                **lattice_attributes(lattice),
-            )
-            for number, (name, phase) in enumerate(_PHASES.items())
-        }
+    last = fold(
+        _last_steps,
+        regime.data,
+        scan.steps[1:],
+        finish=np.asarray,
+        sizes=(len(_PHASES),),
+        dtype=np.int64,
     )
-
-
-def _latest(stretches: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.asarray(stretches.max(0, initial=-1))
+    coords = {name: values for name, values in regime.coords.items() if values.dims == ("token",)}
+    result = xr.Dataset(coords=coords)
+    for number, (name, phase) in enumerate(_PHASES.items()):
+        long_name = f"last step in the regime {' or '.join(phase)}"
+        fact = Fact("i8", long_name, flags={-1: "never"})
+        result[name] = "token", last[number], fact.attributes
+    return with_lattice_attributes(result, lattice)

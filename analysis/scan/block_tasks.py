@@ -19,11 +19,11 @@ from dask.tokenize import tokenize
 __all__ = [
     "field",
     "in_halves",
+    "in_parts",
     "in_turn",
     "last_row",
     "last_rows",
     "measure",
-    "only_block",
     "over_hidden",
     "per_row",
     "read_again",
@@ -127,10 +127,10 @@ def over_hidden(
 
 def _of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
     """Call the kernel with the only blocks: `dask.array.blockwise` passes nested lists."""
-    return kernel(*map(only_block, blocks), **options)
+    return kernel(*map(_only_block, blocks), **options)
 
 
-def only_block(nested: Any) -> Any:
+def _only_block(nested: Any) -> Any:
     """The block within nested lists of length one; a block or several are returned unchanged."""
     while isinstance(nested, list) and len(nested) == 1:
         (nested,) = nested
@@ -175,12 +175,17 @@ def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
     every = np.array_equal(rows, np.arange(len(blocks)))
     chosen = blocks if every else blocks[rows]
     most = max(1, _PAIRS_OF_A_TASK // max(1, chosen.shape[1]) ** 2)
-    parts = [
+    return in_parts(chosen, most).rechunk({1: -1})
+
+
+def in_parts(blocks: da.Array, most: int, axis: int = 0) -> da.Array:
+    """Split chunks along a dimension into parts of at most the given length."""
+    parts = (
         min(most, size - start)
-        for size in chosen.chunks[0]
+        for size in blocks.chunks[axis]
         for start in range(0, max(size, 1), most)
-    ]
-    return chosen.rechunk({0: tuple(parts), 1: -1})
+    )
+    return blocks.rechunk({axis: tuple(parts)})
 
 
 def in_halves(blocks: da.Array) -> da.Array:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, over_hidden, rows_before, shared
+from trajstore.analysis.scan.block_tasks import field, over_hidden, rows_before
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from trajstore.analysis.scan.facts import Facts, named
 from trajstore.analysis.scan.input_checks import (
@@ -466,51 +466,3 @@ class Scan:
             apply, *arrays, kernel=kernel, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
         )[1:]
         return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
-
-    def combine_rows(
-        self,
-        per_row: xr.DataArray,
-        summarize: Callable[..., Array],
-        join: Callable[..., Array],
-        facts: int,
-        **arrays: Array,
-    ) -> xr.DataArray:
-        """Facts per token over all rows, combined from facts per block of rows.
-
-        Parameters
-        ----------
-        per_row : DataArray, (step, token)
-            Values of rows 1, 2, …, as returned by `pair`.
-        summarize : callable
-            From a block, (row, token), and the numbers of its rows to int64 (1, fact, token).
-        join : callable
-            From consecutive blocks, (block, fact, token), to (fact, token).
-        facts : int
-            Number of facts.
-        **arrays
-            Passed to both by name.
-
-        Returns
-        -------
-        DataArray, int64 (fact, token)
-        """
-        data = per_row.transpose("step", "token").data
-        if per_row.chunks is None:
-            data = da.from_array(data, chunks=data.shape)
-        by_step, by_token = data.chunks
-        numbers = da.from_array(np.arange(1, self.rows)[:, None], chunks=(by_step, 1))
-        given = {name: shared(values) for name, values in arrays.items()}
-        stretches = data.map_blocks(
-            summarize,
-            numbers,
-            new_axis=1,
-            chunks=((1,) * len(by_step), (facts,), by_token),
-            dtype=np.int64,
-            meta=np.empty((0, 0, 0), np.int64),
-            **given,
-        )
-        joined = stretches.rechunk({0: -1}).map_blocks(
-            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64), **given
-        )
-        coords = {name: c for name, c in per_row.coords.items() if c.dims == ("token",)}
-        return xr.DataArray(joined, dims=("fact", "token"), coords=coords)
