@@ -12,7 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
+from trajstore.analysis.scan.block_tasks import measure, over_hidden, rows_before
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -127,17 +127,14 @@ def alignment(
     like = "grad" if of == "grad" else "W"
     vectors = _of_tokens(scan, of, like)
     cosines = _with_partner(scan, vectors, with_, like, population)
-    table = da.blockwise(
+    table = measure(
         _statistics,
         "spx",
-        cosines,
-        "st",
-        groups=shared(groups),
+        cosines.rechunk({1: -1}),
+        groups=groups,
         levels=levels,
-        concatenate=True,
-        new_axes={"p": len(groups), "x": 2 + levels.size},
         dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
+        sizes={"p": len(groups), "x": 2 + levels.size},
     )
     label = f"cosine of {of} and {with_}"
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
@@ -168,16 +165,13 @@ def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
     """A vector of each token with the chunks of a variable, (step, token, hidden)."""
     if name != "delta":
         return scan.aligned(like, name)
-    return _with_rows_before(_change, scan.aligned(like, "W"), np.dtype(np.float64))
+    blocks = scan.aligned(like, "W")
+    return measure(_change, "sth", *_with_rows_before(blocks), dtype=np.float64)
 
 
-def _with_rows_before(kernel: Any, blocks: da.Array, dtype: np.dtype[Any]) -> da.Array:
-    later = da.from_array(
-        (np.arange(blocks.shape[0]) > 0)[:, None, None], chunks=(blocks.chunks[0], 1, 1)
-    )
-    return da.map_blocks(
-        kernel, blocks, rows_before(blocks), later, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
-    )
+def _with_rows_before(blocks: da.Array) -> tuple[Any, ...]:
+    """Blocks, the row before each, and whether each row has a row before."""
+    return blocks, rows_before(blocks), np.arange(len(blocks)) > 0
 
 
 def _with_partner(
@@ -187,7 +181,7 @@ def _with_partner(
     if with_ in ("grad", "delta"):
         other = _of_tokens(scan, with_, like)
     elif with_ == "previous":
-        other = _with_rows_before(_earlier, vectors, vectors.dtype)
+        other = measure(_earlier, "sth", *_with_rows_before(vectors), dtype=vectors.dtype)
     else:
         other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
         # One vector for all tokens of a step, broadcast to their chunks along token.

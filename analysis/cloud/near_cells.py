@@ -15,7 +15,7 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, shared, whole_rows
+from trajstore.analysis.scan.block_tasks import field, measure, whole_rows
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -278,16 +278,16 @@ def adjacency(
             ("connected_component", "i8", (tokens,)),
         ]
     )
-    found = blocks.map_blocks(
+    found = measure(
         _adjacency_kernel,
+        "s",
+        blocks,
         native=points.type,
-        groups=shared(members),
-        names=shared(token_labels(scan.ds)),
+        groups=members,
+        names=token_labels(scan.ds),
         k=k,
         record=record,
-        drop_axis=[1, 2],
         dtype=record,
-        meta=np.empty(0, record),
     )
     at = scan.ds["step"][rows]
     result = {}

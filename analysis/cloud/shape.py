@@ -13,6 +13,7 @@ import xarray as xr
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import in_parts, measure, read_again
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
@@ -335,12 +336,12 @@ def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
     unit = scan.units
     hidden = scan.variable("W").sizes["hidden"]
     facts = {
-        "inertia": (
+        "inertia": Fact(
             f"({hidden},)f8",
             "variance along the principal axes of the step",
             "1" if unit == "1" else f"({unit})^2",
         ),
-        "inertia_rank": ("f8", "effective rank of the cloud", "1"),
+        "inertia_rank": Fact("f8", "effective rank of the cloud"),
     }
     return per_population(
         scan, population, _inertia_kernel, facts, motion=False, vector="principal"

@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, shared
+from trajstore.analysis.scan.block_tasks import measure, over_hidden
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -101,10 +101,10 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
         dtype=np.float64,
     )
     whole = logits.rechunk({1: -1})
-    options = {"k": k, "chunks": (whole.chunks[0], (k,)), "meta": np.empty((0, 0))}
-    top = da.map_blocks(_top_logits, whole, dtype=np.float64, **options)
-    labels = shared(token_labels(scan.ds))
-    which = da.map_blocks(_top_tokens, whole, labels=labels, dtype=np.int64, **options)
+    options: dict[str, Any] = {"k": k, "sizes": {"k": k}}
+    top = measure(_top_logits, "sk", whole, dtype=np.float64, **options)
+    labels = token_labels(scan.ds)
+    which = measure(_top_tokens, "sk", whole, labels=labels, dtype=np.int64, **options)
     coords = {"step": scan.ds["step"], "rank": np.arange(1, k + 1)}
     return xr.Dataset(
         {

@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.analysis.optimizer.exact_recurrence import intended_change
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, per_row, shared
+from trajstore.analysis.scan.block_tasks import measure, over_hidden
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -143,29 +143,27 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     ds = scan.ds
     input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "moment_stuck")
-    blocks = recurrence.gradient
     counts = over_hidden(
         _count_kernel,
-        blocks,
+        recurrence.gradient,
         *(array for name in _VARIABLES for array in recurrence.with_rows_before(name)),
-        per_row(blocks, np.asarray(ds["lr"].values, np.float64)),
-        per_row(blocks, steps_taken(recurrence.scan, "moment_stuck")),
-        per_row(blocks, recurrence.taken),
+        np.asarray(ds["lr"].values, np.float64),
+        steps_taken(recurrence.scan, "moment_stuck"),
+        recurrence.taken,
         rule=recurrence.rule,
         dtype=_COUNTS,
     )
     names, groups = populations(ds)
-    fractions = counts.rechunk({1: -1}).map_blocks(
-        _fraction_kernel,
-        groups=shared(groups),
-        hidden=ds.sizes["hidden"],
-        drop_axis=1,
-        new_axis=[1, 2],
-        chunks=(counts.chunks[0], (len(groups),), (2 * len(_VARIABLES) + 1,)),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
-    )[1:]
     kinds = len(_VARIABLES)
+    fractions = measure(
+        _fraction_kernel,
+        "spf",
+        counts.rechunk({1: -1}),
+        groups=groups,
+        hidden=ds.sizes["hidden"],
+        dtype=np.float64,
+        sizes={"p": len(groups), "f": 2 * kinds + 1},
+    )[1:]
     dims = ("step", "population", "variable")
     return xr.Dataset(
         {

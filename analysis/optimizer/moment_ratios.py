@@ -17,7 +17,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, waiting
+from trajstore.analysis.scan.block_tasks import last_rows, measure, over_hidden, waiting
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -248,25 +248,25 @@ def _errors(
     recurrence: Recurrence, groups: npt.NDArray[np.bool_], levels: npt.NDArray[np.float64]
 ) -> list[da.Array]:
     """For both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
-    by_step, by_token, _ = recurrence.gradient.chunks
+    by_token = recurrence.gradient.chunks[1]
     members, kind = _disjoint(groups)
     kinds = members.shape[1]
     group = da.from_array(kind[None, :, None], chunks=((1,), by_token, (1,)))
     before = [recurrence.first(moment) for moment in MOMENTS]
     errors: list[list[da.Array]] = [[] for _ in MOMENTS]
-    for number, rows in enumerate(by_step):
+    for number in range(recurrence.gradient.numblocks[0]):
         for at, moment in enumerate(MOMENTS):
             recorded = recurrence.recorded(moment).blocks[number]
             exact = recurrence.exact_block(moment, number, before[at])
-            counts = da.map_blocks(
+            counts = measure(
                 _count_kernel,
+                "stc",
                 recorded,
                 exact,
-                group,
+                (group, "ztx"),
                 groups=kinds,
-                chunks=((rows,), (1,) * len(by_token), (kinds * CLASSES,)),
                 dtype=np.int64,
-                meta=np.empty((0, 0, 0), np.int64),
+                sizes={"t": 1, "c": kinds * CLASSES},
             )
             squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
             before[at] = last_rows(exact)
@@ -283,14 +283,13 @@ def _error(
     levels: npt.NDArray[np.float64],
 ) -> da.Array:
     """Ratio of norms, then quantiles: (step, population, 1 + quantile)."""
-    return da.map_blocks(
+    return measure(
         _error_kernel,
-        counts.sum(axis=1),
+        "spq",
+        (counts.sum(axis=1), "sc"),
         squares.rechunk({1: -1}),
-        groups=shared(groups),
+        groups=groups,
         levels=levels,
-        new_axis=2,
-        chunks=(counts.chunks[0], (len(groups),), (1 + levels.size,)),
         dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
+        sizes={"p": len(groups), "q": 1 + levels.size},
     )

@@ -17,6 +17,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
 __all__ = [
+    "chunks_of",
     "field",
     "in_halves",
     "in_parts",
@@ -73,7 +74,7 @@ def measure(
     for source in sources:
         array, own = source if isinstance(source, tuple) else (source, "sth")
         if isinstance(array, np.ndarray):
-            array = per_row(arrays[0], array)
+            array, own = per_row(arrays[0], array), "sTH"
         arrays.append(array)
         letters.append(own[: array.ndim])
     known = set("".join(letters))
@@ -207,13 +208,7 @@ def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
 
 def last_rows(blocks: da.Array) -> da.Array:
     """Last row of each block of rows, (1 per block, token, hidden)."""
-    steps, *others = blocks.chunks
-    return blocks.map_blocks(
-        last_row,
-        chunks=((1,) * len(steps), *others),
-        dtype=blocks.dtype,
-        meta=np.empty((0,) * blocks.ndim, blocks.dtype),
-    )
+    return measure(last_row, "sth"[: blocks.ndim], blocks, dtype=blocks.dtype, sizes={"s": 1})
 
 
 def last_row(block: Array) -> Array:
@@ -284,7 +279,12 @@ def _call_after(_: Any, function: Callable[..., Any], *args: Any, **options: Any
     return function(*args, **options)
 
 
-def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) -> da.Array:
+def in_turn(
+    measure: Callable[..., da.Array],
+    boundaries: da.Array,
+    first: da.Array,
+    *others: da.Array | Array,
+) -> da.Array:
     """Measure blocks of rows in sequence: the boundary of each waits for the previous result.
 
     Otherwise dask may read a block early for its last row, and hold all of it in memory.
@@ -292,11 +292,25 @@ def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) 
     Parameters
     ----------
     measure : callable
-        From the number of a block and the row before it, (1, token, hidden), to one block.
+        From the row before a block, (1, token, hidden), and a block of each array, to one block of
+        the result.
     boundaries : dask Array, (1 per block, token, hidden)
+    first : dask Array
+    *others : dask Array or ndarray
+        An ndarray has one value per row, and is split as the first.
     """
+    ends = np.cumsum(first.chunks[0])[:-1]
+    parts = [
+        np.split(each, ends) if isinstance(each, np.ndarray) else each for each in (first, *others)
+    ]
     measured: list[da.Array] = []
     for number in range(boundaries.numblocks[0]):
-        row = boundaries.blocks[number]
-        measured.append(measure(number, waiting(row, *measured[-1:])))
+        row = waiting(boundaries.blocks[number], *measured[-1:])
+        own = (each[number] if isinstance(each, list) else each.blocks[number] for each in parts)
+        measured.append(measure(row, *own))
     return da.concatenate(measured)
+
+
+def chunks_of(nested: Any) -> list[Array]:
+    """The chunks of a block, as a kernel gets them: one array, or nested lists."""
+    return list(flatten([nested]))

@@ -7,6 +7,7 @@ chunk is read once.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, over_hidden, rows_before
+from trajstore.analysis.scan.block_tasks import field, measure, over_hidden, rows_before
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from trajstore.analysis.scan.facts import Facts, named
 from trajstore.analysis.scan.input_checks import (
@@ -50,13 +51,13 @@ def native_dtype(array: xr.DataArray) -> str:
 
 
 def _apply_between_rows(
-    block: Array, boundary: Array, kernel: Callable[[Array, Array], Array]
+    block: Array, boundary: Array, of: Callable[[Array, Array], Array]
 ) -> Array:
-    return np.concatenate([kernel(block[:1], boundary), kernel(block[1:], block[:-1])])
+    return np.concatenate([of(block[:1], boundary), of(block[1:], block[:-1])])
 
 
-def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> Array:
-    return kernel(block, np.zeros_like(block))
+def _apply_to_changes(block: Array, of: Callable[[Array, Array], Array]) -> Array:
+    return of(block, np.zeros_like(block))
 
 
 def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
@@ -462,7 +463,6 @@ class Scan:
             if points.are_changes
             else (_apply_between_rows, (points.blocks, points.boundaries))
         )
-        data = da.map_blocks(
-            apply, *arrays, kernel=kernel, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
-        )[1:]
+        apply = functools.partial(apply, of=kernel)
+        data = measure(apply, "sth", *arrays, dtype=dtype)[1:]
         return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)

@@ -68,8 +68,9 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
         make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
     )
     result = in_turn(
-        lambda number, row: over_hidden(kernel, blocks.blocks[number], row, dtype=np.float64),
+        lambda row, block: over_hidden(kernel, block, row, dtype=np.float64),
         rows_before(blocks),
+        blocks,
     )
     sums = result[1:].compute(scheduler="sync")
     np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)
