@@ -284,12 +284,10 @@ def _rows_of_basis(scan: Scan, basis: str | int) -> slice:
 def _first_axis(scan: Scan, name: str, made: da.Array) -> da.Array:
     if name == "centroid":
         mean = made[0]
-    elif name == "hidden_mean":
+    else:
         input_checks.variables(scan.ds, name)
         states = da.asarray(scan.ds[name].transpose("step", "hidden").data).rechunk(-1)
         mean = da.nanmean(states.astype(np.float64), axis=0)
-    else:
-        raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean', 'centroid' or none")
     return (mean / da.linalg.norm(mean)).rechunk(-1)
 
 

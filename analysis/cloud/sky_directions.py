@@ -84,10 +84,6 @@ def sky(
     >>> found.latitude.isel(step=[0, -1]).sel(token=ord("z")).values.round(1)
     array([  nan, -26.4])
     """
-    if axis not in ("centroid", "hidden_mean"):
-        raise InvalidArgument(f"got axis={axis!r}, expected 'centroid' or 'hidden_mean'")
-    if of not in ("displacement", "W"):
-        raise InvalidArgument(f"got of={of!r}, expected 'displacement' or 'W'")
     scan.require_rows(1, "sky")
     blocks = scan.blocks("W")
     if blocks.shape[2] < 3:

@@ -155,8 +155,6 @@ def autocorrelation(
     >>> found.autocorrelation.sel(population="dead").values.round(2)
     array([0.92, 0.83])
     """
-    if of not in ("velocity", "position"):
-        raise InvalidArgument(f"got of={of!r}, expected 'velocity' or 'position'")
     chosen = tuple(np.atleast_1d(lags).tolist())
     if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
         raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")

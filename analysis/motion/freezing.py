@@ -185,8 +185,6 @@ def freeze(
     """
     if min_unchanged < 1:
         raise InvalidArgument(f"got min_unchanged={min_unchanged}, expected at least 1 step")
-    if per not in ("token", "element"):
-        raise InvalidArgument(f"got per={per!r}, expected 'token' or 'element'")
     scan.require_rows(1, "freeze")
     steps = scan.steps
     found: dict[str, tuple[Any, da.Array]] = {}

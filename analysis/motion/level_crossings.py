@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ def crossings(
     scan: Scan,
     quantity: str | xr.DataArray = "displacement",
     levels: Sequence[float] | float = LEVELS,
-    of: str = "change",
+    of: Literal["change", "value"] = "change",
 ) -> xr.Dataset:
     """First and last step at which a curve crosses levels, such as 50 % of its change.
 
@@ -130,8 +130,6 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
 
 
 def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
-    if of not in ("change", "value"):
-        raise InvalidArgument(f"got of={of!r}, expected 'change' or 'value'")
     wanted = np.atleast_1d(np.asarray(levels, np.float64))
     if not wanted.size or not np.isfinite(wanted).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")

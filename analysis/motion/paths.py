@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -178,7 +178,9 @@ def _split_motion(
 
 
 @quantity()
-def radial_tangential(scan: Scan, about: str = "origin", population: str = "all") -> xr.Dataset:
+def radial_tangential(
+    scan: Scan, about: Literal["origin", "centroid"] = "origin", population: str = "all"
+) -> xr.Dataset:
     """Radial and tangential motion relative to a center.
 
     Parameters
@@ -208,8 +210,6 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
     >>> print(found.radial_speed.sel(step=1, token=ord("e")).values.round(4))
     0.0078
     """
-    if about not in ("origin", "centroid"):
-        raise InvalidArgument(f"got about={about!r}, expected 'origin' or 'centroid'")
     chosen_populations(scan.ds, population)
     scan.require_rows(1, "radial_tangential")
     blocks, dtype = scan.blocks("W"), result_dtype(scan.blocks("W").dtype)

@@ -106,8 +106,6 @@ def heatmap(
     >>> found.last_motion.values, found.tokens.values
     (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
     """
-    if of not in ("regime", "hop"):
-        raise InvalidArgument(f"got of={of!r}, expected 'regime' or 'hop'")
     if most_steps < 1 or most_groups < 1:
         raise InvalidArgument(
             f"got most_steps={most_steps} and most_groups={most_groups}, expected at least 1 each"
