@@ -13,6 +13,7 @@ import xarray as xr
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import measure, over_hidden, rows_before
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -56,16 +57,19 @@ def _earlier(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Arr
     return before
 
 
-def _statistics(cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide) -> Wide:
-    """Number, mean and quantiles over tokens with a cosine, (row, population, statistic)."""
-    result = np.full((len(cosines), len(groups), 2 + levels.size), np.nan)
-    for row, number in np.ndindex(result.shape[:2]):
+def _statistics(
+    cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide, record: np.dtype[Any]
+) -> npt.NDArray[np.void]:
+    """Number, mean and quantiles over tokens with a cosine, (row, population)."""
+    result = np.empty((len(cosines), len(groups)), record)
+    result["alignment"] = result["alignment_quantiles"] = np.nan
+    for row, number in np.ndindex(result.shape):
         known = cosines[row, groups[number]]
         known = np.sort(known[~np.isnan(known)])
-        result[row, number, 0] = known.size
+        result["aligned_tokens"][row, number] = known.size
         if known.size:
-            result[row, number, 1] = known.mean()
-            result[row, number, 2:] = np.quantile(known, levels)
+            result["alignment"][row, number] = known.mean()
+            result["alignment_quantiles"][row, number] = np.quantile(known, levels)
     return result
 
 
@@ -127,36 +131,31 @@ def alignment(
     like = "grad" if of == "grad" else "W"
     vectors = _of_tokens(scan, of, like)
     cosines = _with_partner(scan, vectors, with_, like, population)
+    label = f"cosine of {of} and {with_}"
+    facts = {
+        "alignment": Fact("f8", f"mean {label}"),
+        "alignment_quantiles": Fact(f"({levels.size},)f8", f"quantiles of the {label}"),
+        "aligned_tokens": Fact("i8", "tokens with a cosine"),
+    }
     table = measure(
         _statistics,
-        "spx",
+        "sp",
         cosines.rechunk({1: -1}),
         groups=groups,
         levels=levels,
-        dtype=np.float64,
-        sizes={"p": len(groups), "x": 2 + levels.size},
+        record=record_of(facts),
+        dtype=record_of(facts),
+        sizes={"p": len(groups)},
     )
-    label = f"cosine of {of} and {with_}"
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     angle = own.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
         long_name=f"angle between {of} and {with_}", units="degree"
     )
     dims = ("step", "population", "quantile")
-    count = table[..., 0].astype(np.int64)
-    columns = {
-        "alignment": (table[..., 1], f"mean {label}"),
-        "alignment_quantiles": (table[..., 2:], f"quantiles of the {label}"),
-        "aligned_tokens": (count, "tokens with a cosine"),
-    }
+    of_populations = named(table, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
     result = xr.Dataset(
-        {"cosine": own, "angle": angle}
-        | {
-            name: xr.DataArray(
-                data, dims=dims[: data.ndim], attrs={"long_name": long_name, "units": "1"}
-            )
-            for name, (data, long_name) in columns.items()
-        },
-        coords={"step": scan.ds["step"], "population": names, "quantile": levels},
+        {"cosine": own, "angle": angle, **of_populations},
+        {"step": scan.ds["step"], "population": names, "quantile": levels},
     )
     return result.sel(population=population) if population is not None else result
 

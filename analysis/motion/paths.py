@@ -12,6 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan.block_tasks import measure, rows_before
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
@@ -156,11 +157,10 @@ def _split_motion(
     centers: Wide | None = None,
     first: Wide | None = None,
     *,
-    across: bool,
-    out: npt.DTypeLike,
-) -> Array:
-    """Motion of each token along the outward direction, or across it, (row, token)."""
-    result = np.empty(now.shape[:2], out)
+    record: np.dtype[Any],
+) -> npt.NDArray[np.void]:
+    """Motion of each token along the outward direction, and across it, (row, token)."""
+    result = np.empty(now.shape[:2], record)
     before = boundary[0]
     for row, vectors in enumerate(now):
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
@@ -170,9 +170,8 @@ def _split_motion(
                 place -= centers[row - 1] if row else first[0]
             outward = place / vector_norm(place)[:, None]
             along = hidden_sum(change * outward)
-            if across:
-                along = vector_norm(change - along[:, None] * outward)
-            result[row] = along
+            result["radial_speed"][row] = along
+            result["tangential_speed"][row] = vector_norm(change - along[:, None] * outward)
         before = vectors
     return result
 
@@ -212,23 +211,16 @@ def radial_tangential(
     """
     chosen_populations(scan.ds, population)
     scan.require_rows(1, "radial_tangential")
-    blocks, dtype = scan.blocks("W"), result_dtype(scan.blocks("W").dtype)
+    blocks = scan.blocks("W")
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
     sources: list[Any] = [blocks, scan.boundaries("W"), spacing]
     if about == "centroid":
         center = centroid(scan, population)["centroid"].data.rechunk((blocks.chunks[0], -1))
         sources += [(center, "sh"), (rows_before(center), "sh")]
-    columns = {
-        "radial_speed": f"velocity away from the {about}",
-        "tangential_speed": f"velocity across the direction to the {about}",
+    kind, unit = result_dtype(blocks.dtype).str, f"{scan.units} per step"
+    facts = {
+        "radial_speed": Fact(kind, f"velocity away from the {about}", unit),
+        "tangential_speed": Fact(kind, f"velocity across the direction to the {about}", unit),
     }
-    return xr.Dataset(
-        {
-            name: scan.wrap(
-                measure(_split_motion, "st", *sources, across=across, dtype=dtype, out=dtype)[1:],
-                "W",
-                rows=slice(1, None),
-            ).assign_attrs(long_name=long_name, units=f"{scan.units} per step")
-            for across, (name, long_name) in enumerate(columns.items())
-        }
-    )
+    found = measure(_split_motion, "st", *sources, record=record_of(facts), dtype=record_of(facts))
+    return scan.of_tokens(found, facts, "W", changes=True)

@@ -12,7 +12,13 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_rows, measure, over_hidden, waiting
+from trajstore.analysis.scan.block_tasks import (
+    chunks_of,
+    last_rows,
+    measure,
+    over_hidden,
+    waiting,
+)
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import chosen_type
@@ -296,7 +302,7 @@ def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
 
 def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> dict[str, da.Array]:
     """Moments of the typical live token at each step: (step, 1, hidden); NaN without any."""
-    ds, (by_step, by_token, by_hidden) = recurrence.scan.ds, recurrence.gradient.chunks
+    ds, (by_step, _, by_hidden) = recurrence.scan.ds, recurrence.gradient.chunks
     live = np.zeros(ds.sizes["token"], bool)
     if "is_dead" in ds.coords:
         live = members(ds)[POPULATIONS.index("live")]
@@ -310,16 +316,12 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
     norms = over_hidden(token_norm, grad, dtype=result_dtype(grad.dtype))
     whole = norms.rechunk({1: -1})
     typical = measure(_typical_kernel, "s", whole, live=live, dtype=np.int64)[:, None, None]
-    starts = np.cumsum((0, *by_token[:-1]))
-    first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))
-
-    def picked(array: da.Array) -> da.Array:
-        one: dict[str, Any] = {"dtype": array.dtype, "sizes": {"t": 1}}
-        found = measure(_pick_kernel, "sth", array, typical, (first, "zth"), **one)
-        whole = found.rechunk({1: -1})
-        return measure(_only_found_kernel, "sth", whole, typical, starts=starts, **one)
-
-    return {moment: picked(array) for moment, array in recorded.items()}
+    return {
+        moment: measure(
+            _pick_kernel, "sxh", array, (typical, "szy"), dtype=array.dtype, sizes={"x": 1}
+        )
+        for moment, array in recorded.items()
+    }
 
 
 def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -329,16 +331,12 @@ def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np
     return np.asarray(positions[order[:, (positions.size - 1) // 2]])
 
 
-def _pick_kernel(moment: Array, typical: Array, first: Array) -> Array:
-    """Vector of each row's typical token, (row, 1, hidden); zeros if it is in another chunk."""
-    result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
-    here = typical.ravel() - first.item()
-    rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
-    result[rows, 0] = moment[rows, here[rows]]
+def _pick_kernel(moment: Any, typical: Array) -> Array:
+    """Vector of each row's typical token, (row, 1, hidden)."""
+    chunks = chunks_of(moment)
+    ends = np.cumsum([chunk.shape[1] for chunk in chunks])
+    result = np.empty((typical.size, 1, chunks[0].shape[2]), chunks[0].dtype)
+    for row, token in enumerate(typical.ravel()):
+        place = np.searchsorted(ends, token, side="right")
+        result[row, 0] = chunks[place][row, token - ends[place]]
     return result
-
-
-def _only_found_kernel(found: Array, typical: Array, starts: npt.NDArray[np.int64]) -> Array:
-    """Select the vector from the chunk with the typical token: (row, block, hidden) to one."""
-    block = np.searchsorted(starts, typical.ravel(), side="right") - 1
-    return found[np.arange(len(found)), block][:, None]

@@ -38,7 +38,7 @@ class Fact(NamedTuple):
     def attributes(self) -> dict[str, Any]:
         """CF attributes of the variable."""
         units = {} if self.units is None else {"units": self.units}
-        flags = flag_attributes(self.flags, self.type) if self.flags else {}
+        flags = flag_attributes(self.flags, np.dtype(self.type).base) if self.flags else {}
         return {"long_name": self.long_name, **units, **flags}
 
 
