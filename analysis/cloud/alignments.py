@@ -31,7 +31,10 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def _cosines(vectors: Array, others: Array) -> Wide:
-    """Cosine of each vector with its partner, (row, token); NaN for zero vectors."""
+    """Cosine of each vector with its partner, or with that of its row, (row, token).
+
+    NaN for zero vectors.
+    """
     result = np.empty(vectors.shape[:2])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for row, (these, those) in enumerate(zip(vectors, others, strict=True)):
@@ -183,8 +186,6 @@ def _with_partner(
         other = measure(_earlier, "sth", *_with_rows_before(vectors), dtype=vectors.dtype)
     else:
         other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
-        # One vector for all tokens of a step, broadcast to their chunks along token.
-        other = da.broadcast_to(other, vectors.shape, chunks=vectors.chunks)
     return over_hidden(_cosines, vectors, other, dtype=np.float64)
 
 

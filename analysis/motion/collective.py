@@ -16,6 +16,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import (
     chunks_of,
+    in_halves,
     in_turn,
     measure,
     over_hidden,
@@ -113,8 +114,7 @@ def per_population(
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
 
     def of_block(boundary: da.Array, block: da.Array, spacing: Array) -> da.Array:
-        # In halves, so that two threads work on a block. Idle threads would read further blocks.
-        halves = block.rechunk({0: -(-len(block) // 2)})
+        halves = in_halves(block)
         return measure(
             _block_kernel,
             "sp",

@@ -71,13 +71,13 @@ def _facts_of_tokens(
     return np.stack([*(table[last] for table in _by_last_row(steps, min_unchanged)), thaws, moves])
 
 
-def _fraction(
-    counts: npt.NDArray[Any], groups: npt.NDArray[np.bool_], elements: int
+def _unchanged_fraction(
+    moving: npt.NDArray[Any], groups: npt.NDArray[np.bool_], elements: int
 ) -> npt.NDArray[Any]:
-    """Mean of flags or counts over each group: (row, token) to (row, population); NaN if empty."""
-    sizes = groups.sum(-1)
+    """Fraction of each group that does not move, (row, population); NaN if the group is empty."""
+    counts = (elements - moving.astype(np.int64)) @ groups.T.astype(np.int64)
     with np.errstate(invalid="ignore"):
-        return np.asarray((counts.astype(np.int64) @ groups.T.astype(np.int64)) / sizes / elements)
+        return np.asarray(counts / groups.sum(-1) / elements)
 
 
 def _frozen_fraction(
@@ -201,7 +201,6 @@ def freeze(
         moving = over_hidden(_moving, *blocks, dtype=np.int64)[1:]
         motion = scan.wrap(moving, points.variable, rows=slice(1, None))
         elements = scan.ds.sizes["hidden"]
-        unchanged = elements - moving
         coords = {**scan.wrap(last, points.variable, dims=("token", "hidden")).coords}
     else:
         motion = scan.moved(lattice).transpose("step", "token").chunk()
@@ -216,35 +215,32 @@ def freeze(
             min_unchanged=min_unchanged,
         )
         found |= {"thaws": ("token", thaws), "moves": ("token", moves)}
-        elements, unchanged, coords = 1, ~motion.data, {}
+        moving, elements, coords = motion.data, 1, {}
     names, groups = populations(scan.ds)
-    of_groups: dict[str, Any] = {"groups": groups, "dtype": np.float64}
-    dims = ("step", "population")
+    dims, sizes = ("token", "hidden")[: since.ndim], {"p": len(names)}
+    unchanged = measure(
+        _unchanged_fraction,
+        "sp",
+        moving.rechunk({1: -1}),
+        groups=groups,
+        elements=elements,
+        dtype=np.float64,
+        sizes=sizes,
+    )
+    frozen = measure(
+        _frozen_fraction,
+        "sp",
+        (since.rechunk(-1), "th"),
+        steps=steps[1:],
+        groups=groups,
+        dtype=np.float64,
+        sizes={"s": len(steps) - 1, **sizes},
+    )
     found |= {
-        "last_motion": (("token", "hidden")[: since.ndim], last_motion),
-        "frozen_since": (("token", "hidden")[: since.ndim], since),
-        "unchanged_fraction": (
-            dims,
-            measure(
-                _fraction,
-                "sp",
-                (unchanged.rechunk({1: -1}), "st"),
-                elements=elements,
-                sizes={"p": len(names)},
-                **of_groups,
-            ),
-        ),
-        "frozen_fraction": (
-            dims,
-            measure(
-                _frozen_fraction,
-                "sp",
-                (since.rechunk(-1), "th"),
-                steps=steps[1:],
-                sizes={"s": len(steps) - 1, "p": len(names)},
-                **of_groups,
-            ),
-        ),
+        "last_motion": (dims, last_motion),
+        "frozen_since": (dims, since),
+        "unchanged_fraction": (("step", "population"), unchanged),
+        "frozen_fraction": (("step", "population"), frozen),
     }
     facts = _FACTS | {
         "unchanged_fraction": Fact("f8", f"fraction of {per}s that did not move"),

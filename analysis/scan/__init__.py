@@ -1,7 +1,7 @@
 """One pass over the rows of a run.
 
 ``block_tasks``
-    Dask tasks over the blocks of an array: whole vectors, last rows, and their order.
+    Kernels applied to blocks of rows, last rows, and the order of tasks.
 ``consecutive_rows``
     One pass over a block of rows for all measures of the change between rows.
 ``facts``

@@ -1,4 +1,4 @@
-"""Dask tasks over the blocks of an array: whole vectors, last rows, and their order."""
+"""Kernels applied to blocks of rows, last rows, and the order of tasks."""
 
 from __future__ import annotations
 
