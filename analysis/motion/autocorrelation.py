@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -89,28 +90,23 @@ def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> 
     return sums
 
 
-@dataclass(frozen=True)
-class _End:
-    """Convert sums to the mean product of each lag, or of deviations from the mean."""
-
-    lags: tuple[int, ...]
-
-    def __call__(self, sums: _Sums) -> Wide:
-        if sums.products is None:
-            return np.full((len(self.lags), len(sums.first)), np.nan)
-        result = np.full(sums.products.shape, np.nan)
-        mean = None if sums.total is None else sums.total / sums.rows
-        with np.errstate(invalid="ignore", over="ignore"):
-            for number, lag in enumerate(self.lags):
-                pairs = sums.rows - lag
-                if pairs <= 0:
-                    continue
-                products = sums.products[number]
-                if sums.ends is not None and mean is not None:
-                    products = products - hidden_sum(sums.ends[number] * mean)
-                    products = products + pairs * hidden_sum(mean * mean)
-                result[number] = products / pairs
-        return result
+def _means(sums: _Sums, lags: Sequence[int]) -> Wide:
+    """Mean product of each lag, or of deviations from the mean, (lag, token)."""
+    if sums.products is None:
+        return np.full((len(lags), len(sums.first)), np.nan)
+    result = np.full(sums.products.shape, np.nan)
+    mean = None if sums.total is None else sums.total / sums.rows
+    with np.errstate(invalid="ignore", over="ignore"):
+        for number, lag in enumerate(lags):
+            pairs = sums.rows - lag
+            if pairs <= 0:
+                continue
+            products = sums.products[number]
+            if sums.ends is not None and mean is not None:
+                products = products - hidden_sum(sums.ends[number] * mean)
+                products = products + pairs * hidden_sum(mean * mean)
+            result[number] = products / pairs
+    return result
 
 
 @quantity(of_window=True)
@@ -164,7 +160,8 @@ def autocorrelation(
     spacing = _even_spacing(scan)
     every = (0, *chosen)
     blocks = _in_pieces(scan.blocks("W"))
-    means = fold(_follow, blocks, finish=_End(every), sizes=(len(every),), lags=every, of=of)
+    finish = functools.partial(_means, lags=every)
+    means = fold(_follow, blocks, finish=finish, sizes=(len(every),), lags=every, of=of)
     token = _ratio(means[1:], means[:1])
     names, groups = populations(scan.ds)
     whole = (means.rechunk({1: -1}), "lt")

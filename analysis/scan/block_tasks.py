@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -227,20 +228,9 @@ def waiting(row: da.Array, *others: da.Array) -> da.Array:
     Otherwise dask would first compute all steps of some tokens, and hold the other tokens of each
     block in memory.
     """
-    numbers = itertools.count(row.ndim)
-    indexed = (
-        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
-    )
-    return da.blockwise(
-        _first_of,
-        tuple(range(row.ndim)),
-        row,
-        tuple(range(row.ndim)),
-        *indexed,
-        dtype=row.dtype,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0)),
-    )
+    letters = iter(string.ascii_uppercase)
+    awaited = ((other, "".join(next(letters) for _ in other.shape)) for other in others)
+    return measure(_first_of, "sth", row, *awaited, dtype=row.dtype)
 
 
 def _first_of(row: Array, *others: Any) -> Array:
