@@ -13,7 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.moving_elements import moved_elements
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.analysis.scan.block_tasks import measure, over_hidden
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -96,27 +96,22 @@ def _frozen_fraction(
         return np.asarray(np.stack(counts, -1) / (groups.sum(-1) * elements))
 
 
-def _last_rows(
-    block: npt.NDArray[Any], boundary: npt.NDArray[Any], rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Last row of a block at which each element moved, (1, token, hidden); −1 means none."""
-    result = np.full((1, *block.shape[1:]), -1, np.int64)
+def _moved(block: npt.NDArray[Any], boundary: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """True for elements that moved, (row, token, hidden)."""
+    result = np.empty(block.shape, bool)
     before = np.ascontiguousarray(boundary[0])
-    for row, values in zip(rows.ravel(), block, strict=True):
+    for row, values in enumerate(block):
         now = np.ascontiguousarray(values)
-        result[0][moved_elements(before, now)] = row
+        result[row] = moved_elements(before, now)
         before = now
     return result
 
 
-def _moving(block: npt.NDArray[Any], boundary: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Number of elements of each token that moved, (row, token)."""
-    result = np.empty(block.shape[:2], np.int64)
-    before = np.ascontiguousarray(boundary[0])
-    for row, values in enumerate(block):
-        now = np.ascontiguousarray(values)
-        result[row] = moved_elements(before, now).sum(-1)
-        before = now
+def _last_rows(moved: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Last row of a block at which each element moved, (1, token, hidden); −1 means none."""
+    result = np.full((1, *moved.shape[1:]), -1, np.int64)
+    for row, moving in zip(rows.ravel(), moved, strict=True):
+        result[0][moving] = row
     return result
 
 
@@ -190,15 +185,17 @@ def freeze(
     found: dict[str, tuple[Any, da.Array]] = {}
     if per == "element":
         points = scan.points(lattice)
-        blocks, rows = (points.blocks, points.boundaries), np.arange(scan.rows)
-        last = measure(_last_rows, "sth", *blocks, rows, dtype=np.int64, sizes={"s": 1}).max(0)
+        moved = measure(_moved, "sth", points.blocks, points.boundaries, dtype=np.bool_)
+        last = measure(
+            _last_rows, "sth", moved, np.arange(scan.rows), dtype=np.int64, sizes={"s": 1}
+        ).max(0)
         last_motion, since = (
             measure(_entries, "th", (last, "th"), table=table, dtype=np.int64)
             for table in _by_last_row(steps, min_unchanged)
         )
         median = measure(_lower_median, "t", (last_motion, "th"), dtype=np.int64)
         found["median_last_motion"] = "token", median
-        moving = over_hidden(_moving, *blocks, dtype=np.int64)[1:]
+        moving = moved.sum(-1)[1:]
         motion = scan.wrap(moving, points.variable, rows=slice(1, None))
         elements = scan.ds.sizes["hidden"]
         coords = {**scan.wrap(last, points.variable, dims=("token", "hidden")).coords}
