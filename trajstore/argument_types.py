@@ -31,11 +31,12 @@ _IN_WORDS: dict[Any, tuple[str, str]] = {
 
 
 def checks_types(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to refuse arguments whose types differ from its signature.
+    """Decorate a function to refuse arguments that differ from the types in its signature.
 
     NumPy's numbers count as numbers, and 1-D arrays as sequences. Booleans do not count as numbers,
-    nor a string as a sequence of strings. The function itself checks the values. It also checks
-    types that are not plain classes, such as ``numpy.typing.ArrayLike``.
+    nor a string as a sequence of strings. A ``Literal`` accepts its values only. The function
+    itself checks other values, and types that are not plain classes, such as
+    ``numpy.typing.ArrayLike``.
 
     Raises
     ------
@@ -81,7 +82,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
     if origin is typing.Literal:
-        return any(_fits(value, type(part)) for part in parts)
+        return any(_fits(value, type(part)) and bool(value == part) for part in parts)
     if hint in _KINDS:
         return not getattr(value, "shape", ()) and _kind(value) in _KINDS[hint]
     if hint is str and hasattr(value, "dtype"):  # a value of a coordinate, such as population

@@ -12,7 +12,8 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
+from trajstore.analysis.scan.block_tasks import measure, over_hidden, rows_before
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -30,7 +31,10 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def _cosines(vectors: Array, others: Array) -> Wide:
-    """Cosine of each vector with its partner, (row, token); NaN for zero vectors."""
+    """Cosine of each vector with its partner, or with that of its row, (row, token).
+
+    NaN for zero vectors.
+    """
     result = np.empty(vectors.shape[:2])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for row, (these, those) in enumerate(zip(vectors, others, strict=True)):
@@ -56,16 +60,19 @@ def _earlier(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Arr
     return before
 
 
-def _statistics(cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide) -> Wide:
-    """Number, mean and quantiles over tokens with a cosine, (row, population, statistic)."""
-    result = np.full((len(cosines), len(groups), 2 + levels.size), np.nan)
-    for row, number in np.ndindex(result.shape[:2]):
+def _statistics(
+    cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide, record: np.dtype[Any]
+) -> npt.NDArray[np.void]:
+    """Number, mean and quantiles over tokens with a cosine, (row, population)."""
+    result = np.empty((len(cosines), len(groups)), record)
+    result["alignment"] = result["alignment_quantiles"] = np.nan
+    for row, number in np.ndindex(result.shape):
         known = cosines[row, groups[number]]
         known = np.sort(known[~np.isnan(known)])
-        result[row, number, 0] = known.size
+        result["aligned_tokens"][row, number] = known.size
         if known.size:
-            result[row, number, 1] = known.mean()
-            result[row, number, 2:] = np.quantile(known, levels)
+            result["alignment"][row, number] = known.mean()
+            result["alignment_quantiles"][row, number] = np.quantile(known, levels)
     return result
 
 
@@ -127,39 +134,31 @@ def alignment(
     like = "grad" if of == "grad" else "W"
     vectors = _of_tokens(scan, of, like)
     cosines = _with_partner(scan, vectors, with_, like, population)
-    table = da.blockwise(
-        _statistics,
-        "spx",
-        cosines,
-        "st",
-        groups=shared(groups),
-        levels=levels,
-        concatenate=True,
-        new_axes={"p": len(groups), "x": 2 + levels.size},
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
-    )
     label = f"cosine of {of} and {with_}"
+    facts = {
+        "alignment": Fact("f8", f"mean {label}"),
+        "alignment_quantiles": Fact(f"({levels.size},)f8", f"quantiles of the {label}"),
+        "aligned_tokens": Fact("i8", "tokens with a cosine"),
+    }
+    table = measure(
+        _statistics,
+        "sp",
+        cosines.rechunk({1: -1}),
+        groups=groups,
+        levels=levels,
+        record=record_of(facts),
+        dtype=record_of(facts),
+        sizes={"p": len(groups)},
+    )
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     angle = own.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
         long_name=f"angle between {of} and {with_}", units="degree"
     )
     dims = ("step", "population", "quantile")
-    count = table[..., 0].astype(np.int64)
-    columns = {
-        "alignment": (table[..., 1], f"mean {label}"),
-        "alignment_quantiles": (table[..., 2:], f"quantiles of the {label}"),
-        "aligned_tokens": (count, "tokens with a cosine"),
-    }
+    of_populations = named(table, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
     result = xr.Dataset(
-        {"cosine": own, "angle": angle}
-        | {
-            name: xr.DataArray(
-                data, dims=dims[: data.ndim], attrs={"long_name": long_name, "units": "1"}
-            )
-            for name, (data, long_name) in columns.items()
-        },
-        coords={"step": scan.ds["step"], "population": names, "quantile": levels},
+        {"cosine": own, "angle": angle, **of_populations},
+        {"step": scan.ds["step"], "population": names, "quantile": levels},
     )
     return result.sel(population=population) if population is not None else result
 
@@ -168,16 +167,13 @@ def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
     """A vector of each token with the chunks of a variable, (step, token, hidden)."""
     if name != "delta":
         return scan.aligned(like, name)
-    return _with_rows_before(_change, scan.aligned(like, "W"), np.dtype(np.float64))
+    blocks = scan.aligned(like, "W")
+    return measure(_change, "sth", *_with_rows_before(blocks), dtype=np.float64)
 
 
-def _with_rows_before(kernel: Any, blocks: da.Array, dtype: np.dtype[Any]) -> da.Array:
-    later = da.from_array(
-        (np.arange(blocks.shape[0]) > 0)[:, None, None], chunks=(blocks.chunks[0], 1, 1)
-    )
-    return da.map_blocks(
-        kernel, blocks, rows_before(blocks), later, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
-    )
+def _with_rows_before(blocks: da.Array) -> tuple[Any, ...]:
+    """Blocks, the row before each, and whether each row has a row before."""
+    return blocks, rows_before(blocks), np.arange(len(blocks)) > 0
 
 
 def _with_partner(
@@ -187,11 +183,9 @@ def _with_partner(
     if with_ in ("grad", "delta"):
         other = _of_tokens(scan, with_, like)
     elif with_ == "previous":
-        other = _with_rows_before(_earlier, vectors, vectors.dtype)
+        other = measure(_earlier, "sth", *_with_rows_before(vectors), dtype=vectors.dtype)
     else:
         other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
-        # One vector for all tokens of a step, broadcast to their chunks along token.
-        other = da.broadcast_to(other, vectors.shape, chunks=vectors.chunks)
     return over_hidden(_cosines, vectors, other, dtype=np.float64)
 
 

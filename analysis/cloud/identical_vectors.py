@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import field, in_halves, rows_before, shared
+from trajstore.analysis.scan.block_tasks import chunks_of, in_halves, measure, rows_before
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -76,9 +76,9 @@ def _smallest_members(group: Numbers, count: int, labels: Numbers) -> Numbers:
     return least[group]
 
 
-def _membership(chunks: list[list[Array]], labels: Numbers, members: Numbers) -> Numbers:
+def _membership(block: Any, labels: Numbers, members: Numbers) -> Numbers:
     """Group of each token, (row, token); −1 for tokens outside `members`."""
-    parts = [part[0] for part in chunks]
+    parts = chunks_of(block)
     result = np.full((len(parts[0]), len(labels)), -1, np.int64)
     for row in range(len(result)):
         vectors = np.concatenate([part[row] for part in parts])
@@ -157,7 +157,7 @@ def _events(
     before = np.concatenate([boundary, ids[:-1]])
     result = np.full((len(ids), len(groups), len(EVENTS)), -1, np.int64)
     for row, number in np.ndindex(result.shape[:2]):
-        if start[row]:
+        if start[row, 0, 0]:
             group = groups[number]
             result[row, number] = (
                 _events_of_row(before[row, group], ids[row, group]) if group.any() else 0
@@ -169,7 +169,7 @@ def _moves(ids: Numbers, boundary: Numbers, start: Numbers, leaving: bool) -> Nu
     """Group that each token left or joined, (row, token); −1 if none."""
     before = np.concatenate([boundary, ids[:-1]])
     result = np.full(ids.shape, -1, np.int64)
-    for row in np.nonzero(start & (before != ids).any(1))[0]:
+    for row in np.nonzero(start[:, 0, 0] & (before != ids).any(1))[0]:
         inside = np.nonzero(ids[row] >= 0)[0] if (ids[row] < 0).any() else slice(None)
         old, new, sizes, bond = _bonds(before[row][inside], ids[row][inside])
         owner = old if leaving else new
@@ -241,20 +241,16 @@ def clusters(
     points = scan.points(lattice)
     labels = token_labels(scan.ds)
     members = np.arange(labels.size) if population is None else np.nonzero(groups[0])[0]
-    ids = da.blockwise(
+    ids = measure(
         _membership,
         "su",
         in_halves(points.blocks),
-        "sth",
-        labels=shared(labels),
-        members=shared(members),
-        new_axes={"u": labels.size},
+        labels=labels,
+        members=members,
         dtype=np.int64,
-        align_arrays=False,
-        meta=np.empty((0, 0), np.int64),
+        sizes={"u": labels.size},
     )
-    boundaries = rows_before(ids)
-    later = da.from_array(np.arange(scan.rows) > 0, chunks=(ids.chunks[0],))
+    pairs = ids, rows_before(ids), np.arange(scan.rows) > 0
     result = {
         "cluster": scan.wrap(ids, points.variable).assign_attrs(
             long_name="group of bit-identical tokens, by its smallest token",
@@ -262,24 +258,11 @@ def clusters(
         )
     }
     for name, leaving in (("left", True), ("joined", False)):
-        moved = da.blockwise(
-            _moves,
-            "st",
-            ids,
-            "st",
-            boundaries,
-            "st",
-            later,
-            "s",
-            leaving=leaving,
-            dtype=np.int64,
-            align_arrays=False,
-            meta=np.empty((0, 0), np.int64),
-        )
+        moved = measure(_moves, "st", *pairs, leaving=leaving, dtype=np.int64)
         result[name] = scan.wrap(moved, points.variable).assign_attrs(
             long_name=f"group that the token {name}", **flag_attributes({-1: "none"})
         )
-    result |= _of_populations(ids, boundaries, later, groups, ranks)
+    result |= _of_populations(pairs, groups, ranks)
     ds = xr.Dataset(result, coords={"step": scan.ds["step"]})
     ds = with_lattice_attributes(ds, lattice, units="1")
     ds = ds.assign_coords(population=names, rank=np.arange(1, ranks + 1), event=list(EVENTS))
@@ -287,60 +270,24 @@ def clusters(
 
 
 def _of_populations(
-    ids: da.Array,
-    boundaries: da.Array,
-    later: da.Array,
-    groups: npt.NDArray[np.bool_],
-    ranks: int,
+    pairs: tuple[Any, ...], groups: npt.NDArray[np.bool_], ranks: int
 ) -> dict[str, xr.DataArray]:
     """Variables of each population, (step, population)."""
-    record = np.dtype(
-        [
-            ("groups", "i8"),
-            ("singles", "i8"),
-            ("herfindahl", "f8"),
-            ("group_sizes", "i8", (ranks,)),
-        ]
-    )
-    facts = da.blockwise(
-        _facts,
-        "sp",
-        ids,
-        "st",
-        groups=shared(groups),
-        record=record,
-        concatenate=True,
-        new_axes={"p": len(groups)},
-        dtype=record,
-        meta=np.empty((0, 0), record),
-    )
-    events = da.blockwise(
-        _events,
-        "spe",
-        ids,
-        "st",
-        boundaries,
-        "st",
-        later,
-        "s",
-        groups=shared(groups),
-        concatenate=True,
-        new_axes={"p": len(groups), "e": len(EVENTS)},
-        dtype=np.int64,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0), np.int64),
-    )
-    columns = {
-        "groups": "groups of two or more identical tokens",
-        "singles": "tokens with a unique vector",
-        "herfindahl": "probability that two random tokens are identical",
-        "group_sizes": "tokens of the largest groups",
+    table = {
+        "groups": Fact("i8", "groups of two or more identical tokens"),
+        "singles": Fact("i8", "tokens with a unique vector"),
+        "herfindahl": Fact("f8", "probability that two random tokens are identical"),
+        "group_sizes": Fact(f"({ranks},)i8", "tokens of the largest groups"),
     }
-    result = {}
-    for name, long_name in columns.items():
-        data = field(facts, name)
-        dims = ("step", "population", "rank")[: data.ndim]
-        result[name] = xr.DataArray(data, dims=dims, attrs={"long_name": long_name})
+    record, sizes = record_of(table), {"p": len(groups)}
+    facts = measure(_facts, "sp", pairs[0], groups=groups, record=record, dtype=record, sizes=sizes)
+    sizes["e"] = len(EVENTS)
+    events = measure(_events, "spe", *pairs, groups=groups, dtype=np.int64, sizes=sizes)
+    result = named(
+        facts,
+        table,
+        lambda data: xr.DataArray(data, dims=("step", "population", "rank")[: data.ndim]),
+    )
     result["events"] = xr.DataArray(
         events,
         dims=("step", "population", "event"),

@@ -15,8 +15,8 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, shared, whole_rows
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.block_tasks import field, measure, whole_rows
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -41,15 +41,20 @@ _COMPARED = 1 << 19
 _AT_ONCE = 8
 _FEW = 64
 
-_RECORD = [
-    ("vertices", "i8", "distinct vectors"),
-    ("edges", "i8", "pairs of neighbors"),
-    ("mean_degree", "f8", "mean number of neighbors of a vector"),
-    ("components", "i8", "connected components"),
-    ("isolated", "i8", "vectors without a neighbor"),
-    ("largest_component", "i8", "vectors in the largest component"),
-    ("largest_component_tokens", "i8", "tokens in the largest component"),
-]
+_OF_POPULATIONS = {
+    "vertices": Fact("i8", "distinct vectors"),
+    "edges": Fact("i8", "pairs of neighbors"),
+    "mean_degree": Fact("f8", "mean number of neighbors of a vector"),
+    "components": Fact("i8", "connected components"),
+    "isolated": Fact("i8", "vectors without a neighbor"),
+    "largest_component": Fact("i8", "vectors in the largest component"),
+    "largest_component_tokens": Fact("i8", "tokens in the largest component"),
+}
+_OUTSIDE = {-1: "outside_the_population"}
+_OF_TOKENS = {
+    "degree": Fact("i8", "number of neighbors", flags=_OUTSIDE),
+    "connected_component": Fact("i8", "connected component, by its smallest token", flags=_OUTSIDE),
+}
 
 
 def _scipy() -> tuple[Any, Any]:
@@ -178,7 +183,7 @@ def _adjacency_of_row(
 
 
 def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
-    """The values of `_RECORD` for one population."""
+    """The values of `_OF_POPULATIONS` for one population."""
     found, sizes = np.unique(labels, return_counts=True)
     tokens = np.unique(of_tokens, return_counts=True)[1]  # in the same order
     # Of components with equally many vectors, the one with more tokens.
@@ -270,40 +275,31 @@ def adjacency(
         )
     blocks = whole_rows(points.blocks, rows)
     tokens = blocks.shape[1]
-    facts = np.dtype([(name, kind) for name, kind, _ in _RECORD])
     record = np.dtype(
         [
-            ("facts", facts, (len(members),)),
-            ("degree", "i8", (tokens,)),
-            ("connected_component", "i8", (tokens,)),
+            ("facts", record_of(_OF_POPULATIONS), (len(members),)),
+            *((name, fact.type, (tokens,)) for name, fact in _OF_TOKENS.items()),
         ]
     )
-    found = blocks.map_blocks(
+    found = measure(
         _adjacency_kernel,
+        "s",
+        blocks,
         native=points.type,
-        groups=shared(members),
-        names=shared(token_labels(scan.ds)),
+        groups=members,
+        names=token_labels(scan.ds),
         k=k,
         record=record,
-        drop_axis=[1, 2],
         dtype=record,
-        meta=np.empty(0, record),
     )
-    at = scan.ds["step"][rows]
-    result = {}
     per_group = field(found, "facts")[:, : len(names)]
-    for name, _, long_name in _RECORD:
-        data = field(per_group, name)
-        array = xr.DataArray(data, dims=("step", "population"), coords={"step": at})
-        array = array.assign_coords(population=names)
-        result[name] = array.assign_attrs(long_name=long_name)
-    for name, long_name in (
-        ("degree", "number of neighbors"),
-        ("connected_component", "connected component, by its smallest token"),
-    ):
-        array = scan.wrap(field(found, name), points.variable, rows=rows)
-        outside = flag_attributes({-1: "outside_the_population"})
-        result[name] = array.assign_attrs(long_name=long_name, **outside)
+    coords = {"step": scan.ds["step"][rows], "population": names}
+    result = named(
+        per_group,
+        _OF_POPULATIONS,
+        lambda data: xr.DataArray(data, dims=("step", "population"), coords=coords),
+    )
+    result |= named(found, _OF_TOKENS, lambda data: scan.wrap(data, points.variable, rows=rows))
     ds = with_lattice_attributes(xr.Dataset(result), lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
 

@@ -15,7 +15,7 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import shared, whole_rows
+from trajstore.analysis.scan.block_tasks import measure, whole_rows
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import one_population
@@ -138,13 +138,9 @@ def nearest_distance(
     rows = input_checks.rows_of_steps(scan.ds, steps)
     blocks = whole_rows(scan.blocks("W"), rows)
     tokens = blocks.shape[1]
-    found = blocks.map_blocks(
-        _nearest_kernel,
-        members=shared(np.nonzero(group)[0]),
-        drop_axis=2,
-        chunks=(blocks.chunks[0], (tokens + 1,)),
-        dtype=np.float64,
-        meta=np.empty((0, 0)),
+    members = np.nonzero(group)[0]
+    found = measure(
+        _nearest_kernel, "su", blocks, members=members, dtype=np.float64, sizes={"u": tokens + 1}
     )
     entropy = xr.DataArray(found[:, tokens], dims="step", coords={"step": scan.ds["step"][rows]})
     return xr.Dataset(

@@ -13,7 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import of_only_blocks
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -99,19 +99,7 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
         data = da.from_array(np.asarray(data, np.float64), chunks=-1)
     data = data[None] if data.ndim == 2 else data
     data = data.rechunk((lengths, -1, -1))
-    made = da.blockwise(
-        of_only_blocks,
-        "stc",
-        blocks,
-        "sth",
-        data,
-        "sah",
-        kernel=_project,
-        new_axes={"c": count + 1},
-        dtype=np.float64,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0)),
-    )
+    made = measure(_project, "stc", blocks, (data, "sah"), dtype=np.float64, sizes={"c": count + 1})
     along = scan.wrap(made[..., :count], "W", dims=("step", "token", "axis"))
     if "axis" in directions.coords:
         along = along.assign_coords(axis=directions["axis"])

@@ -12,9 +12,10 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import of_only_blocks, read_again
+from trajstore.analysis.scan.block_tasks import in_parts, measure, read_again
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold_rows
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import one_population
@@ -136,20 +137,18 @@ def principal_axes(
     blocks = scan.blocks("W")
     hidden = blocks.shape[2]
     group = one_population(scan.ds, population)
-    made = fold_rows(
-        blocks[_rows_of_basis(scan, basis)],
-        _scatters,
+    made = fold(
         _gather,
-        functools.partial(_axes_of, hidden=hidden),
-        (2 + hidden, hidden),
-        most=max(1, _SCATTER_BYTES // (8 * hidden**2)),
+        in_parts(blocks[_rows_of_basis(scan, basis)], max(1, _SCATTER_BYTES // (8 * hidden**2))),
+        finish=functools.partial(_axes_of, hidden=hidden),
+        sizes=(2 + hidden, hidden),
+        prepare=_scatters,
+        whole_rows=True,
         members=np.nonzero(group)[0],
     )
     if first is not None:
-        made = da.blockwise(
-            _with_first, "ah", made, "ah", _first_axis(scan, first, made), "b",
-            concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
-        )  # fmt: skip
+        axis = (_first_axis(scan, first, made), "b")
+        made = measure(_with_first, "ah", (made, "ah"), axis, dtype=np.float64)
     return made
 
 
@@ -213,23 +212,18 @@ def pca(
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
     made = principal_axes(scan, population, basis, first)
     dtype = result_dtype(blocks.dtype)
-    scores = da.blockwise(
-        of_only_blocks,
+    scores = measure(
+        _scores,
         "stc",
         # Read again after the basis is known. Otherwise all blocks would stay in memory.
         read_again(blocks, made),
-        "sth",
-        made,
-        "ah",
-        kernel=_scores,
+        (made, "ah"),
         count=components,
         out=dtype,
-        new_axes={"c": components},
         dtype=dtype,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0), dtype),
+        sizes={"c": components},
     )
-    ranks = made[1].map_blocks(_both_ranks, chunks=((2,),), dtype=np.float64, meta=np.empty(0))
+    ranks = measure(_both_ranks, "r", (made[1], "h"), dtype=np.float64, sizes={"r": 2})
     unit = scan.units
     square = "1" if unit == "1" else f"({unit})^2"
     result = {
@@ -269,14 +263,8 @@ def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
         [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
     )
     dtype = result_dtype(blocks.dtype)
-    scores = blocks.map_blocks(
-        _scores,
-        axes,
-        count,
-        dtype,
-        chunks=(*blocks.chunks[:2], (count,)),
-        dtype=dtype,
-        meta=np.empty((0, 0, 0), dtype),
+    scores = measure(
+        _scores, "stc", blocks, axes=axes, count=count, out=dtype, dtype=dtype, sizes={"c": count}
     )
     return scan.wrap(scores, "W", dims=("step", "token", "component"))
 
@@ -296,12 +284,10 @@ def _rows_of_basis(scan: Scan, basis: str | int) -> slice:
 def _first_axis(scan: Scan, name: str, made: da.Array) -> da.Array:
     if name == "centroid":
         mean = made[0]
-    elif name == "hidden_mean":
+    else:
         input_checks.variables(scan.ds, name)
         states = da.asarray(scan.ds[name].transpose("step", "hidden").data).rechunk(-1)
         mean = da.nanmean(states.astype(np.float64), axis=0)
-    else:
-        raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean', 'centroid' or none")
     return (mean / da.linalg.norm(mean)).rechunk(-1)
 
 
@@ -348,12 +334,12 @@ def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
     unit = scan.units
     hidden = scan.variable("W").sizes["hidden"]
     facts = {
-        "inertia": (
+        "inertia": Fact(
             f"({hidden},)f8",
             "variance along the principal axes of the step",
             "1" if unit == "1" else f"({unit})^2",
         ),
-        "inertia_rank": ("f8", "effective rank of the cloud", "1"),
+        "inertia_rank": Fact("f8", "effective rank of the cloud"),
     }
     return per_population(
         scan, population, _inertia_kernel, facts, motion=False, vector="principal"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud.shape import principal_axes
-from trajstore.analysis.scan.block_tasks import field, of_only_blocks, read_again
+from trajstore.analysis.scan.block_tasks import measure, read_again
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -20,13 +20,13 @@ __all__ = ["sky"]
 
 Array = npt.NDArray[Any]
 
-_ANGLES = np.dtype([("latitude", "f8"), ("longitude", "f8")])
-
 
 @np.errstate(invalid="ignore", over="ignore")
-def _angles(W: Array, axes: npt.NDArray[np.float64], *first: Array) -> npt.NDArray[np.void]:
+def _angles(
+    W: Array, axes: npt.NDArray[np.float64], *first: Array, record: np.dtype[Any]
+) -> npt.NDArray[np.void]:
     """Angles of W, or of its change since the first row, in degrees, (row, token)."""
-    result = np.empty(W.shape[:2], _ANGLES)
+    result = np.empty(W.shape[:2], record)
     for row, vectors in enumerate(W):
         wide = vectors.astype(np.float64)
         for start in first:
@@ -84,35 +84,25 @@ def sky(
     >>> found.latitude.isel(step=[0, -1]).sel(token=ord("z")).values.round(1)
     array([  nan, -26.4])
     """
-    if axis not in ("centroid", "hidden_mean"):
-        raise InvalidArgument(f"got axis={axis!r}, expected 'centroid' or 'hidden_mean'")
-    if of not in ("displacement", "W"):
-        raise InvalidArgument(f"got of={of!r}, expected 'displacement' or 'W'")
     scan.require_rows(1, "sky")
     blocks = scan.blocks("W")
     if blocks.shape[2] < 3:
         raise InvalidArgument(f"sky requires at least 3 dimensions, got {blocks.shape[2]}")
     made = principal_axes(scan, population, first=axis)
-    found = da.blockwise(
-        of_only_blocks,
+    facts = {
+        name: Fact("f8", f"{name} of the {of}", "degree") for name in ("latitude", "longitude")
+    }
+    found = measure(
+        _angles,
         "st",
         # Read again after the axes are known. Otherwise all blocks would stay in memory.
         read_again(blocks, made),
-        "sth",
-        made,
-        "ah",
-        *([blocks[:1], "sth"] if of == "displacement" else []),
-        kernel=_angles,
-        dtype=_ANGLES,
-        align_arrays=False,
-        meta=np.empty((0, 0), _ANGLES),
+        (made, "ah"),
+        *([blocks[:1]] if of == "displacement" else []),
+        dtype=record_of(facts),
+        record=record_of(facts),
     )
-    result = {
-        name: scan.wrap(field(found, name), "W").assign_attrs(
-            long_name=f"{name} of the {of}", units="degree"
-        )
-        for name in _ANGLES.names or ()
-    }
     axes = xr.DataArray(made[2:5], dims=("component", "hidden"))
-    result["sky_axes"] = axes.assign_attrs(long_name="axis and directions across it", units="1")
-    return xr.Dataset(result).assign_attrs(population=population, axis=axis)
+    axes.attrs = {"long_name": "axis and directions across it", "units": "1"}
+    result = scan.of_tokens(found, facts, "W").assign(sky_axes=axes)
+    return result.assign_attrs(population=population, axis=axis)

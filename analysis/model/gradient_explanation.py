@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
@@ -25,14 +27,13 @@ from trajstore.values.rounding import round_to
 __all__ = ["explain_gradient"]
 
 Wide = npt.NDArray[np.float64]
-Targets = Literal["shifted", "all"]
 
-PRECISIONS = ("float64", "float32", "bfloat16")
+_DIMS = ("step", "token", "example", "position", "hidden")
 _PER_GRADIENT = {
-    "explained": ("L2 norm of the gradient that the states explain", "nat"),
-    "recorded": ("L2 norm of the recorded gradient", "nat"),
-    "relative_error": ("L2 norm of explained minus recorded, over that of recorded", "1"),
-    "cosine": ("cosine between the explained and the recorded gradient", "1"),
+    "explained": Fact("f8", "L2 norm of the gradient that the states explain", "nat"),
+    "recorded": Fact("f8", "L2 norm of the recorded gradient", "nat"),
+    "relative_error": Fact("f8", "L2 norm of explained minus recorded, over that of recorded"),
+    "cosine": Fact("f8", "cosine between the explained and the recorded gradient"),
 }
 
 
@@ -42,9 +43,9 @@ def explain_gradient(
     step: int | Sequence[int],
     token: int | Sequence[int],
     *,
-    targets: Targets = "shifted",
+    targets: Literal["shifted", "all"] = "shifted",
     denominator: float | None = None,
-    precision: str = "float64",
+    precision: Literal["float64", "float32", "bfloat16"] = "float64",
 ) -> xr.Dataset:
     """Gradients of dead tokens from recorded hidden states, and the contribution of each example.
 
@@ -103,89 +104,61 @@ def explain_gradient(
     array([[0.]])
     """
     ds = scan.ds
-    _check(ds, targets, denominator, precision)
+    _check(ds, denominator)
     steps, tokens = _whole("step", step), _whole("token", token)
     places = _places_of_dead(ds, tokens)
     rows = np.array([_row_after(ds, int(each)) for each in steps])
-    made = xr.apply_ufunc(
+    of_examples = f"({ds.sizes['example']},)"
+    facts = {
+        **_PER_GRADIENT,
+        "share": Fact(f"{of_examples}f8", "share of the example in the explained gradient"),
+        "by_share": Fact(
+            f"{of_examples}i8", "examples, largest share first", flags={-1: "fewer_examples"}
+        ),
+    }
+    found = measure(
         _explained,
-        _rows(ds, "W", rows - 1),
-        _rows(ds, "grad", rows).isel(token=places).rename(token="explained_token"),
-        _rows(ds, "hidden_states", rows),
-        kwargs={
-            "places": places,
-            "predicting": slice(None, -1) if targets == "shifted" else slice(None),
-            "denominator": denominator,
-            "precision": precision,
-        },
-        input_core_dims=[
-            ["token", "hidden"], ["explained_token", "hidden"], ["example", "position", "hidden"],
-        ],
-        output_core_dims=[["explained_token", "fact"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={
-            "output_sizes": {"fact": len(_PER_GRADIENT) + ds.sizes["example"]},
-            "allow_rechunk": True,
-        },
-    ).rename(explained_token="token")  # fmt: skip
+        "st",
+        _rows(ds, "grad", rows)[:, places].rechunk({1: -1}),
+        (_rows(ds, "W", rows - 1), "svh"),
+        (_rows(ds, "hidden_states", rows), "seph"),
+        places=places,
+        predicting=slice(None, -1) if targets == "shifted" else slice(None),
+        denominator=denominator,
+        precision=precision,
+        record=record_of(facts),
+        dtype=record_of(facts),
+    )
+    dims = ("step", "token", "example")
+    result = named(found, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
+    result["by_share"] = result["by_share"].rename(example="rank")
     coordinates: dict[str, Any] = {"step": steps, "token": tokens}
     if "batch" in ds:
         batch = ds["batch"].isel(step=rows).transpose("step", "example")
         coordinates["batch"] = (("step", "example"), batch.data)
-    return _named(made.drop_vars(made.coords)).assign_coords(coordinates)
-
-
-def _named(made: xr.DataArray) -> xr.Dataset:
-    """Results by name, from (step, token, fact): facts of the gradient, then of each example."""
-    share = made.isel(fact=slice(len(_PER_GRADIENT), None)).rename(fact="example")
-    order = xr.apply_ufunc(
-        _largest_first,
-        share,
-        input_core_dims=[["example"]],
-        output_core_dims=[["rank"]],
-        dask="parallelized",
-        output_dtypes=[np.int64],
-        dask_gufunc_kwargs={"output_sizes": {"rank": share.sizes["example"]}},
-    )
-    facts = {
-        name: made.isel(fact=number).assign_attrs(long_name=long_name, units=units)
-        for number, (name, (long_name, units)) in enumerate(_PER_GRADIENT.items())
-    }
-    return xr.Dataset(
-        {
-            **facts,
-            "share": share.assign_attrs(
-                long_name="share of the example in the explained gradient", units="1"
-            ),
-            "by_share": order.assign_attrs(
-                long_name="examples, largest share first",
-                **flag_attributes({-1: "fewer_examples"}),
-            ),
-        }
-    )
+    return xr.Dataset(result, coordinates)
 
 
 def _explained(
-    weights: npt.NDArray[Any],
     gradients: npt.NDArray[Any],
+    weights: npt.NDArray[Any],
     states: npt.NDArray[Any],
     *,
     places: npt.NDArray[np.int64],
     predicting: slice,
     denominator: float | None,
     precision: str,
-) -> Wide:
-    """Facts of each gradient of one step, concatenated; see `_named`.
+    record: np.dtype[Any],
+) -> npt.NDArray[np.void]:
+    """Facts of each gradient of one step, (1, explained token).
 
     Parameters
     ----------
-    weights : ndarray, (1, token, hidden)
     gradients : ndarray, (1, explained token, hidden)
+    weights : ndarray, (1, token, hidden)
     states : ndarray, (1, example, position, hidden)
     """
-    if not len(states):  # dask infers the type of the result
-        return np.empty((0, len(places), len(_PER_GRADIENT) + states.shape[1]))
+    result = np.empty(gradients.shape[:2], record)
     (weights,), (recorded,), (states,) = weights, gradients.astype(np.float64), states
     made = [state[predicting] for state in states]
     made = [state[~np.isnan(state).all(-1)] for state in made]
@@ -197,11 +170,13 @@ def _explained(
         share = (parts * explained).sum(-1) / np.square(explained).sum(-1)
         explained = _rounded(explained, precision)
         norms = np.linalg.norm(explained, axis=-1), np.linalg.norm(recorded, axis=-1)
-        error = np.linalg.norm(explained - recorded, axis=-1) / norms[1]
-        cosine = (explained * recorded).sum(-1) / (norms[0] * norms[1])
+        result["explained"], result["recorded"] = norms
+        result["relative_error"] = np.linalg.norm(explained - recorded, axis=-1) / norms[1]
+        result["cosine"] = (explained * recorded).sum(-1) / (norms[0] * norms[1])
     share[[not len(state) for state in made]] = np.nan
-    facts: Wide = np.concatenate([np.stack([*norms, error, cosine]), share]).T
-    return facts[None]
+    result["share"] = share.T
+    result["by_share"] = _largest_first(share.T)
+    return result
 
 
 def _of_example(
@@ -227,14 +202,8 @@ def _rounded(values: npt.NDArray[Any], precision: str) -> Wide:
     return round_to(values.astype(np.float32), precision).astype(np.float64)
 
 
-def _check(ds: xr.Dataset, targets: str, denominator: float | None, precision: str) -> None:
+def _check(ds: xr.Dataset, denominator: float | None) -> None:
     input_checks.variables(ds, "W", "grad", "hidden_states")
-    for name, value, known in (
-        ("targets", targets, ("shifted", "all")),
-        ("precision", precision, PRECISIONS),
-    ):
-        if value not in known:
-            raise InvalidArgument(f"got {name}={value!r}, expected one of {', '.join(known)}")
     if denominator is not None and not denominator > 0:
         raise InvalidArgument(f"got denominator={denominator}, expected a positive number")
     if "what_if" in (ds.attrs.get("provenance") or {}):
@@ -294,7 +263,7 @@ def _row_after(ds: xr.Dataset, step: int) -> int:
     return row
 
 
-def _rows(ds: xr.Dataset, name: str, rows: npt.NDArray[np.int64]) -> xr.DataArray:
-    """Rows of a variable, one per chunk."""
-    array = ds[name].isel(step=rows).drop_vars("step")
-    return array.chunk({dim: 1 if dim == "step" else -1 for dim in array.dims})
+def _rows(ds: xr.Dataset, name: str, rows: npt.NDArray[np.int64]) -> da.Array:
+    """Rows of a variable, one per chunk, with ordered dimensions."""
+    array = ds[name].isel(step=rows).transpose(*_DIMS, missing_dims="ignore")
+    return array.chunk({dim: 1 if dim == "step" else -1 for dim in array.dims}).data

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -16,19 +18,20 @@ from trajstore.errors import InvalidArgument
 __all__ = ["logit_stats"]
 
 _FACTS = {
-    "logit_min": ("smallest logit", "nat"),
-    "logit_max": ("largest logit", "nat"),
-    "logit_range": ("largest minus smallest logit", "nat"),
-    "logit_std": ("standard deviation of the logits", "nat"),
-    "entropy": ("entropy of the softmax", "nat"),
-    "dead_mass": ("total probability of all dead tokens", "1"),
+    "logit_min": Fact("f8", "smallest logit", "nat"),
+    "logit_max": Fact("f8", "largest logit", "nat"),
+    "logit_range": Fact("f8", "largest minus smallest logit", "nat"),
+    "logit_std": Fact("f8", "standard deviation of the logits", "nat"),
+    "entropy": Fact("f8", "entropy of the softmax", "nat"),
+    "dead_mass": Fact("f8", "total probability of all dead tokens"),
 }
 
 
 def _statistics(
     logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None = None
-) -> npt.NDArray[np.float64]:
-    """Statistics over the last axis: (…, token) to (…, statistic)."""
+) -> npt.NDArray[np.void]:
+    """Statistics over the tokens, (row)."""
+    result = np.full(len(logits), np.nan, record_of(_FACTS))
     with np.errstate(invalid="ignore", over="ignore"):
         wide = logits.astype(np.float64)
         largest = wide.max(-1, keepdims=True)
@@ -37,12 +40,15 @@ def _statistics(
         total = weights.sum(-1, keepdims=True)
         probabilities = weights / total
         # 0 · log 0 is 0.
-        entropy = np.log(total[..., 0]) - np.where(
+        entropy = np.log(total[:, 0]) - np.where(
             probabilities == 0, 0, probabilities * shifted
         ).sum(-1)
-        low, high = wide.min(-1), largest[..., 0]
-        mass = probabilities[..., dead].sum(-1) if dead is not None else np.full_like(low, np.nan)
-        return np.stack([low, high, high - low, wide.std(-1), entropy, mass], -1)
+        result["logit_min"], result["logit_max"] = low, high = wide.min(-1), largest[:, 0]
+        result["logit_range"], result["logit_std"] = high - low, wide.std(-1)
+        result["entropy"] = entropy
+        if dead is not None:
+            result["dead_mass"] = probabilities[:, dead].sum(-1)
+    return result
 
 
 @quantity()
@@ -78,23 +84,11 @@ def logit_stats(scan: Scan) -> xr.Dataset:
         raise InvalidArgument(
             f"logits has dimensions {', '.join(map(str, logits.dims))}, expected step, token"
         )
-    # An argument: a keyword would be copied into each task.
-    masks = [np.asarray(ds["is_dead"].values, bool)] if "is_dead" in ds.coords else []
-    table = xr.apply_ufunc(
-        _statistics,
-        logits.chunk({"token": -1}),
-        *masks,
-        input_core_dims=[["token"], ["token"]][: 1 + len(masks)],
-        output_core_dims=[["statistic"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"statistic": len(_FACTS)}},
-        keep_attrs=False,
-    )
-    return xr.Dataset(
-        {
-            name: table.isel(statistic=number).assign_attrs(long_name=long_name, units=units)
-            for number, (name, (long_name, units)) in enumerate(_FACTS.items())
-            if name != "dead_mass" or masks
-        }
-    )
+    logits = logits.drop_attrs().transpose("step", "token").chunk({"token": -1})
+    dead = np.asarray(ds["is_dead"].values, bool) if "is_dead" in ds.coords else None
+    found = measure(_statistics, "s", logits.data, dead=dead, dtype=record_of(_FACTS))
+    coords = {name: values for name, values in logits.coords.items() if "token" not in values.dims}
+    result = named(found, _FACTS, lambda data: xr.DataArray(data, coords, ("step",)))
+    if dead is None:
+        del result["dead_mass"]
+    return xr.Dataset(result)

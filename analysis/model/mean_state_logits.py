@@ -11,8 +11,8 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, shared
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.block_tasks import measure, over_hidden
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -35,17 +35,15 @@ def _logits(block: Array, boundary: Array, states: Wide) -> Wide:
     return result
 
 
-def _order(logits: Wide, k: int) -> npt.NDArray[np.int64]:
-    """Positions of the k largest logits, (row, rank), NaN last."""
-    return np.asarray(np.argsort(-logits, axis=-1, kind="stable")[:, :k])
-
-
-def _top_logits(logits: Wide, k: int) -> Wide:
-    return np.asarray(np.take_along_axis(logits, _order(logits, k), -1))
-
-
-def _top_tokens(logits: Wide, labels: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
-    return np.where(np.isnan(_top_logits(logits, k)), -1, labels[_order(logits, k)])
+def _top(
+    logits: Wide, labels: npt.NDArray[np.int64], k: int, record: np.dtype[Any]
+) -> npt.NDArray[np.void]:
+    """The k largest logits and their tokens, (row), NaN last."""
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    result = np.empty(len(logits), record)
+    result["top_logit"] = np.take_along_axis(logits, order, -1)
+    result["top_token"] = np.where(np.isnan(result["top_logit"]), -1, labels[order])
+    return result
 
 
 @quantity()
@@ -100,31 +98,20 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
         data.rechunk((blocks.chunks[0], -1))[:, None],
         dtype=np.float64,
     )
-    whole = logits.rechunk({1: -1})
-    options = {"k": k, "chunks": (whole.chunks[0], (k,)), "meta": np.empty((0, 0))}
-    top = da.map_blocks(_top_logits, whole, dtype=np.float64, **options)
-    labels = shared(token_labels(scan.ds))
-    which = da.map_blocks(_top_tokens, whole, labels=labels, dtype=np.int64, **options)
-    coords = {"step": scan.ds["step"], "rank": np.arange(1, k + 1)}
-    return xr.Dataset(
-        {
-            "mean_logit": scan.wrap(logits, "W").assign_attrs(
-                long_name="logit of the mean hidden state", units="nat"
-            ),
-            "top_logit": xr.DataArray(
-                top,
-                dims=("step", "rank"),
-                coords=coords,
-                attrs={"long_name": "largest logits of the mean hidden state", "units": "nat"},
-            ),
-            "top_token": xr.DataArray(
-                which,
-                dims=("step", "rank"),
-                coords=coords,
-                attrs={
-                    "long_name": "tokens with the largest logits of the mean hidden state",
-                    **flag_attributes({-1: "unknown"}),
-                },
-            ),
-        }
+    facts = {
+        "top_logit": Fact(f"({k},)f8", "largest logits of the mean hidden state", "nat"),
+        "top_token": Fact(
+            f"({k},)i8",
+            "tokens with the largest logits of the mean hidden state",
+            None,
+            {-1: "unknown"},
+        ),
+    }
+    record, whole = record_of(facts), logits.rechunk({1: -1})
+    labels = token_labels(scan.ds)
+    top = measure(_top, "s", whole, labels=labels, k=k, record=record, dtype=record)
+    result = named(top, facts, lambda data: xr.DataArray(data, dims=("step", "rank")))
+    result["mean_logit"] = scan.wrap(logits, "W").assign_attrs(
+        long_name="logit of the mean hidden state", units="nat"
     )
+    return xr.Dataset(result, {"step": scan.ds["step"], "rank": np.arange(1, k + 1)})

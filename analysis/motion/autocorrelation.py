@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import shared
+from trajstore.analysis.scan.block_tasks import in_parts, measure
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
@@ -89,28 +90,23 @@ def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> 
     return sums
 
 
-@dataclass(frozen=True)
-class _End:
-    """Convert sums to the mean product of each lag, or of deviations from the mean."""
-
-    lags: tuple[int, ...]
-
-    def __call__(self, sums: _Sums) -> Wide:
-        if sums.products is None:
-            return np.full((len(self.lags), len(sums.first)), np.nan)
-        result = np.full(sums.products.shape, np.nan)
-        mean = None if sums.total is None else sums.total / sums.rows
-        with np.errstate(invalid="ignore", over="ignore"):
-            for number, lag in enumerate(self.lags):
-                pairs = sums.rows - lag
-                if pairs <= 0:
-                    continue
-                products = sums.products[number]
-                if sums.ends is not None and mean is not None:
-                    products = products - hidden_sum(sums.ends[number] * mean)
-                    products = products + pairs * hidden_sum(mean * mean)
-                result[number] = products / pairs
-        return result
+def _means(sums: _Sums, lags: Sequence[int]) -> Wide:
+    """Mean product of each lag, or of deviations from the mean, (lag, token)."""
+    if sums.products is None:
+        return np.full((len(lags), len(sums.first)), np.nan)
+    result = np.full(sums.products.shape, np.nan)
+    mean = None if sums.total is None else sums.total / sums.rows
+    with np.errstate(invalid="ignore", over="ignore"):
+        for number, lag in enumerate(lags):
+            pairs = sums.rows - lag
+            if pairs <= 0:
+                continue
+            products = sums.products[number]
+            if sums.ends is not None and mean is not None:
+                products = products - hidden_sum(sums.ends[number] * mean)
+                products = products + pairs * hidden_sum(mean * mean)
+            result[number] = products / pairs
+    return result
 
 
 @quantity(of_window=True)
@@ -155,8 +151,6 @@ def autocorrelation(
     >>> found.autocorrelation.sel(population="dead").values.round(2)
     array([0.92, 0.83])
     """
-    if of not in ("velocity", "position"):
-        raise InvalidArgument(f"got of={of!r}, expected 'velocity' or 'position'")
     chosen = tuple(np.atleast_1d(lags).tolist())
     if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
         raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")
@@ -166,23 +160,13 @@ def autocorrelation(
     spacing = _even_spacing(scan)
     every = (0, *chosen)
     blocks = _in_pieces(scan.blocks("W"))
-    means = fold_tokens(
-        [blocks],
-        _follow,
-        _End(every),
-        (len(every),),
-        lags=every,
-        of=of,
-    )
+    finish = functools.partial(_means, lags=every)
+    means = fold(_follow, blocks, finish=finish, sizes=(len(every),), lags=every, of=of)
     token = _ratio(means[1:], means[:1])
     names, groups = populations(scan.ds)
-    together = da.map_blocks(
-        _over_populations,
-        means.rechunk({1: -1}),
-        groups=shared(groups),
-        chunks=((len(every),), (len(groups),)),
-        dtype=np.float64,
-        meta=np.empty((0, 0)),
+    whole = (means.rechunk({1: -1}), "lt")
+    together = measure(
+        _over_populations, "lp", whole, groups=groups, dtype=np.float64, sizes={"p": len(groups)}
     )
     coords = {"lag": list(chosen), "lag_steps": ("lag", np.array(chosen) * spacing)}
     own = scan.wrap(token, "W", dims=("lag", "token")).assign_coords(coords)
@@ -229,12 +213,7 @@ def _in_pieces(blocks: da.Array) -> da.Array:
     hold them in memory.
     """
     most = max(1, min(_TOKENS, -(-blocks.shape[1] // _CHAINS)))
-    sizes = tuple(
-        min(most, size - start)
-        for size in blocks.chunks[1]
-        for start in range(0, max(size, 1), most)
-    )
-    return blocks.rechunk({1: sizes})
+    return in_parts(blocks, most, axis=1)
 
 
 def _ratio(above: da.Array, below: da.Array) -> da.Array:
@@ -242,7 +221,7 @@ def _ratio(above: da.Array, below: da.Array) -> da.Array:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(np.where(y > 0, x / y, np.nan))
 
-    return da.map_blocks(divide, above, below, dtype=np.float64, meta=np.empty((0,) * above.ndim))
+    return measure(divide, "lt", (above, "lt"), (below, "lt"), dtype=np.float64)
 
 
 def _over_populations(means: Wide, groups: npt.NDArray[np.bool_]) -> Wide:

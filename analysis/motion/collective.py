@@ -14,8 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import field, in_turn, rows_before, shared
+from trajstore.analysis.scan.block_tasks import (
+    chunks_of,
+    in_halves,
+    in_turn,
+    measure,
+    over_hidden,
+    rows_before,
+    shared,
+)
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.facts import Fact, Facts, named, record_of
 from trajstore.analysis.scan.lattice_points import Points, with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -37,28 +46,23 @@ Kernel = Callable[[Array, Array, Array], dict[str, Any]]
 """Function of (row, previous row, spacing) of one population that returns named numbers."""
 
 
-def _rows_of(chunks: Any) -> Array:
-    """One contiguous row from the chunks of a block along token."""
-    return np.concatenate(chunks)
-
-
 def _block_kernel(
-    chunks: list[list[Array]],
-    boundary: list[list[Array]],
+    block: Any,
+    boundary: Any,
     spacing: Array,
     groups: Array,
-    kernel: Kernel,
+    of_rows: Kernel,
     record: np.dtype[Any],
     are_changes: bool,
 ) -> npt.NDArray[np.void]:
-    parts = [part[0] for part in chunks]
-    first = _rows_of([part[0][0] for part in boundary])
+    parts = chunks_of(block)
+    first = np.concatenate([part[0] for part in chunks_of(boundary)])
     rows = parts[0].shape[0]
     result = np.empty((rows, len(groups)), record)
     members = [slice(None) if group.all() else np.nonzero(group)[0] for group in groups]
     before = [np.zeros_like(first[at]) if are_changes else first[at] for at in members]
     for row in range(rows):
-        whole = _rows_of([part[row] for part in parts])
+        whole = np.concatenate([part[row] for part in parts])
         for number, (group, at) in enumerate(zip(groups, members, strict=True)):
             if not group.any():
                 result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
@@ -66,7 +70,7 @@ def _block_kernel(
             now = whole[at]
             # A NaN or an infinity is a valid result.
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-                facts = kernel(now, before[number], spacing[row])
+                facts = of_rows(now, before[number], spacing[row, 0, 0])
             result[row, number] = tuple(facts[name] for name in record.names or ())
             before[number] = before[number] if are_changes else now
     return result
@@ -81,7 +85,7 @@ def per_population(
     scan: Scan,
     population: str | Sequence[str] | None,
     kernel: Kernel,
-    facts: dict[str, tuple[str, str, str]],
+    facts: Facts,
     *,
     motion: bool,
     points: Points | None = None,
@@ -96,8 +100,8 @@ def per_population(
         One population, or several. Default: all.
     kernel : callable
         A `Kernel`.
-    facts : dict
-        Type, long name and units of each fact. A type with a shape adds a dimension.
+    facts : mapping of str to Fact
+        What the kernel returns. A type with a shape adds a dimension.
     motion : bool
         True if the facts describe changes between rows, so that row 0 has none.
     points : Points, optional
@@ -107,50 +111,35 @@ def per_population(
     """
     names, groups = chosen_populations(scan.ds, population)
     points = points or scan.recorded()
-    blocks = points.blocks
-    dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
-    by_row = da.from_array(spacing, chunks=(blocks.chunks[0],))
 
-    members = shared(groups)
-
-    def measure(number: int, boundary: da.Array) -> da.Array:
-        # In halves, so that two threads work on a block. Idle threads would read further blocks.
-        block = blocks.blocks[number]
-        halves = block.rechunk({0: -(-len(block) // 2)})
-        return da.blockwise(
+    def of_block(boundary: da.Array, block: da.Array, spacing: Array) -> da.Array:
+        halves = in_halves(block)
+        return measure(
             _block_kernel,
             "sp",
             halves,
-            "sth",
             rows_before(halves, boundary),
-            "sth",
-            by_row.blocks[number].rechunk((halves.chunks[0],)),
-            "s",
+            spacing,
             groups=members,
-            kernel=kernel,
-            record=dtype,
+            of_rows=kernel,
+            record=record_of(facts),
             are_changes=points.are_changes,
-            dtype=dtype,
-            new_axes={"p": len(groups)},
-            align_arrays=False,
-            meta=np.empty((0, 0), dtype),
+            dtype=record_of(facts),
+            sizes={"p": len(groups)},
         )
 
-    measured = in_turn(measure, points.boundaries)
+    members = shared(groups)
     rows = slice(1, None) if motion else slice(None)
-    result = {}
-    for name, (_, long_name, units) in facts.items():
-        data = field(measured, name)[rows]
-        array = xr.DataArray(
-            data,
-            dims=("step", "population", vector)[: data.ndim],
-            coords={"step": scan.ds["step"][rows]},
-            attrs={"long_name": long_name, "units": units},
-        )
-        result[name] = array.isel(population=0) if isinstance(population, str) else array
+    measured = in_turn(of_block, points.boundaries, points.blocks, spacing)[rows]
+
+    def wrap(data: da.Array) -> xr.DataArray:
+        dims = ("step", "population", vector)[: data.ndim]
+        array = xr.DataArray(data, dims=dims, coords={"step": scan.ds["step"][rows]})
+        return array.isel(population=0) if isinstance(population, str) else array
+
     coords = {"population": population if isinstance(population, str) else names}
-    return xr.Dataset(result).assign_coords(coords)
+    return xr.Dataset(named(measured, facts, wrap)).assign_coords(coords)
 
 
 def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
@@ -212,10 +201,10 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
     unit = scan.units
     hidden = scan.variable("W").sizes["hidden"]
     facts = {
-        "centroid": (f"({hidden},)f8", "mean of W", unit),
-        "centroid_norm": ("f8", "norm of the centroid", unit),
-        "mean_radius": ("f8", "mean distance from the centroid", unit),
-        "max_radius": ("f8", "largest distance from the centroid", unit),
+        "centroid": Fact(f"({hidden},)f8", "mean of W", unit),
+        "centroid_norm": Fact("f8", "norm of the centroid", unit),
+        "mean_radius": Fact("f8", "mean distance from the centroid", unit),
+        "max_radius": Fact("f8", "largest distance from the centroid", unit),
     }
     result = per_population(scan, population, _centroid_kernel, facts, motion=False)
     return result.assign(drift=_drift(result["centroid"], scan))
@@ -223,14 +212,7 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
 
 def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     later, earlier = centroid.data[1:], centroid.data[:-1]
-    lengths = da.map_blocks(
-        _displacement,
-        later,
-        earlier.rechunk(later.chunks),
-        drop_axis=later.ndim - 1,
-        dtype=np.float64,
-        meta=np.empty((0,) * (later.ndim - 1)),
-    )
+    lengths = over_hidden(_displacement, later, earlier.rechunk(later.chunks), dtype=np.float64)
     spacing = scan.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
     none = da.full((1, *lengths.shape[1:]), np.nan)
     data = da.concatenate([none, lengths / spacing]).rechunk(centroid.data.chunks[:-1])
@@ -295,10 +277,10 @@ def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> x
     unit = f"{scan.units} per step"
     hidden = scan.recorded().blocks.shape[2]
     facts = {
-        "bulk_velocity": (f"({hidden},)f8", "mean velocity", unit),
-        "bulk_speed": ("f8", "length of the mean velocity", unit),
-        "thermal_speed": ("f8", "rms velocity about the mean", unit),
-        "bulk_thermal_ratio": ("f8", "bulk over thermal speed", "1"),
+        "bulk_velocity": Fact(f"({hidden},)f8", "mean velocity", unit),
+        "bulk_speed": Fact("f8", "length of the mean velocity", unit),
+        "thermal_speed": Fact("f8", "rms velocity about the mean", unit),
+        "bulk_thermal_ratio": Fact("f8", "bulk over thermal speed"),
     }
     return per_population(scan, population, _bulk_kernel, facts, motion=True)
 
@@ -341,7 +323,7 @@ def coherence(scan: Scan, population: str | None = None) -> xr.DataArray:
     >>> coherence(ds).sel(step=1).to_series().round(3).to_dict()
     {'dead': 1.0, 'live': 1.0, 'all': 0.844}
     """
-    facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
+    facts = {"coherence": Fact("f8", "mean cosine between ΔW and its mean")}
     result = per_population(scan, population, _coherence_kernel, facts, motion=True)
     return result["coherence"]
 
@@ -384,8 +366,8 @@ def distinct(scan: Scan, population: str | None = None, lattice: str = "native")
     {'dead': 1, 'live': 2, 'all': 3}
     """
     facts = {
-        "distinct": ("i8", "distinct vectors", "1"),
-        "most_common": ("i8", "tokens that share the most common vector", "1"),
+        "distinct": Fact("i8", "distinct vectors"),
+        "most_common": Fact("i8", "tokens that share the most common vector"),
     }
     points = scan.points(lattice)
     result = per_population(scan, population, _distinct_kernel, facts, motion=False, points=points)

@@ -13,60 +13,71 @@ import xarray as xr
 
 from trajstore.analysis.motion.moving_elements import moved_elements
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.analysis.scan.block_tasks import over_hidden, per_row
-from trajstore.analysis.scan.flags import flag_attributes
-from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 
 __all__ = ["freeze"]
 
-# Facts about a token in consecutive rows. Rows are indices within the run; −1 means none.
-_FIRST, _LAST, _MOVES, _THAWS = range(4)
+_NEVER = {-1: "never"}
+_FACTS = {
+    "last_motion": Fact("i8", "last step with motion", flags=_NEVER),
+    "median_last_motion": Fact("i8", "last step with motion of the median element", flags=_NEVER),
+    "frozen_since": Fact(
+        "i8", "first recorded step after the last motion", flags={-1: "not_frozen"}
+    ),
+    "thaws": Fact("i8", "motions after a freeze"),
+    "moves": Fact("i8", "rows with motion"),
+}
 
 
-def _stretch(
+def _follow(
+    state: npt.NDArray[np.int64] | None,
     moved: npt.NDArray[np.bool_],
     rows: npt.NDArray[np.int64],
     steps: npt.NDArray[np.int64],
     min_unchanged: int,
 ) -> npt.NDArray[np.int64]:
-    """Summary of consecutive rows: (1, 4, token)."""
-    result = np.zeros((1, 4, moved.shape[1]), np.int64)
-    result[0, [_FIRST, _LAST]] = -1
-    first, last, _, thaws = result[0]
-    for row, moves in zip(rows.ravel(), moved, strict=True):
-        thaws += moves & (last >= 0) & (steps[row - 1] - steps[last] >= min_unchanged)
-        first[moves & (first < 0)] = row
-        last[moves] = row
-    result[0, _MOVES] = moved.sum(0)
+    """Row of the last motion (−1 means none), thaws and moves after more rows, (3, token)."""
+    if state is None:
+        state = np.repeat([[-1], [0], [0]], moved.shape[1], axis=1)
+    last, thaws, moves = result = state.copy()
+    for row, moving in zip(rows.ravel(), moved, strict=True):
+        thaws += moving & (last >= 0) & (steps[row - 1] - steps[last] >= min_unchanged)
+        last[moving] = row
+    moves += moved.sum(0)
     return result
 
 
-def _join(
-    stretches: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_unchanged: int
+def _by_last_row(
+    steps: npt.NDArray[np.int64], min_unchanged: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Last motion, and start of the freeze, by the row of the last motion; the end is for −1."""
+    rows = np.append(np.arange(steps.size), -1)
+    unchanged = steps[-1] - steps[np.maximum(rows, 0)]
+    following = steps[np.minimum(rows + 1, steps.size - 1)]
+    return np.append(steps, -1), np.where(unchanged >= min_unchanged, following, -1)
+
+
+def _facts_of_tokens(
+    state: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_unchanged: int
 ) -> npt.NDArray[np.int64]:
-    """Summary of consecutive stretches, (stretch, 4, token), as one: (4, token)."""
-    result = np.zeros(stretches.shape[1:], np.int64)
-    result[[_FIRST, _LAST]] = -1
-    for stretch in stretches:
-        moves = stretch[_FIRST] >= 0
-        again = moves & (result[_LAST] >= 0)
-        unchanged = steps[np.maximum(stretch[_FIRST], 1) - 1] - steps[np.maximum(result[_LAST], 0)]
-        result[_THAWS] += stretch[_THAWS] + (again & (unchanged >= min_unchanged))
-        result[_MOVES] += stretch[_MOVES]
-        result[_FIRST] = np.where(result[_FIRST] < 0, stretch[_FIRST], result[_FIRST])
-        result[_LAST] = np.where(moves, stretch[_LAST], result[_LAST])
-    return result
+    last, thaws, moves = state
+    return np.stack([*(table[last] for table in _by_last_row(steps, min_unchanged)), thaws, moves])
 
 
-def _fraction(counts: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """Mean of flags or counts over each group: (…, token) to (…, population); NaN if empty."""
-    sizes = groups.sum(-1)
+def _unchanged_fraction(
+    moving: npt.NDArray[Any], groups: npt.NDArray[np.bool_], elements: int
+) -> npt.NDArray[Any]:
+    """Fraction of each group that does not move, (row, population); NaN if the group is empty."""
+    counts = (elements - moving.astype(np.int64)) @ groups.T.astype(np.int64)
     with np.errstate(invalid="ignore"):
-        return np.asarray((counts.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
+        return np.asarray(counts / groups.sum(-1) / elements)
 
 
 def _frozen_fraction(
@@ -85,52 +96,32 @@ def _frozen_fraction(
         return np.asarray(np.stack(counts, -1) / (groups.sum(-1) * elements))
 
 
-def _last_rows(
-    block: npt.NDArray[Any], boundary: npt.NDArray[Any], rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Last row of a block at which each element moved, (1, token, hidden); −1 means none."""
-    result = np.full((1, *block.shape[1:]), -1, np.int64)
-    before = np.ascontiguousarray(boundary[0])
-    for row, values in zip(rows.ravel(), block, strict=True):
-        now = np.ascontiguousarray(values)
-        result[0][moved_elements(before, now)] = row
-        before = now
-    return result
-
-
-def _moving(block: npt.NDArray[Any], boundary: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Number of elements of each token that moved, (row, token)."""
-    result = np.empty(block.shape[:2], np.int64)
+def _moved(block: npt.NDArray[Any], boundary: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """True for elements that moved, (row, token, hidden)."""
+    result = np.empty(block.shape, bool)
     before = np.ascontiguousarray(boundary[0])
     for row, values in enumerate(block):
         now = np.ascontiguousarray(values)
-        result[row] = moved_elements(before, now).sum(-1)
+        result[row] = moved_elements(before, now)
         before = now
     return result
+
+
+def _last_rows(moved: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Last row of a block at which each element moved, (1, token, hidden); −1 means none."""
+    result = np.full((1, *moved.shape[1:]), -1, np.int64)
+    for row, moving in zip(rows.ravel(), moved, strict=True):
+        result[0][moving] = row
+    return result
+
+
+def _entries(rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return table[rows]
 
 
 def _lower_median(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     middle = (steps.shape[-1] - 1) // 2
     return np.asarray(np.partition(steps, middle, axis=-1)[..., middle])
-
-
-def _elements(scan: Scan, lattice: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """Row of the last motion (token, hidden), and elements that moved (step, token)."""
-    points = scan.points(lattice)
-    last = da.map_blocks(
-        _last_rows,
-        points.blocks,
-        points.boundaries,
-        per_row(points.blocks, np.arange(scan.rows)),
-        chunks=((1,) * points.blocks.numblocks[0], *points.blocks.chunks[1:]),
-        dtype=np.int64,
-        meta=np.empty((0, 0, 0), np.int64),
-    ).max(0)
-    moving = over_hidden(_moving, points.blocks, points.boundaries, dtype=np.int64)[1:]
-    return (
-        scan.wrap(last, points.variable, dims=("token", "hidden")),
-        scan.wrap(moving, points.variable, rows=slice(1, None)),
-    )
 
 
 @quantity(measures=("moved",))
@@ -189,97 +180,74 @@ def freeze(
     """
     if min_unchanged < 1:
         raise InvalidArgument(f"got min_unchanged={min_unchanged}, expected at least 1 step")
-    if per not in ("token", "element"):
-        raise InvalidArgument(f"got per={per!r}, expected 'token' or 'element'")
     scan.require_rows(1, "freeze")
     steps = scan.steps
+    found: dict[str, tuple[Any, da.Array]] = {}
     if per == "element":
-        last, moving = _elements(scan, lattice)
-        unchanged = scan.ds.sizes["hidden"] - moving
+        points = scan.points(lattice)
+        moved = measure(_moved, "sth", points.blocks, points.boundaries, dtype=np.bool_)
+        last = measure(
+            _last_rows, "sth", moved, np.arange(scan.rows), dtype=np.int64, sizes={"s": 1}
+        ).max(0)
+        last_motion, since = (
+            measure(_entries, "th", (last, "th"), table=table, dtype=np.int64)
+            for table in _by_last_row(steps, min_unchanged)
+        )
+        median = measure(_lower_median, "t", (last_motion, "th"), dtype=np.int64)
+        found["median_last_motion"] = "token", median
+        moving = moved.sum(-1)[1:]
+        motion = scan.wrap(moving, points.variable, rows=slice(1, None))
+        elements = scan.ds.sizes["hidden"]
+        coords = {**scan.wrap(last, points.variable, dims=("token", "hidden")).coords}
     else:
-        motion = scan.moved(lattice)
-        summary = scan.combine_rows(
-            motion,
-            functools.partial(_stretch, min_unchanged=min_unchanged),
-            functools.partial(_join, min_unchanged=min_unchanged),
-            4,
+        motion = scan.moved(lattice).transpose("step", "token").chunk()
+        last_motion, since, thaws, moves = fold(
+            _follow,
+            motion.data,
+            np.arange(1, scan.rows),
+            finish=functools.partial(_facts_of_tokens, steps=steps, min_unchanged=min_unchanged),
+            sizes=(4,),
+            dtype=np.int64,
             steps=steps,
+            min_unchanged=min_unchanged,
         )
-        last, unchanged = summary.isel(fact=_LAST), ~motion
-
-    def last_motion(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.where(rows < 0, -1, steps[rows])
-
-    def frozen_since(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        start = np.where(rows < 0, 0, rows)
-        unchanged = steps[-1] - steps[start]
-        following = steps[np.minimum(rows + 1, steps.size - 1)]
-        return np.where(unchanged >= min_unchanged, following, -1)
-
-    def steps_of(function: Any) -> xr.DataArray:
-        result: xr.DataArray = xr.apply_ufunc(
-            function, last, dask="parallelized", output_dtypes=[np.int64]
-        )
-        return result
-
-    since = steps_of(frozen_since)
+        found |= {"thaws": ("token", thaws), "moves": ("token", moves)}
+        moving, elements, coords = motion.data, 1, {}
     names, groups = populations(scan.ds)
-    lazy = unchanged.chunks is not None
-    elements = scan.ds.sizes["hidden"] if per == "element" else 1
-    unchanged_fraction = xr.apply_ufunc(
-        lambda counts, groups: _fraction(counts, groups) / elements,
-        unchanged.chunk({"token": -1}) if lazy else unchanged,
-        groups,
-        input_core_dims=[["token"], ["population", "token"]],
-        output_core_dims=[["population"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"population": len(names)}},
+    dims, sizes = ("token", "hidden")[: since.ndim], {"p": len(names)}
+    unchanged = measure(
+        _unchanged_fraction,
+        "sp",
+        moving.rechunk({1: -1}),
+        groups=groups,
+        elements=elements,
+        dtype=np.float64,
+        sizes=sizes,
     )
-    frozen_fraction = xr.apply_ufunc(
-        lambda first: _frozen_fraction(first, steps[1:], groups),
-        since.chunk({"token": -1}) if lazy else since,
-        input_core_dims=[[*since.dims]],
-        output_core_dims=[["step", "population"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
+    frozen = measure(
+        _frozen_fraction,
+        "sp",
+        (since.rechunk(-1), "th"),
+        steps=steps[1:],
+        groups=groups,
+        dtype=np.float64,
+        sizes={"s": len(steps) - 1, **sizes},
     )
-    step = {"units": "1", **lattice_attributes(lattice)}
-    never = flag_attributes({-1: "never"})
-    threshold = {**step, "min_unchanged": min_unchanged}
-    found = {
-        "last_motion": steps_of(last_motion).assign_attrs(
-            long_name="last step with motion", **step, **never
-        ),
-        "frozen_since": since.assign_attrs(
-            long_name="first recorded step after the last motion",
-            **threshold,
-            **flag_attributes({-1: "not_frozen"}),
-        ),
+    found |= {
+        "last_motion": (dims, last_motion),
+        "frozen_since": (dims, since),
+        "unchanged_fraction": (("step", "population"), unchanged),
+        "frozen_fraction": (("step", "population"), frozen),
     }
-    if per == "element":
-        median = xr.apply_ufunc(
-            _lower_median,
-            found["last_motion"],
-            input_core_dims=[["hidden"]],
-            dask="parallelized",
-            output_dtypes=[np.int64],
-        )
-        found["median_last_motion"] = median.assign_attrs(
-            long_name="last step with motion of the median element", **step, **never
-        )
-    else:
-        found["thaws"] = summary.isel(fact=_THAWS).assign_attrs(
-            long_name="motions after a freeze", **threshold
-        )
-        found["moves"] = summary.isel(fact=_MOVES).assign_attrs(
-            long_name="rows with motion", **step
-        )
-    found["unchanged_fraction"] = unchanged_fraction.assign_attrs(
-        long_name=f"fraction of {per}s that did not move", **step
+    facts = _FACTS | {
+        "unchanged_fraction": Fact("f8", f"fraction of {per}s that did not move"),
+        "frozen_fraction": Fact("f8", f"fraction of {per}s that never move again"),
+    }
+    coords |= {name: values for name, values in motion.coords.items() if values.ndim < 2}
+    result = xr.Dataset(
+        {name: (*each, facts[name].attributes) for name, each in found.items()},
+        {**coords, "population": names},
     )
-    found["frozen_fraction"] = frozen_fraction.assign_attrs(
-        long_name=f"fraction of {per}s that never move again", **threshold
-    )
-    return xr.Dataset(found, coords={"population": names, "step": unchanged["step"]})
+    for name in {"frozen_since", "thaws", "frozen_fraction"} & set(found):
+        result[name].attrs["min_unchanged"] = min_unchanged
+    return with_lattice_attributes(result, lattice)

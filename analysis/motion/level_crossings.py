@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
-from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED
@@ -43,8 +43,9 @@ def _follow(state: Any, curves: Array, levels: Wide, downward: bool) -> tuple[Wi
     return first, last, side, rows
 
 
-def _rows_of_both(state: tuple[Wide, ...]) -> Wide:
-    return np.stack(state[:2])
+def _steps_of_both(state: tuple[Wide, ...], steps: Array) -> npt.NDArray[np.int64]:
+    rows = np.stack(state[:2]).astype(np.int64)
+    return np.where(rows < 0, -1, steps[rows])
 
 
 def _fraction_of_change(curves: Array, ends: Array) -> Wide:
@@ -59,7 +60,7 @@ def crossings(
     scan: Scan,
     quantity: str | xr.DataArray = "displacement",
     levels: Sequence[float] | float = LEVELS,
-    of: str = "change",
+    of: Literal["change", "value"] = "change",
 ) -> xr.Dataset:
     """First and last step at which a curve crosses levels, such as 50 % of its change.
 
@@ -129,8 +130,6 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
 
 
 def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
-    if of not in ("change", "value"):
-        raise InvalidArgument(f"got of={of!r}, expected 'change' or 'value'")
     wanted = np.atleast_1d(np.asarray(levels, np.float64))
     if not wanted.size or not np.isfinite(wanted).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
@@ -145,33 +144,18 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
     # One chunk along all but the first dimension after step, so that they can be merged.
     data = data.rechunk(dict.fromkeys(range(2, data.ndim), -1))
     flat = data.reshape((len(data), int(np.prod(others))))
-    steps = curve["step"].values
     if of == "change":
         ends = flat[np.array([0, min(1, len(data) - 1), len(data) - 1])].rechunk({0: -1})
-        flat = da.blockwise(
-            _fraction_of_change,
-            "sc",
-            flat,
-            "sc",
-            ends,
-            "ec",
-            concatenate=True,
-            dtype=np.float64,
-            meta=np.empty((0, 0)),
-        )
-    rows = fold_tokens(
-        [flat],
+        flat = measure(_fraction_of_change, "sc", (flat, "sc"), (ends, "ec"), dtype=np.float64)
+    found = fold(
         _follow,
-        _rows_of_both,
-        (2, wanted.size),
+        flat,
+        finish=functools.partial(_steps_of_both, steps=curve["step"].values),
+        sizes=(2, wanted.size),
+        dtype=np.int64,
         levels=wanted,
         downward=of == "value",
     ).reshape((2, wanted.size, *others))
-    found = rows.map_blocks(
-        functools.partial(_steps_of, steps=steps),
-        dtype=np.int64,
-        meta=np.empty((0,) * rows.ndim, np.int64),
-    )
     coords = {
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": wanted}
@@ -191,7 +175,3 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
             for number, which in enumerate(("first", "last"))
         }
     )
-
-
-def _steps_of(rows: Wide, steps: Array) -> npt.NDArray[np.int64]:
-    return np.where(rows < 0, -1, steps[np.maximum(rows, 0).astype(np.int64)])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import field, of_only_blocks, per_row
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
-from trajstore.analysis.scan.flags import flag_attributes
-from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.facts import Fact, record_of
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.native_types import NATIVE_TYPES
@@ -22,8 +21,13 @@ __all__ = ["last_moving_element", "moved_elements"]
 
 Array = npt.NDArray[Any]
 
-_FACTS = np.dtype([("step", "i8"), ("element", "i8"), ("moving", "i8"), ("size", "f8")])
-_NOTHING = np.array((-1, -1, 0, np.nan), _FACTS)
+_FACTS = {
+    "last_moving_element": Fact("i8", "element that moved last", flags={-1: "never"}),
+    "last_motion": Fact("i8", "last step with motion", flags={-1: "never"}),
+    "moving_elements": Fact("i8", "elements that moved at the last motion"),
+    "last_moving_size": Fact("f8", "size of the element that moved last"),
+}
+_NOTHING = np.array((-1, -1, 0, np.nan), record_of(_FACTS))
 
 
 def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.void]:
@@ -43,10 +47,10 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
         none = np.isinf(order).all(-1)
         element = np.where(none, elements.argmax(-1), order.argmin(-1))
         found = result[0, part]
-        found["step"][at] = steps[row, 0, 0]
-        found["element"][at] = element
-        found["moving"][at] = elements.sum(-1)
-        found["size"][at] = size[np.arange(at.size), element]
+        found["last_motion"][at] = steps[row, 0, 0]
+        found["last_moving_element"][at] = element
+        found["moving_elements"][at] = elements.sum(-1)
+        found["last_moving_size"][at] = size[np.arange(at.size), element]
     return result
 
 
@@ -59,7 +63,7 @@ def moved_elements(before: Array, after: Array) -> npt.NDArray[np.bool_]:
 
 def _latest(stretches: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     """Facts of the rows in which each token moved last: (stretch, token) to (token)."""
-    last = stretches["step"].argmax(0)
+    last = stretches["last_motion"].argmax(0)
     return np.asarray(stretches[last, np.arange(stretches.shape[1])])
 
 
@@ -101,39 +105,16 @@ def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """
     scan.require_rows(1, "last_moving_element")
     points = scan.points(lattice)
-    stretches = da.blockwise(
-        of_only_blocks,
+    stretches = measure(
+        _last_moves,
         "st",
         points.blocks,
-        "sth",
         points.boundaries,
-        "sth",
-        per_row(points.blocks, scan.steps),
-        "sxy",
-        kernel=_last_moves,
-        adjust_chunks={"s": 1},
-        dtype=_FACTS,
-        align_arrays=False,
-        meta=np.empty((0, 0), _FACTS),
+        scan.steps,
+        dtype=_NOTHING.dtype,
+        sizes={"s": 1},
     )
-    facts = stretches.rechunk({0: -1}).map_blocks(
-        _latest, drop_axis=0, dtype=_FACTS, meta=np.empty(0, _FACTS)
-    )
-    never, step = flag_attributes({-1: "never"}), {"units": "1", **lattice_attributes(lattice)}
-    of_each: dict[str, tuple[str, dict[str, Any]]] = {
-        "last_moving_element": ("element", {"long_name": "element that moved last", **never}),
-        "last_motion": ("step", {"long_name": "last step with motion", **never}),
-        "moving_elements": ("moving", {"long_name": "elements that moved at the last motion"}),
-        "last_moving_size": (
-            "size",
-            {"long_name": "size of the element that moved last", "units": scan.units},
-        ),
-    }
-    return xr.Dataset(
-        {
-            name: scan.wrap(field(facts, fact), points.variable, dims=("token",)).assign_attrs(
-                {**step, **attributes}
-            )
-            for name, (fact, attributes) in of_each.items()
-        }
-    )
+    found = measure(_latest, "t", stretches.rechunk({0: -1}), dtype=_NOTHING.dtype)
+    result = scan.of_tokens(found, _FACTS, points.variable, dims=("token",))
+    result["last_moving_size"].attrs["units"] = scan.units
+    return with_lattice_attributes(result, lattice)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden
+from trajstore.analysis.scan.block_tasks import measure, over_hidden
 from trajstore.analysis.scan.consecutive_rows import measure_rows
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
@@ -106,17 +106,15 @@ def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
 
 def _cumulated(blocks: da.Array) -> da.Array:
     """Cumulative sum of the changes after the first row, in float64: W relative to it."""
-    steps, tokens, hidden = blocks.chunks
     # The change that led to the first row is not part of the displacement from it.
-    begin = blocks.map_blocks(_without_first, dtype=np.float64, meta=np.empty((0, 0, 0)))
-    assert begin.chunks == (steps, tokens, hidden)
+    later = np.arange(len(blocks)) > 0
+    begin = measure(_without_first, "sth", blocks, later, dtype=np.float64)
     return da.cumsum(begin, axis=0, method="sequential")
 
 
-def _without_first(block: Array, block_info: Any = None) -> Array:
+def _without_first(block: Array, later: Array) -> Array:
     wide = block.astype(np.float64)
-    if block_info and block_info[0]["chunk-location"][0] == 0:
-        wide[:1] = 0
+    wide[~later.ravel()] = 0
     return wide
 
 
@@ -151,10 +149,6 @@ def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first"
     >>> displacement(ds).sel(step=[0, 1, 20], token=ord("e")).values.round(4)
     array([0.    , 0.0156, 0.2031], dtype=float32)
     """
-    if isinstance(since, bool) or not (
-        since in ("first", "previous") or isinstance(since, int | np.integer)
-    ):
-        raise InvalidArgument(f"got since={since!r}, expected a step number, 'first' or 'previous'")
     if since == "first":
         scan.require_rows(1, "displacement")
         since = int(scan.steps[0])

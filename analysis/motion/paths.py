@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
-from trajstore.analysis.scan.block_tasks import of_only_blocks, rows_before
+from trajstore.analysis.scan.block_tasks import measure, rows_before
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
@@ -37,9 +38,11 @@ class _Stretch:
     ends: dict[int, Array]
 
 
-def _measure_lengths(first: int, block: Array, boundary: Array, window: int, last: int) -> _Stretch:
+def _measure_lengths(
+    block: Array, boundary: Array, rows: Array, window: int, last: int
+) -> _Stretch:
     lengths = np.empty(block.shape[:2])
-    ends = {}
+    first, ends = int(rows[0, 0, 0]), {}
     before = boundary[0]
     with np.errstate(invalid="ignore", over="ignore"):
         for row, vectors in enumerate(block, first):
@@ -50,7 +53,7 @@ def _measure_lengths(first: int, block: Array, boundary: Array, window: int, las
     return _Stretch(first, lengths, ends)
 
 
-def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array, list[Wide]]:
+def _walk(state: Any, stretch: _Stretch, window: int) -> tuple[Array, list[Wide]]:
     """First row of the current window, and displacement and path of each window, (2, token)."""
     start, done = state or (stretch.ends[0], [])
     done = list(done)
@@ -113,12 +116,14 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         )
     length = window or changes
     starts = np.arange(0, scan.rows - 1, length)
-    both = fold_tokens(
-        [scan.blocks("W"), scan.boundaries("W")],
-        _walk,
-        _walked,
-        (2, len(starts)),
-        _measure_lengths,
+    both = fold(
+        functools.partial(_walk, window=length),
+        scan.blocks("W"),
+        scan.boundaries("W"),
+        np.arange(scan.rows),
+        finish=_walked,
+        sizes=(2, len(starts)),
+        prepare=_measure_lengths,
         window=length,
         last=scan.rows - 1,
     )
@@ -130,7 +135,7 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
             # Rounding can make a straight displacement longer than its path.
             return np.minimum(moved / path, 1.0)
 
-    efficiency = da.map_blocks(straight, both[0], both[1], dtype=np.float64, meta=np.empty((0, 0)))
+    efficiency = measure(straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
     result = {
         "path_efficiency": (efficiency, "displacement over length of the path", "1"),
         "path_length": (both[1], "length of the path", scan.units),
@@ -149,13 +154,13 @@ def _split_motion(
     now: Array,
     boundary: Array,
     spacing: Wide,
-    centers: Wide | None,
-    first: Wide | None,
-    across: bool,
-    out: npt.DTypeLike,
-) -> Array:
-    """Motion of each token along the outward direction, or across it, (row, token)."""
-    result = np.empty(now.shape[:2], out)
+    centers: Wide | None = None,
+    first: Wide | None = None,
+    *,
+    record: np.dtype[Any],
+) -> npt.NDArray[np.void]:
+    """Motion of each token along the outward direction, and across it, (row, token)."""
+    result = np.empty(now.shape[:2], record)
     before = boundary[0]
     for row, vectors in enumerate(now):
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
@@ -165,15 +170,16 @@ def _split_motion(
                 place -= centers[row - 1] if row else first[0]
             outward = place / vector_norm(place)[:, None]
             along = hidden_sum(change * outward)
-            if across:
-                along = vector_norm(change - along[:, None] * outward)
-            result[row] = along
+            result["radial_speed"][row] = along
+            result["tangential_speed"][row] = vector_norm(change - along[:, None] * outward)
         before = vectors
     return result
 
 
 @quantity()
-def radial_tangential(scan: Scan, about: str = "origin", population: str = "all") -> xr.Dataset:
+def radial_tangential(
+    scan: Scan, about: Literal["origin", "centroid"] = "origin", population: str = "all"
+) -> xr.Dataset:
     """Radial and tangential motion relative to a center.
 
     Parameters
@@ -203,46 +209,18 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
     >>> print(found.radial_speed.sel(step=1, token=ord("e")).values.round(4))
     0.0078
     """
-    if about not in ("origin", "centroid"):
-        raise InvalidArgument(f"got about={about!r}, expected 'origin' or 'centroid'")
     chosen_populations(scan.ds, population)
     scan.require_rows(1, "radial_tangential")
-    blocks, dtype = scan.blocks("W"), result_dtype(scan.blocks("W").dtype)
-    by_row = (blocks.chunks[0],)
+    blocks = scan.blocks("W")
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
-    centers: list[Any] = [None, None, None, None]
+    sources: list[Any] = [blocks, scan.boundaries("W"), spacing]
     if about == "centroid":
-        center = centroid(scan, population)["centroid"].data.rechunk((*by_row, -1))
-        centers = [center, "sh", rows_before(center), "sh"]
-
-    def part(across: bool) -> da.Array:
-        return da.blockwise(
-            of_only_blocks,
-            "st",
-            blocks,
-            "sth",
-            scan.boundaries("W"),
-            "sth",
-            da.from_array(spacing, chunks=by_row),
-            "s",
-            *centers,
-            kernel=_split_motion,
-            across=across,
-            out=dtype,
-            dtype=dtype,
-            align_arrays=False,
-            meta=np.empty((0, 0), dtype),
-        )[1:]
-
-    columns = {
-        "radial_speed": (False, f"velocity away from the {about}"),
-        "tangential_speed": (True, f"velocity across the direction to the {about}"),
+        center = centroid(scan, population)["centroid"].data.rechunk((blocks.chunks[0], -1))
+        sources += [(center, "sh"), (rows_before(center), "sh")]
+    kind, unit = result_dtype(blocks.dtype).str, f"{scan.units} per step"
+    facts = {
+        "radial_speed": Fact(kind, f"velocity away from the {about}", unit),
+        "tangential_speed": Fact(kind, f"velocity across the direction to the {about}", unit),
     }
-    return xr.Dataset(
-        {
-            name: scan.wrap(part(across), "W", rows=slice(1, None)).assign_attrs(
-                long_name=long_name, units=f"{scan.units} per step"
-            )
-            for name, (across, long_name) in columns.items()
-        }
-    )
+    found = measure(_split_motion, "st", *sources, record=record_of(facts), dtype=record_of(facts))
+    return scan.of_tokens(found, facts, "W", changes=True)

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.velocity import speed
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -22,6 +24,10 @@ _LEAST_MOTION = 0.01
 # A median absolute deviation of normal scatter, in standard deviations.
 _MAD_TO_SIGMA = 1.4826
 _FEWEST_NEIGHBORS = 4
+
+
+def _mean(pace: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    return np.asarray(pace.astype(np.float64).mean(-1))
 
 
 def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
@@ -88,36 +94,19 @@ def discontinuities(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.
     if not threshold > 0:
         raise InvalidArgument(f"got threshold={threshold}, expected a positive score")
     pace = speed(scan)
-    mean = xr.apply_ufunc(
-        lambda rows: rows.astype(np.float64).mean(-1),
-        pace.chunk({"token": -1}),
-        input_core_dims=[["token"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        keep_attrs=False,
-    ).chunk({"step": -1})
-    if not mean.sizes["step"]:  # for a single row: dask cannot apply functions to empty arrays
-        score = mean
-    else:
-        score = xr.apply_ufunc(
-            _scores,
-            mean,
-            kwargs={"window": window},
-            input_core_dims=[["step"]],
-            output_core_dims=[["step"]],
-            dask="parallelized",
-            output_dtypes=[np.float64],
-        )
+    pace = pace.drop_attrs().transpose("step", "token").chunk({"token": -1})
+    mean = measure(_mean, "s", pace.data, dtype=np.float64).rechunk(-1)
+    score = measure(_scores, "s", mean, window=window, dtype=np.float64)
+    found = {
+        "mean_speed": (mean, "mean speed of all tokens", f"{scan.units} per step"),
+        "discontinuity_score": (score, "robust z-score of the change of log mean speed", "1"),
+        "discontinuity": (abs(score) > threshold, "abrupt change of pace", None),
+    }
+    coords = {name: values for name, values in pace.coords.items() if "token" not in values.dims}
     return xr.Dataset(
         {
-            "mean_speed": mean.assign_attrs(
-                long_name="mean speed of all tokens", units=f"{scan.units} per step"
-            ),
-            "discontinuity_score": score.assign_attrs(
-                long_name="robust z-score of the change of log mean speed", units="1"
-            ),
-            "discontinuity": (abs(score) > threshold).assign_attrs(
-                long_name="abrupt change of pace"
-            ),
-        }
+            name: ("step", data, Fact(str(data.dtype), long_name, units).attributes)
+            for name, (data, long_name, units) in found.items()
+        },
+        coords,
     )

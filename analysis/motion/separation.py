@@ -11,7 +11,6 @@ import xarray as xr
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import vector_norm
 
 __all__ = ["separation"]
@@ -66,8 +65,6 @@ def separation(scan: Scan, of: Literal["centroid", "displacement"] = "centroid")
     >>> pair.separation.isel(step=[0, -1]).values.round(3)
     array([1.5  , 1.734])
     """
-    if of not in ("centroid", "displacement"):
-        raise InvalidArgument(f"got of={of!r}, expected 'centroid' or 'displacement'")
     scan.require_rows(1, "separation")
     center = centroid(scan)["centroid"]
     vectors = center if of == "centroid" else center - center[:1].drop_vars("step").squeeze("step")

@@ -11,12 +11,19 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.norms import check_order, order_label
-from trajstore.analysis.scan.block_tasks import field, over_hidden
+from trajstore.analysis.scan.block_tasks import over_hidden
 from trajstore.analysis.scan.consecutive_rows import REGIMES, regime_of_hops
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
-from trajstore.analysis.scan.lattice_points import chosen_type, lattice_attributes, on_lattice
+from trajstore.analysis.scan.lattice_points import (
+    chosen_type,
+    lattice_attributes,
+    on_lattice,
+    with_lattice_attributes,
+)
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
+from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -32,7 +39,9 @@ __all__ = [
     "ulp",
 ]
 
-_CROSSINGS = np.dtype([("exponent_up", "i8"), ("exponent_down", "i8")])
+_CROSSINGS = {
+    f"exponent_{way}": Fact("i8", f"elements whose exponent went {way}") for way in ("up", "down")
+}
 
 _PHASES = {
     "last_jump": ("jump",),
@@ -81,8 +90,6 @@ def ulp(
     >>> ulp(ds).sel(step=0, token=[ord("e"), ord("z")]).isel(hidden=0).values
     array([0.0078125 , 0.00390625], dtype=float32)
     """
-    if direction not in ("outward", "up"):
-        raise InvalidArgument(f"got direction {direction!r}, expected 'outward' or 'up'")
     if isinstance(W, xr.Dataset):
         W = Scan(W)
     if isinstance(W, Scan):
@@ -173,8 +180,6 @@ def lattice_displacement(
     >>> float(lattice_displacement(ds, ord=1).sel(step=1, token=ord("e")))
     4.0
     """
-    if metric not in ("ulp", "ordinal"):
-        raise InvalidArgument(f"got metric={metric!r}, expected 'ulp' or 'ordinal'")
     may_be_stored = metric == "ulp" and ord is not None and lattice == "native"
     without_W = may_be_stored and "W" not in scan.ds
     chosen = "" if without_W else scan.lattice_type(lattice)
@@ -342,7 +347,7 @@ def _other_regimes(
 def _exponents(
     block: npt.NDArray[Any], boundary: npt.NDArray[Any], native: str
 ) -> npt.NDArray[np.void]:
-    result = np.empty(block.shape[:2], _CROSSINGS)
+    result = np.empty(block.shape[:2], record_of(_CROSSINGS))
     before = binade(np.ascontiguousarray(boundary[0]), native)
     for row, values in enumerate(block):
         now = binade(np.ascontiguousarray(values), native)
@@ -387,29 +392,27 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     scan.require_rows(1, "exponent_crossings")
     points = scan.points(lattice)
     found = over_hidden(
-        _exponents, points.blocks, points.boundaries, native=points.type, dtype=_CROSSINGS
-    )[1:]
-    return xr.Dataset(
-        {
-            name: scan.wrap(field(found, name), points.variable, rows=slice(1, None)).assign_attrs(
-                long_name=f"elements whose exponent went {name.partition('_')[2]}",
-                units="1",
-                **lattice_attributes(lattice),
-            )
-            for name in _CROSSINGS.names or ()
-        }
+        _exponents,
+        points.blocks,
+        points.boundaries,
+        native=points.type,
+        dtype=record_of(_CROSSINGS),
     )
+    result = scan.of_tokens(found, _CROSSINGS, points.variable, changes=True)
+    return with_lattice_attributes(result, lattice)
 
 
-def _last_rows(
-    regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
+def _last_steps(
+    known: npt.NDArray[np.int64] | None,
+    regime: npt.NDArray[np.int8],
+    steps: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Last row of each phase in consecutive rows, (1, phase, token); −1 means none."""
-    last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
+    """Last step of each phase up to a block of rows, (phase, token); −1 means none."""
+    last = np.empty((len(_PHASES), regime.shape[1]), np.int64)
     for number, phase in enumerate(_PHASES.values()):
         inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
-        last[0, number] = np.where(inside[regime], numbers, -1).max(0, initial=-1)
-    return last
+        last[number] = np.where(inside[regime], steps[..., 0], -1).max(0, initial=-1)
+    return last if known is None else np.maximum(known, last)
 
 
 @quantity(measures=("regime",))
@@ -437,25 +440,18 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     array([13, 16])
     """
     regime = _regime(scan, lattice)
-    last = scan.combine_rows(regime, _last_rows, _latest, len(_PHASES))
-    steps = scan.steps
-
-    def step_of(row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.where(row < 0, -1, steps[row])
-
-    step = xr.apply_ufunc(step_of, last, dask="parallelized", output_dtypes=[np.int64])
-    return xr.Dataset(
-        {
-            name: step.isel(fact=number).assign_attrs(
-                long_name=f"last step in the regime {' or '.join(phase)}",
-                units="1",
-                **flag_attributes({-1: "never"}),
-                **lattice_attributes(lattice),
-            )
-            for number, (name, phase) in enumerate(_PHASES.items())
-        }
+    last = fold(
+        _last_steps,
+        regime.data,
+        scan.steps[1:],
+        finish=np.asarray,
+        sizes=(len(_PHASES),),
+        dtype=np.int64,
     )
-
-
-def _latest(stretches: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.asarray(stretches.max(0, initial=-1))
+    coords = {name: values for name, values in regime.coords.items() if values.dims == ("token",)}
+    result = xr.Dataset(coords=coords)
+    for number, (name, phase) in enumerate(_PHASES.items()):
+        long_name = f"last step in the regime {' or '.join(phase)}"
+        fact = Fact("i8", long_name, flags={-1: "never"})
+        result[name] = "token", last[number], fact.attributes
+    return with_lattice_attributes(result, lattice)

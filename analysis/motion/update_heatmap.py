@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import takes_scan
@@ -50,13 +51,14 @@ def _mean(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.float64]
 
 
 def _groups(values: Array, last: Array, rows: Array, columns: Array, regime: bool) -> Array:
-    sorted_ = values[:, np.argsort(last[0], kind="stable")]
+    sorted_ = values[:, np.argsort(last, kind="stable")]
     return (_most_common if regime else _mean)(sorted_, rows, columns)
 
 
 def _fractions(last: Array, members: Array, columns: Array) -> Array:
     """Fraction of the tokens of each group that are members."""
-    return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
+    sorted_ = members[None, np.argsort(last, kind="stable")]
+    return np.asarray(_mean(sorted_, np.zeros(1, np.intp), columns)[0])
 
 
 @takes_scan
@@ -104,8 +106,6 @@ def heatmap(
     >>> found.last_motion.values, found.tokens.values
     (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
     """
-    if of not in ("regime", "hop"):
-        raise InvalidArgument(f"got of={of!r}, expected 'regime' or 'hop'")
     if most_steps < 1 or most_groups < 1:
         raise InvalidArgument(
             f"got most_steps={most_steps} and most_groups={most_groups}, expected at least 1 each"
@@ -137,36 +137,38 @@ def pool_heatmap(
     rows = _starts(values.sizes["step"], most_steps)
     columns = _starts(values.sizes["token"], most_groups)
     dtype = np.int8 if regime else np.float64
-    data = da.map_blocks(
+    of_tokens = (_whole(last), "t")
+    sizes = {"r": rows.size, "g": columns.size}
+    data = measure(
         _groups,
+        "rg",
         _whole(values.transpose("step", "token")),
-        _whole(last)[None, :].rechunk(-1),
-        chunks=((rows.size,), (columns.size,)),
-        dtype=dtype,
-        meta=np.empty((0, 0), dtype),
+        of_tokens,
         rows=rows,
         columns=columns,
         regime=regime,
+        dtype=dtype,
+        sizes=sizes,
     )
     ends = np.append(columns[1:], values.sizes["token"]) - 1
-    last_motion = da.map_blocks(
+    last_motion = measure(
         lambda block: np.sort(block)[ends],
-        _whole(last),
-        chunks=((columns.size,),),
+        "g",
+        of_tokens,
         dtype=np.int64,
-        meta=np.empty(0, np.int64),
+        sizes={"g": columns.size},
     )
     facts = {}
     if "is_dead" in values.coords:
-        fraction = da.map_blocks(
+        fraction = measure(
             _fractions,
-            _whole(last)[None, :].rechunk(-1),
-            chunks=((1,), (columns.size,)),
-            dtype=np.float64,
-            meta=np.empty((0, 0)),
+            "g",
+            of_tokens,
             members=values["is_dead"].values,
             columns=columns,
-        )[0]
+            dtype=np.float64,
+            sizes={"g": columns.size},
+        )
         facts["dead_fraction"] = (
             "group",
             fraction,

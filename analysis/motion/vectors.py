@@ -10,6 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -136,7 +137,7 @@ def _per_step(scan: Scan, of: str, population: str | None) -> tuple[xr.DataArray
         found = centroid(scan, names)["centroid"]
     else:
         shape = f"({scan.variable('W').sizes['hidden']},)f8"
-        facts = {"vector": (shape, "vector of the largest cluster", scan.units)}
+        facts = {"vector": Fact(shape, "vector of the largest cluster", scan.units)}
         found = per_population(scan, names, _largest_cluster_kernel, facts, motion=False)["vector"]
     found = found.drop_vars("population").rename(population="token")
     masks: dict[str, Any] = {}

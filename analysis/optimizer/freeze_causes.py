@@ -12,7 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, in_turn, over_hidden
+from trajstore.analysis.scan.block_tasks import field, in_turn, measure, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
@@ -69,12 +69,6 @@ def _second_moment(scan: Scan, rule: OptimizerRule) -> da.Array:
     return da.reductions.cumreduction(
         np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype
     )
-
-
-def _per_row(scan: Scan, values: Array) -> da.Array:
-    """Values per row as a dask array that broadcasts against the blocks of W."""
-    chunks = (scan.blocks("W").chunks[0], (1,), (1,))
-    return da.from_array(np.asarray(values)[:, None, None], chunks=chunks)
 
 
 def _learning_rates(scan: Scan) -> npt.NDArray[np.float64]:
@@ -166,20 +160,20 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     dtype = result_dtype(blocks.dtype)
 
     def update(in_ulp: bool) -> xr.DataArray:
-        data = da.map_blocks(
+        data = measure(
             _update_kernel,
+            "sth",
             blocks,
             scan.boundaries("W"),
             scan.aligned("W", "exp_avg"),
             _second_moment(scan, rule),
-            _per_row(scan, _learning_rates(scan)),
-            _per_row(scan, steps_taken(scan, "adam_update")),
-            _per_row(scan, _follows(scan)),
+            _learning_rates(scan),
+            steps_taken(scan, "adam_update"),
+            _follows(scan),
             rule=rule,
             native=native,
             in_ulp=in_ulp,
             dtype=dtype,
-            meta=np.empty((0, 0, 0), dtype),
         )
         return scan.wrap(data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden"))
 
@@ -272,14 +266,9 @@ def _evidence_kernel(
     return result
 
 
-def _decide(
-    evidence: npt.NDArray[np.void],
-    stepped: npt.NDArray[np.bool_],
-    force: npt.NDArray[np.bool_],
-    lr: npt.NDArray[np.float64],
-    follows: npt.NDArray[np.bool_],
-) -> npt.NDArray[np.int8]:
+def _decide(evidence: npt.NDArray[np.void], *of_rows: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
     """Cause per (step, token): the first one that applies."""
+    stepped, force, lr, follows = (values[..., 0] for values in of_rows)
     shape = evidence.shape
     rules = {
         "moved": ~evidence["cell_unchanged"],
@@ -344,23 +333,10 @@ def freeze_cause(
     input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "freeze_cause")
     rule = input_checks.adam_rule(scan.ds, optimizer)
-    lr, follows = _learning_rates(scan), _follows(scan)
+    lr = _learning_rates(scan)
     W = scan.points()
-    arrays = (
-        W.blocks,
-        scan.aligned("W", "grad"),
-        scan.aligned("W", "exp_avg"),
-        scan.boundaries("exp_avg", like="W"),
-        scan.aligned("W", "exp_avg_sq"),
-        scan.boundaries("exp_avg_sq", like="W"),
-        _second_moment(scan, rule),
-        _per_row(scan, lr),
-        _per_row(scan, steps_taken(scan, "freeze_cause")),
-    )
-
-    def measured(number: int, boundary: da.Array) -> da.Array:
-        block, *others = (array.blocks[number] for array in arrays)
-        return over_hidden(
+    evidence = in_turn(
+        lambda boundary, block, *others: over_hidden(
             _evidence_kernel,
             block,
             boundary,
@@ -369,26 +345,22 @@ def freeze_cause(
             native=W.type,
             chosen=scan.lattice_type(lattice),
             dtype=_EVIDENCE,
-        )
-
-    evidence = in_turn(measured, W.boundaries)
-
-    def anywhere(name: str) -> da.Array:
-        return field(evidence, name).any(axis=1, keepdims=True)
-
-    def column(values: Array) -> da.Array:
-        return da.from_array(values[:, None], chunks=(evidence.chunks[0], (1,)))
-
-    cause = da.map_blocks(
-        _decide,
-        evidence,
-        anywhere("stepped"),
-        anywhere("force"),
-        column(lr),
-        column(follows),
-        dtype=np.int8,
-        meta=np.empty((0, 0), np.int8),
+        ),
+        W.boundaries,
+        W.blocks,
+        scan.aligned("W", "grad"),
+        scan.aligned("W", "exp_avg"),
+        scan.boundaries("exp_avg", like="W"),
+        scan.aligned("W", "exp_avg_sq"),
+        scan.boundaries("exp_avg_sq", like="W"),
+        _second_moment(scan, rule),
+        lr,
+        steps_taken(scan, "freeze_cause"),
     )
+    anywhere = (
+        field(evidence, name).any(axis=1, keepdims=True)[..., None] for name in ("stepped", "force")
+    )
+    cause = measure(_decide, "st", evidence, *anywhere, lr, _follows(scan), dtype=np.int8)
     return (
         scan.wrap(cause[1:], "W", rows=slice(1, None))
         .rename("freeze_cause")

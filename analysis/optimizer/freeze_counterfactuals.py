@@ -13,12 +13,10 @@ import xarray as xr
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
+    chunks_of,
     last_rows,
-    of_only_blocks,
-    only_block,
+    measure,
     over_hidden,
-    per_row,
-    shared,
     waiting,
 )
 from trajstore.analysis.scan.consecutive_rows import tiles
@@ -126,12 +124,7 @@ def freeze_attribution(
     recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
     rule = input_checks.adam_rule(scan.ds, optimizer)
     facts = _facts(recurrence, rule, window)[0]
-    attribution = facts.map_blocks(
-        _outcome_kernel,
-        chunks=(facts.chunks[0], (_KINDS,)),
-        dtype=np.int8,
-        meta=np.empty((0, 0), np.int8),
-    )
+    attribution = measure(_outcome_kernel, "tc", (facts, "tf"), dtype=np.int8, sizes={"c": _KINDS})
 
     def per_token(data: da.Array, *dims: str) -> xr.DataArray:
         return scan.wrap(data, "W", dims=(*dims, "token"))
@@ -194,29 +187,24 @@ def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array
     )
     start = 0
     for number, rows in enumerate(gradient.chunks[0]):
-        block = blocks.blocks[number]
         exact = {
             moment: recurrence.exact_block(moment, number, exact[moment]) for moment in MOMENTS
         }
-        arrays = [(block, "sth"), (boundaries.blocks[number], "bth")]
-        arrays += [(recorded[moment].blocks[number], "sth") for moment in MOMENTS]
-        arrays += [(exact[moment], "sth") for moment in MOMENTS]
-        arrays += [(live[moment].blocks[number], "sxh") for moment in MOMENTS]
-        arrays += [(per_row(block, values[start : start + rows]), "sxy") for values in by_row]
-        facts = da.blockwise(
-            of_only_blocks,
+        facts = measure(
+            _fold_kernel,
             "ztf",
-            facts,
-            "ztf",
-            *(item for pair in arrays for item in pair),
-            kernel=_fold_kernel,
+            blocks.blocks[number],
+            (facts, "ztf"),
+            boundaries.blocks[number],
+            *(recorded[moment].blocks[number] for moment in MOMENTS),
+            *(exact[moment] for moment in MOMENTS),
+            *(live[moment].blocks[number] for moment in MOMENTS),
+            *(values[start : start + rows] for values in by_row),
             rule=rule,
             native=native_dtype(ds["W"]),
             peak=peak if np.isfinite(peak) else np.nan,
             window=window,
             dtype=np.float64,
-            meta=np.empty((0, 0, 0)),
-            align_arrays=False,
         )
         # The next block waits until this one is computed.
         exact = {
@@ -229,8 +217,8 @@ def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array
 
 @np.errstate(all="ignore")  # NaN and infinity are valid results
 def _fold_kernel(
-    known: Array,
     W: Array,
+    known: Array,
     W_boundary: Array,
     exp_avg: Array,
     exp_avg_sq: Array,
@@ -314,7 +302,7 @@ def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
 
 def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> dict[str, da.Array]:
     """Moments of the typical live token at each step: (step, 1, hidden); NaN without any."""
-    ds, (by_step, by_token, by_hidden) = recurrence.scan.ds, recurrence.gradient.chunks
+    ds, (by_step, _, by_hidden) = recurrence.scan.ds, recurrence.gradient.chunks
     live = np.zeros(ds.sizes["token"], bool)
     if "is_dead" in ds.coords:
         live = members(ds)[POPULATIONS.index("live")]
@@ -326,24 +314,14 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
         return dict.fromkeys(MOMENTS, nothing)
     grad = recurrence.recorded("grad")
     norms = over_hidden(token_norm, grad, dtype=result_dtype(grad.dtype))
-    typical = norms.rechunk({1: -1}).map_blocks(
-        _typical_kernel, live=shared(live), drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
-    )[:, None, None]
-    starts = np.cumsum((0, *by_token[:-1]))
-    first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))
-
-    def picked(array: da.Array) -> da.Array:
-        meta = np.empty((0, 0, 0), array.dtype)
-        found = da.blockwise(
-            _pick_kernel, "sth", array, "sth", typical, "sxy", first, "zty",
-            adjust_chunks={"t": 1}, align_arrays=False, dtype=array.dtype, meta=meta,
-        )  # fmt: skip
-        return found.rechunk({1: -1}).map_blocks(
-            _only_found_kernel, typical, starts=starts, chunks=(by_step, (1,), by_hidden),
-            dtype=array.dtype, meta=meta,
-        )  # fmt: skip
-
-    return {moment: picked(array) for moment, array in recorded.items()}
+    whole = norms.rechunk({1: -1})
+    typical = measure(_typical_kernel, "s", whole, live=live, dtype=np.int64)[:, None, None]
+    return {
+        moment: measure(
+            _pick_kernel, "sxh", array, (typical, "szy"), dtype=array.dtype, sizes={"x": 1}
+        )
+        for moment, array in recorded.items()
+    }
 
 
 def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -353,16 +331,12 @@ def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np
     return np.asarray(positions[order[:, (positions.size - 1) // 2]])
 
 
-def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
-    """Vector of each row's typical token, (row, 1, hidden); zeros if it is in another chunk."""
-    result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
-    here = only_block(typical).ravel() - only_block(first).item()
-    rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
-    result[rows, 0] = moment[rows, here[rows]]
+def _pick_kernel(moment: Any, typical: Array) -> Array:
+    """Vector of each row's typical token, (row, 1, hidden)."""
+    chunks = chunks_of(moment)
+    ends = np.cumsum([chunk.shape[1] for chunk in chunks])
+    result = np.empty((typical.size, 1, chunks[0].shape[2]), chunks[0].dtype)
+    for row, token in enumerate(typical.ravel()):
+        place = np.searchsorted(ends, token, side="right")
+        result[row, 0] = chunks[place][row, token - ends[place]]
     return result
-
-
-def _only_found_kernel(found: Array, typical: Array, starts: npt.NDArray[np.int64]) -> Array:
-    """Select the vector from the chunk with the typical token: (row, block, hidden) to one."""
-    block = np.searchsorted(starts, typical.ravel(), side="right") - 1
-    return found[np.arange(len(found)), block][:, None]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 __all__ = ["lost_by_parameter"]
@@ -59,15 +60,13 @@ def _count_kernel(before: Array, after: Array, gradient: Array) -> Array:
 def _counts(pair: xr.Dataset) -> da.Array:
     """Elements of a parameter with a gradient, of these the unchanged ones, and NaN: (3)."""
     before, after = pair["W"].data
-    counts = da.map_blocks(
+    gradient = pair["grad"].data[1].rechunk(before.chunks)  # blocks are paired by position
+    counts = measure(
         _count_kernel,
-        before,
-        after,
-        pair["grad"].data[1].rechunk(before.chunks),  # blocks are paired by position
-        new_axis=2,
-        chunks=(*((1,) * blocks for blocks in before.numblocks), (3,)),
+        "rck",
+        *((array, "rc") for array in (before, after, gradient)),
         dtype=np.int64,
-        meta=np.empty((0, 0, 0), np.int64),
+        sizes={"r": 1, "c": 1, "k": 3},
     )
     return counts.sum((0, 1))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import shared
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
@@ -28,13 +27,13 @@ _LEVELS = (0.05, 0.5, 0.95)
 
 
 def _counts(first: Array, second: Array, groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Elements of each population, (1, population, class of √v, class of |m|)."""
+    """Elements of each population, (population, class of √v, class of |m|)."""
     classes = _EDGES.size - 1
-    result = np.empty((1, len(groups), classes, classes), np.int64)
+    result = np.empty((len(groups), classes, classes), np.int64)
     with np.errstate(invalid="ignore"):
         root, size = np.sqrt(second.astype(np.float64)), np.abs(first.astype(np.float64))
     for number, group in enumerate(groups):
-        result[0, number] = np.histogram2d(
+        result[number] = np.histogram2d(
             root[group].ravel(), size[group].ravel(), bins=(_EDGES, _EDGES)
         )[0]
     return result
@@ -106,35 +105,28 @@ def moment_plane(
         scan.blocks(name)[row].rechunk(-1) for name in ("exp_avg", "exp_avg_sq", "W")
     )
     classes = _EDGES.size - 1
-    counts = da.blockwise(
+    counts = measure(
         _counts,
-        "xprs",
-        first,
-        "th",
-        second,
-        "th",
-        groups=shared(groups),
-        new_axes={"x": 1, "p": len(names), "r": classes, "s": classes},
-        concatenate=True,
+        "pry",
+        (first, "th"),
+        (second, "th"),
+        groups=groups,
         dtype=np.int64,
-        meta=np.empty((0, 0, 0, 0), np.int64),
-    )[0]
+        sizes={"p": len(names), "r": classes, "y": classes},
+    )
     at = int(steps_taken(scan, "moment_plane")[row])
     middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
     with np.errstate(divide="ignore", invalid="ignore"):
         correction, root = rule.corrections(at)
         below = correction / np.float64(ds["lr"].values[row]) * (middle / root + rule.eps)
-    thresholds = da.blockwise(
+    thresholds = measure(
         _thresholds,
         "qr",
-        W,
-        "th",
+        (W, "th"),
         native=native_dtype(ds["W"]),
         per_spacing=below,
-        new_axes={"q": len(_LEVELS), "r": classes},
-        concatenate=True,
         dtype=np.float64,
-        meta=np.empty((0, 0)),
+        sizes={"q": len(_LEVELS), "r": classes},
     )
     total = xr.DataArray(groups.sum(-1) * ds.sizes["hidden"], dims="population")
     count = xr.DataArray(counts, dims=("population", "root_class", "size_class"))

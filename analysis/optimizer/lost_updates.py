@@ -12,8 +12,9 @@ import xarray as xr
 from trajstore.analysis.optimizer.exact_recurrence import intended_change
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, per_row, shared
+from trajstore.analysis.scan.block_tasks import measure, over_hidden
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
@@ -25,6 +26,12 @@ Array = npt.NDArray[Any]
 
 _VARIABLES = (*MOMENTS, "W")
 
+_KIND = f"({len(_VARIABLES)},)f8"
+_FACTS = {
+    "meant_fraction": Fact(_KIND, "fraction of elements with an intended change"),
+    "stuck_fraction": Fact(_KIND, "fraction of these elements that rounding left unchanged"),
+    "update_lost": Fact("f8", "fraction of the norm of the update of W that rounding lost"),
+}
 _COUNTS = np.dtype(
     [
         ("meant", np.int64, (len(_VARIABLES),)),
@@ -83,19 +90,18 @@ def _count_kernel(
 @np.errstate(all="ignore")  # a fraction of nothing is NaN
 def _fraction_kernel(
     counts: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
-) -> npt.NDArray[np.float64]:
-    """Results of `moment_stuck` for whole rows: (row, population, fact)."""
-    kinds = len(_VARIABLES)
-    result = np.empty((len(counts), len(groups), 2 * kinds + 1))
+) -> npt.NDArray[np.void]:
+    """Results of `moment_stuck` for whole rows: (row, population)."""
+    result = np.empty((len(counts), len(groups)), record_of(_FACTS))
     for number, group in enumerate(groups):
         members = counts[:, group]
         meant, left = members["meant"].sum(1), members["left"].sum(1)
         intended, lost = (
             np.ascontiguousarray(members[name]).sum(-1) for name in ("intended", "lost")
         )
-        result[:, number, :kinds] = meant / np.float64(group.sum() * hidden)
-        result[:, number, kinds:-1] = left / meant
-        result[:, number, -1] = np.sqrt(lost / intended)
+        result["meant_fraction"][:, number] = meant / np.float64(group.sum() * hidden)
+        result["stuck_fraction"][:, number] = left / meant
+        result["update_lost"][:, number] = np.sqrt(lost / intended)
     return result
 
 
@@ -143,53 +149,27 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     ds = scan.ds
     input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "moment_stuck")
-    blocks = recurrence.gradient
     counts = over_hidden(
         _count_kernel,
-        blocks,
+        recurrence.gradient,
         *(array for name in _VARIABLES for array in recurrence.with_rows_before(name)),
-        per_row(blocks, np.asarray(ds["lr"].values, np.float64)),
-        per_row(blocks, steps_taken(recurrence.scan, "moment_stuck")),
-        per_row(blocks, recurrence.taken),
+        np.asarray(ds["lr"].values, np.float64),
+        steps_taken(recurrence.scan, "moment_stuck"),
+        recurrence.taken,
         rule=recurrence.rule,
         dtype=_COUNTS,
     )
     names, groups = populations(ds)
-    fractions = counts.rechunk({1: -1}).map_blocks(
+    found = measure(
         _fraction_kernel,
-        groups=shared(groups),
+        "sp",
+        counts.rechunk({1: -1}),
+        groups=groups,
         hidden=ds.sizes["hidden"],
-        drop_axis=1,
-        new_axis=[1, 2],
-        chunks=(counts.chunks[0], (len(groups),), (2 * len(_VARIABLES) + 1,)),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
+        dtype=record_of(_FACTS),
+        sizes={"p": len(groups)},
     )[1:]
-    kinds = len(_VARIABLES)
     dims = ("step", "population", "variable")
-    return xr.Dataset(
-        {
-            "meant_fraction": (
-                dims,
-                fractions[..., :kinds],
-                {"long_name": "fraction of elements with an intended change", "units": "1"},
-            ),
-            "stuck_fraction": (
-                dims,
-                fractions[..., kinds:-1],
-                {
-                    "long_name": "fraction of these elements that rounding left unchanged",
-                    "units": "1",
-                },
-            ),
-            "update_lost": (
-                dims[:2],
-                fractions[..., -1],
-                {
-                    "long_name": "fraction of the norm of the update of W that rounding lost",
-                    "units": "1",
-                },
-            ),
-        },
-        coords={"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)},
-    )
+    result = named(found, _FACTS, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
+    coords = {"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)}
+    return xr.Dataset(result, coords)

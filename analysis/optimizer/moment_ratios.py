@@ -17,8 +17,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, waiting
+from trajstore.analysis.scan.block_tasks import last_rows, measure, over_hidden, waiting
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
@@ -153,10 +154,12 @@ def _error_kernel(
     squares: npt.NDArray[np.void],
     groups: npt.NDArray[np.bool_],
     levels: npt.NDArray[np.float64],
-) -> npt.NDArray[np.float64]:
-    """Ratio of norms, then quantiles, for whole rows: (row, population, 1 + quantile)."""
+    record: np.dtype[Any],
+) -> npt.NDArray[np.void]:
+    """Ratio of norms and quantiles for whole rows: (row, population)."""
     rows = len(counts)
-    result = np.full((rows, len(groups), 1 + levels.size), np.nan)
+    result = np.empty((rows, len(groups)), record)
+    result["norm_ratio"] = result["ratio_quantiles"] = np.nan
     members, _ = _disjoint(groups)
     counts = np.einsum("pd,rdc->rpc", members, counts.reshape(rows, -1, CLASSES))
     for number, group in enumerate(groups):
@@ -166,8 +169,8 @@ def _error_kernel(
                 for name in ("recorded", "exact")
             )
             nothing = (numerator == 0) & (denominator == 0)
-            result[:, number, 0] = np.where(nothing, 1, numerator / denominator)
-            result[:, number, 1:] = quantiles_of_counts(counts[:, number], levels)
+            result["norm_ratio"][:, number] = np.where(nothing, 1, numerator / denominator)
+            result["ratio_quantiles"][:, number] = quantiles_of_counts(counts[:, number], levels)
     return result
 
 
@@ -213,84 +216,60 @@ def moment_error(
     input_checks.variables(scan.ds, "grad", "clip_coef", *MOMENTS)
     recurrence = Recurrence.of(scan, optimizer, "moment_error")
     names, groups = populations(scan.ds)
-    errors = da.stack(_errors(recurrence, groups, levels), axis=2)
-    coords = {
-        "step": scan.ds["step"],
-        "population": names,
-        "moment": list(MOMENTS),
-        "quantile": levels,
+    facts = {
+        "norm_ratio": Fact("f8", "norm of the recorded moment over norm of the exact moment"),
+        "ratio_quantiles": Fact(
+            f"({levels.size},)f8", "quantiles of the recorded over the exact moment, by element"
+        ),
     }
+    errors = da.stack(_errors(recurrence, groups, levels, record_of(facts)), axis=2)
     dims = ("step", "population", "moment", "quantile")
-    return xr.Dataset(
-        {
-            "norm_ratio": (
-                dims[:3],
-                errors[..., 0],
-                {
-                    "long_name": "norm of the recorded moment over norm of the exact moment",
-                    "units": "1",
-                },
-            ),
-            "ratio_quantiles": (
-                dims,
-                errors[..., 1:],
-                {
-                    "long_name": "quantiles of the recorded over the exact moment, by element",
-                    "units": "1",
-                },
-            ),
-        },
-        coords=coords,
-    )
+    result = named(errors, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
+    coords = (scan.ds["step"], names, list(MOMENTS), levels)
+    return xr.Dataset(result, dict(zip(dims, coords, strict=True)))
 
 
 def _errors(
-    recurrence: Recurrence, groups: npt.NDArray[np.bool_], levels: npt.NDArray[np.float64]
+    recurrence: Recurrence,
+    groups: npt.NDArray[np.bool_],
+    levels: npt.NDArray[np.float64],
+    record: np.dtype[Any],
 ) -> list[da.Array]:
-    """For both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
-    by_step, by_token, _ = recurrence.gradient.chunks
+    """For both moments: ratio of norms and quantiles, (step, population)."""
+    by_token = recurrence.gradient.chunks[1]
     members, kind = _disjoint(groups)
     kinds = members.shape[1]
     group = da.from_array(kind[None, :, None], chunks=((1,), by_token, (1,)))
     before = [recurrence.first(moment) for moment in MOMENTS]
     errors: list[list[da.Array]] = [[] for _ in MOMENTS]
-    for number, rows in enumerate(by_step):
+    for number in range(recurrence.gradient.numblocks[0]):
         for at, moment in enumerate(MOMENTS):
             recorded = recurrence.recorded(moment).blocks[number]
             exact = recurrence.exact_block(moment, number, before[at])
-            counts = da.map_blocks(
+            counts = measure(
                 _count_kernel,
+                "stc",
                 recorded,
                 exact,
-                group,
+                (group, "ztx"),
                 groups=kinds,
-                chunks=((rows,), (1,) * len(by_token), (kinds * CLASSES,)),
                 dtype=np.int64,
-                meta=np.empty((0, 0, 0), np.int64),
+                sizes={"t": 1, "c": kinds * CLASSES},
             )
             squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
             before[at] = last_rows(exact)
-            errors[at].append(_error(counts, squares, groups, levels))
+            error = measure(
+                _error_kernel,
+                "sp",
+                (counts.sum(axis=1), "sc"),
+                squares.rechunk({1: -1}),
+                groups=groups,
+                levels=levels,
+                record=record,
+                dtype=record,
+                sizes={"p": len(groups)},
+            )
+            errors[at].append(error)
         # The next block waits until this one is computed.
         before = [waiting(row, *(blocks[-1] for blocks in errors)) for row in before]
     return [da.concatenate(blocks) for blocks in errors]
-
-
-def _error(
-    counts: da.Array,
-    squares: da.Array,
-    groups: npt.NDArray[np.bool_],
-    levels: npt.NDArray[np.float64],
-) -> da.Array:
-    """Ratio of norms, then quantiles: (step, population, 1 + quantile)."""
-    return da.map_blocks(
-        _error_kernel,
-        counts.sum(axis=1),
-        squares.rechunk({1: -1}),
-        groups=shared(groups),
-        levels=levels,
-        new_axis=2,
-        chunks=(counts.chunks[0], (len(groups),), (1 + levels.size,)),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
-    )

@@ -11,7 +11,8 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, over_hidden, per_row
+from trajstore.analysis.scan.block_tasks import over_hidden
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
@@ -22,16 +23,15 @@ __all__ = ["moment_sizes"]
 Array = npt.NDArray[Any]
 
 _FACTS = {
-    "first_moment_size": ("mean of |m̂| over hidden", "nat"),
-    "second_moment_root": ("mean of √v̂ over hidden", "nat"),
-    "moment_ratio": ("mean of |m̂|/√v̂ over hidden", "1"),
+    "first_moment_size": Fact("f8", "mean of |m̂| over hidden", "nat"),
+    "second_moment_root": Fact("f8", "mean of √v̂ over hidden", "nat"),
+    "moment_ratio": Fact("f8", "mean of |m̂|/√v̂ over hidden"),
 }
-_RECORD = np.dtype([(name, "f8") for name in _FACTS])
 
 
 @np.errstate(all="ignore")  # NaN and infinity are valid results
 def _sizes(first: Array, second: Array, step: Array, rule: OptimizerRule) -> npt.NDArray[np.void]:
-    result = np.empty(first.shape[:2], _RECORD)
+    result = np.empty(first.shape[:2], record_of(_FACTS))
     for row, (by_first, by_second) in enumerate(np.transpose(rule.corrections(step.ravel()))):
         size = np.abs(first[row].astype(np.float64)) / by_first
         root = np.sqrt(second[row].astype(np.float64)) / by_second
@@ -82,20 +82,12 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     input_checks.variables(scan.ds, *MOMENTS)
     rule = input_checks.adam_rule(scan.ds, optimizer)
     first, second = MOMENTS
-    blocks = scan.blocks(first)
     found = over_hidden(
         _sizes,
-        blocks,
+        scan.blocks(first),
         scan.aligned(first, second),
-        per_row(blocks, steps_taken(scan, "moment_sizes")),
+        steps_taken(scan, "moment_sizes"),
         rule=rule,
-        dtype=_RECORD,
+        dtype=record_of(_FACTS),
     )
-    return xr.Dataset(
-        {
-            name: scan.wrap(field(found, name), first).assign_attrs(
-                long_name=long_name, units=units
-            )
-            for name, (long_name, units) in _FACTS.items()
-        }
-    )
+    return scan.of_tokens(found, _FACTS, first)

@@ -17,7 +17,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from trajstore.analysis.optimizer.exact_recurrence import follow
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_row, per_row
+from trajstore.analysis.scan.block_tasks import last_row, measure
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
@@ -101,16 +101,11 @@ class Recurrence:
             if rule.coupled_decay:
                 before = _with_rows_before(scan, "W", chunks)
             dtype = np.dtype(np.float64) if rule.coupled_decay else gradient.dtype
-            gradient = read = da.map_blocks(
-                _gradient_kernel,
-                gradient,
-                per_row(gradient, clip),
-                *before,
-                rule=rule,
-                native=native_dtype(ds["grad"]),
-                dtype=dtype,
-                meta=np.empty((0, 0, 0), dtype),
-            )
+            native = native_dtype(ds["grad"])
+            gradient = read = measure(
+                _gradient_kernel, "sth", gradient, clip, *before,
+                rule=rule, native=native, dtype=dtype,
+            )  # fmt: skip
         return cls(scan=scan, rule=rule, gradient=gradient, read=read, taken=taken)
 
     def recorded(self, name: str) -> da.Array:
@@ -162,16 +157,11 @@ class Recurrence:
         """One block of rows of a moment, from the previous row, (1, token, hidden)."""
         gradient = self.gradient.blocks[number]
         start = sum(self.gradient.chunks[0][:number])
-        return da.map_blocks(
-            _exact_kernel,
-            gradient,
-            before,
-            per_row(gradient, self.taken[start : start + len(gradient)]),
-            rule=self.rule,
-            moment=moment,
-            dtype=np.float64,
-            meta=np.empty((0, 0, 0)),
-        )
+        taken = self.taken[start : start + len(gradient)]
+        return measure(
+            _exact_kernel, "sth", gradient, before, taken,
+            rule=self.rule, moment=moment, dtype=np.float64,
+        )  # fmt: skip
 
     def first(self, moment: str) -> da.Array:
         """Moment at the first row, (1, token, hidden)."""

@@ -1,9 +1,11 @@
 """One pass over the rows of a run.
 
 ``block_tasks``
-    Dask tasks over the blocks of an array: whole vectors, last rows, and their order.
+    Kernels applied to blocks of rows, last rows, and the order of tasks.
 ``consecutive_rows``
     One pass over a block of rows for all measures of the change between rows.
+``facts``
+    Tables of the variables of a result: their types and attributes.
 ``flags``
     Values that are categories or have a special meaning, with CF attributes.
 ``input_checks``

@@ -1,9 +1,10 @@
-"""Dask tasks over the blocks of an array: whole vectors, last rows, and their order."""
+"""Kernels applied to blocks of rows, last rows, and the order of tasks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask
@@ -17,13 +18,14 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
 __all__ = [
+    "chunks_of",
     "field",
     "in_halves",
+    "in_parts",
     "in_turn",
     "last_row",
     "last_rows",
-    "of_only_blocks",
-    "only_block",
+    "measure",
     "over_hidden",
     "per_row",
     "read_again",
@@ -39,48 +41,100 @@ Array = npt.NDArray[Any]
 _PAIRS_OF_A_TASK = 1 << 24
 
 
-def over_hidden(
-    kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
+def measure(
+    kernel: Callable[..., Array],
+    dims: str,
+    *sources: da.Array | Array | tuple[da.Array, str],
+    dtype: npt.DTypeLike,
+    sizes: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> da.Array:
-    """Apply a function of whole vectors block by block. The result has no hidden dimension.
+    """Apply a function block by block.
 
-    `dask.array.map_blocks` with ``drop_axis`` has the same result, but copies every block to
-    concatenate the only chunk along the dropped axis.
+    Parameters
+    ----------
+    kernel : callable
+        Function of a block of every source. Along a dimension that the result lacks, a source has
+        one chunk, or the kernel gets nested lists of chunks. `dask.array.map_blocks` with
+        ``drop_axis`` would copy every such block to concatenate them.
+    dims : str
+        One letter per dimension of the result: s for step, t for token, h for hidden, or any other.
+    *sources : dask Array, ndarray, or tuple of dask Array and str
+        The first is a dask Array with all its chunks. Along each dimension, others have as many
+        chunks, of any length, or one. The string holds their dimensions; default: the first letters
+        of "sth". An ndarray has one value per row, and its blocks are (row, 1, 1).
+    dtype : dtype
+        Type of the result.
+    sizes : mapping of str to int, optional
+        Length of each dimension that only the result has, or of each block of the result.
+    **options
+        Passed to `kernel`. Arrays become one task each, not a copy in each task.
+    """
+    arrays: list[da.Array] = []
+    letters: list[str] = []
+    for source in sources:
+        array, own = source if isinstance(source, tuple) else (source, "sth")
+        if isinstance(array, np.ndarray):
+            array, own = per_row(arrays[0], array), "sTH"
+        arrays.append(array)
+        letters.append(own[: array.ndim])
+    known = set("".join(letters))
+    changed = dict(sizes or {})
+    return da.blockwise(
+        _of_only_blocks,
+        dims,
+        *itertools.chain(*zip(arrays, letters, strict=True)),
+        kernel=kernel,
+        dtype=dtype,
+        meta=np.empty((0,) * len(dims), dtype),
+        align_arrays=False,
+        new_axes={letter: size for letter, size in changed.items() if letter not in known},
+        adjust_chunks={letter: size for letter, size in changed.items() if letter in known},
+        **{
+            name: shared(value) if isinstance(value, np.ndarray) else value
+            for name, value in options.items()
+        },
+    )
+
+
+def over_hidden(
+    kernel: Callable[..., Array],
+    first: da.Array,
+    *others: da.Array | Array,
+    dtype: npt.DTypeLike,
+    **options: Any,
+) -> da.Array:
+    """Apply a function of whole vectors. The result has no hidden dimension.
 
     Parameters
     ----------
     kernel : callable
         Function of a block of every array.
-    *arrays : dask Array, (…, hidden)
-        With one chunk along hidden. The first has all dimensions, the others the last of them.
-        Along each dimension they have as many chunks as the first, of any length, or one.
+    first : dask Array, (…, hidden)
+        With one chunk along hidden.
+    *others : dask Array or ndarray
+        With the last dimensions of `first`, or values per row, as for `measure`.
     dtype : dtype
         Type of the result.
     **options
         Passed to `kernel`.
     """
-    ndim = arrays[0].ndim
-    indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
-    return da.blockwise(
-        of_only_blocks,
-        tuple(range(ndim - 1)),
-        *indexed,
-        kernel=kernel,
-        dtype=dtype,
-        meta=np.empty((0,) * (ndim - 1), dtype),
-        align_arrays=False,
-        **options,
-    )
+    dims = "sthabcdef"[: first.ndim]
+    sources = [
+        each if isinstance(each, np.ndarray) else (each, dims[-each.ndim :])
+        for each in (first, *others)
+    ]
+    return measure(kernel, dims[:-1], *sources, dtype=dtype, **options)
 
 
-def of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
+def _of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
     """Call the kernel with the only blocks: `dask.array.blockwise` passes nested lists."""
-    return kernel(*map(only_block, blocks), **options)
+    return kernel(*map(_only_block, blocks), **options)
 
 
-def only_block(nested: Any) -> Any:
-    """The block within nested lists of length one; a block itself is returned unchanged."""
-    while isinstance(nested, list):
+def _only_block(nested: Any) -> Any:
+    """The block within nested lists of length one; a block or several are returned unchanged."""
+    while isinstance(nested, list) and len(nested) == 1:
         (nested,) = nested
     return nested
 
@@ -123,12 +177,17 @@ def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
     every = np.array_equal(rows, np.arange(len(blocks)))
     chosen = blocks if every else blocks[rows]
     most = max(1, _PAIRS_OF_A_TASK // max(1, chosen.shape[1]) ** 2)
-    parts = [
+    return in_parts(chosen, most).rechunk({1: -1})
+
+
+def in_parts(blocks: da.Array, most: int, axis: int = 0) -> da.Array:
+    """Split chunks along a dimension into parts of at most the given length."""
+    parts = (
         min(most, size - start)
-        for size in chosen.chunks[0]
+        for size in blocks.chunks[axis]
         for start in range(0, max(size, 1), most)
-    ]
-    return chosen.rechunk({0: tuple(parts), 1: -1})
+    )
+    return blocks.rechunk({axis: tuple(parts)})
 
 
 def in_halves(blocks: da.Array) -> da.Array:
@@ -150,13 +209,7 @@ def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
 
 def last_rows(blocks: da.Array) -> da.Array:
     """Last row of each block of rows, (1 per block, token, hidden)."""
-    steps, *others = blocks.chunks
-    return blocks.map_blocks(
-        last_row,
-        chunks=((1,) * len(steps), *others),
-        dtype=blocks.dtype,
-        meta=np.empty((0,) * blocks.ndim, blocks.dtype),
-    )
+    return measure(last_row, "sth"[: blocks.ndim], blocks, dtype=blocks.dtype, sizes={"s": 1})
 
 
 def last_row(block: Array) -> Array:
@@ -175,20 +228,9 @@ def waiting(row: da.Array, *others: da.Array) -> da.Array:
     Otherwise dask would first compute all steps of some tokens, and hold the other tokens of each
     block in memory.
     """
-    numbers = itertools.count(row.ndim)
-    indexed = (
-        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
-    )
-    return da.blockwise(
-        _first_of,
-        tuple(range(row.ndim)),
-        row,
-        tuple(range(row.ndim)),
-        *indexed,
-        dtype=row.dtype,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0)),
-    )
+    letters = iter(string.ascii_uppercase)
+    awaited = ((other, "".join(next(letters) for _ in other.shape)) for other in others)
+    return measure(_first_of, "sth", row, *awaited, dtype=row.dtype)
 
 
 def _first_of(row: Array, *others: Any) -> Array:
@@ -227,7 +269,12 @@ def _call_after(_: Any, function: Callable[..., Any], *args: Any, **options: Any
     return function(*args, **options)
 
 
-def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) -> da.Array:
+def in_turn(
+    measure: Callable[..., da.Array],
+    boundaries: da.Array,
+    first: da.Array,
+    *others: da.Array | Array,
+) -> da.Array:
     """Measure blocks of rows in sequence: the boundary of each waits for the previous result.
 
     Otherwise dask may read a block early for its last row, and hold all of it in memory.
@@ -235,11 +282,25 @@ def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) 
     Parameters
     ----------
     measure : callable
-        From the number of a block and the row before it, (1, token, hidden), to one block.
+        From the row before a block, (1, token, hidden), and a block of each array, to one block of
+        the result.
     boundaries : dask Array, (1 per block, token, hidden)
+    first : dask Array
+    *others : dask Array or ndarray
+        An ndarray has one value per row, and is split as the first.
     """
+    ends = np.cumsum(first.chunks[0])[:-1]
+    parts = [
+        np.split(each, ends) if isinstance(each, np.ndarray) else each for each in (first, *others)
+    ]
     measured: list[da.Array] = []
     for number in range(boundaries.numblocks[0]):
-        row = boundaries.blocks[number]
-        measured.append(measure(number, waiting(row, *measured[-1:])))
+        row = waiting(boundaries.blocks[number], *measured[-1:])
+        own = (each[number] if isinstance(each, list) else each.blocks[number] for each in parts)
+        measured.append(measure(row, *own))
     return da.concatenate(measured)
+
+
+def chunks_of(nested: Any) -> list[Array]:
+    """The chunks of a block, as a kernel gets them: one array, or nested lists."""
+    return list(flatten([nested]))

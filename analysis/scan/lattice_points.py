@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import LATTICES
@@ -115,13 +116,8 @@ def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) 
     if chosen == native and is_within(blocks.dtype, native):
         return blocks
     dtype = blocks.dtype if chosen == native else NATIVE_TYPES[chosen].stored
-    return blocks.map_blocks(
-        on_lattice,
-        variable=variable,
-        native=native,
-        chosen=chosen,
-        dtype=dtype,
-        meta=np.empty((0,) * blocks.ndim, dtype),
+    return measure(
+        on_lattice, "sth", blocks, variable=variable, native=native, chosen=chosen, dtype=dtype
     )
 
 

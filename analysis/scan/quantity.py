@@ -125,51 +125,34 @@ def _windowed(
     return windowed
 
 
-def registered(
-    *,
-    measures: tuple[str, ...] = (),
-    only_native: bool = False,
-    of_window: bool = False,
-    alone: bool = False,
-) -> Callable[[F], F]:
+def registered(*, alone: bool = False, **facts: Any) -> Callable[[F], F]:
     """Decorator that adds a public function to `QUANTITIES`, or to `ALONE`.
 
     Parameters
     ----------
-    measures : tuple of str
-    only_native, of_window : bool
-        As in `Quantity`.
     alone : bool
         True if it is never computed together with others.
+    **facts
+        Attributes of `Quantity`.
     """
 
     def register(function: F) -> F:
-        (ALONE if alone else QUANTITIES)[function.__name__] = Quantity(
-            function=function,
-            measures=measures,
-            only_native=only_native,
-            of_window=of_window,
-        )
+        known = ALONE if alone else QUANTITIES
+        known[function.__name__] = Quantity(function=function, **facts)
         return function
 
     return register
 
 
 def quantity(
-    *,
-    measures: tuple[str, ...] = (),
-    only_native: bool = False,
-    of_window: bool = False,
-    alone: bool = False,
+    **facts: Any,
 ) -> Callable[[Callable[Concatenate[Scan, P], R]], Callable[Concatenate[xr.Dataset | Scan, P], R]]:
     """Decorator of a quantity of a `Scan`: combines `registered` and `takes_scan`."""
-    register = registered(
-        measures=measures, only_native=only_native, of_window=of_window, alone=alone
-    )
 
     def decorate(
         function: Callable[Concatenate[Scan, P], R],
     ) -> Callable[Concatenate[xr.Dataset | Scan, P], R]:
-        return register(takes_scan(_windowed(function, of_window)))
+        windowed = _windowed(function, facts.get("of_window", False))
+        return registered(**facts)(takes_scan(windowed))
 
     return decorate

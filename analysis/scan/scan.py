@@ -7,6 +7,7 @@ chunk is read once.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,8 +17,9 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, over_hidden, rows_before, shared
+from trajstore.analysis.scan.block_tasks import field, measure, over_hidden, rows_before
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
+from trajstore.analysis.scan.facts import Facts, named
 from trajstore.analysis.scan.input_checks import (
     check_every_step,
     check_single_run,
@@ -49,13 +51,13 @@ def native_dtype(array: xr.DataArray) -> str:
 
 
 def _apply_between_rows(
-    block: Array, boundary: Array, kernel: Callable[[Array, Array], Array]
+    block: Array, boundary: Array, of: Callable[[Array, Array], Array]
 ) -> Array:
-    return np.concatenate([kernel(block[:1], boundary), kernel(block[1:], block[:-1])])
+    return np.concatenate([of(block[:1], boundary), of(block[1:], block[:-1])])
 
 
-def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> Array:
-    return kernel(block, np.zeros_like(block))
+def _apply_to_changes(block: Array, of: Callable[[Array, Array], Array]) -> Array:
+    return of(block, np.zeros_like(block))
 
 
 def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
@@ -343,6 +345,34 @@ class Scan:
         }
         return xr.DataArray(data, dims=dims, coords=coords)
 
+    def of_tokens(
+        self,
+        measured: da.Array,
+        facts: Facts,
+        like: str,
+        *,
+        changes: bool = False,
+        dims: Iterable[str] = _DIMS[:2],
+    ) -> xr.Dataset:
+        """Variables of each token, from the results of a kernel.
+
+        Parameters
+        ----------
+        measured : dask Array of `record_of` the facts, (step, token)
+        facts : mapping of str to Fact
+        like : str
+            Variable with their coordinates.
+        changes : bool
+            True if the facts describe changes between rows, so that row 0 has none.
+        dims : iterable of str
+            Dimensions of the result.
+        """
+        rows = slice(1, None) if changes else slice(None)
+        if changes:
+            measured = measured[rows]
+        variables = named(measured, facts, lambda data: self.wrap(data, like, rows=rows, dims=dims))
+        return xr.Dataset(variables)
+
     @property
     def units(self) -> str:
         """Units of W."""
@@ -433,55 +463,6 @@ class Scan:
             if points.are_changes
             else (_apply_between_rows, (points.blocks, points.boundaries))
         )
-        data = da.map_blocks(
-            apply, *arrays, kernel=kernel, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
-        )[1:]
+        apply = functools.partial(apply, of=kernel)
+        data = measure(apply, "sth", *arrays, dtype=dtype)[1:]
         return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
-
-    def combine_rows(
-        self,
-        per_row: xr.DataArray,
-        summarize: Callable[..., Array],
-        join: Callable[..., Array],
-        facts: int,
-        **arrays: Array,
-    ) -> xr.DataArray:
-        """Facts per token over all rows, combined from facts per block of rows.
-
-        Parameters
-        ----------
-        per_row : DataArray, (step, token)
-            Values of rows 1, 2, …, as returned by `pair`.
-        summarize : callable
-            From a block, (row, token), and the numbers of its rows to int64 (1, fact, token).
-        join : callable
-            From consecutive blocks, (block, fact, token), to (fact, token).
-        facts : int
-            Number of facts.
-        **arrays
-            Passed to both by name.
-
-        Returns
-        -------
-        DataArray, int64 (fact, token)
-        """
-        data = per_row.transpose("step", "token").data
-        if per_row.chunks is None:
-            data = da.from_array(data, chunks=data.shape)
-        by_step, by_token = data.chunks
-        numbers = da.from_array(np.arange(1, self.rows)[:, None], chunks=(by_step, 1))
-        given = {name: shared(values) for name, values in arrays.items()}
-        stretches = data.map_blocks(
-            summarize,
-            numbers,
-            new_axis=1,
-            chunks=((1,) * len(by_step), (facts,), by_token),
-            dtype=np.int64,
-            meta=np.empty((0, 0, 0), np.int64),
-            **given,
-        )
-        joined = stretches.rechunk({0: -1}).map_blocks(
-            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64), **given
-        )
-        coords = {name: c for name, c in per_row.coords.items() if c.dims == ("token",)}
-        return xr.DataArray(joined, dims=("fact", "token"), coords=coords)

@@ -17,7 +17,6 @@ from xarray.core import indexing
 
 from trajstore.argument_types import checks_types
 from trajstore.codec.block_codec import local_folder
-from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import LARGEST_TASK
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group
@@ -75,8 +74,6 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     array([1.6015625, 1.6015625, 1.3984375, 1.6015625], dtype=float32)
     >>> history = open_run("gatsby.zarr", chunks=None).W.sel(token=ord("e"))  # without dask
     """
-    if chunks not in ("blocks", None):
-        raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
     group = open_group(path, zipped=True)
     # Coordinates are not dask arrays, as xarray could not group by or look up values in these.
     ds = run_dataset(group, path)

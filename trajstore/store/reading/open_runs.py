@@ -66,8 +66,6 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     >>> runs.traj.freeze().last_motion.sel(token=ord("e")).values
     array([13, 13])
     """
-    if join not in ("exact", "inner"):
-        raise InvalidArgument(f"join is {join!r}, expected 'exact' or 'inner'")
     opened = {path: open_run(path) for path in run_paths(paths)}
     names = _names(list(opened))
     runs = dict(zip(names, opened.values(), strict=True))

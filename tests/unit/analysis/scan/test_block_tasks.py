@@ -1,4 +1,4 @@
-"""`over_hidden`, compared with map_blocks; blocks measured in sequence, or read again."""
+"""Kernels applied to blocks; blocks measured in sequence, or read again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from trajstore.analysis.scan.block_tasks import in_turn, over_hidden, read_again, rows_before
+from trajstore.analysis.scan.block_tasks import (
+    chunks_of,
+    in_turn,
+    measure,
+    over_hidden,
+    read_again,
+    rows_before,
+)
 
 
 @pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
@@ -30,6 +37,38 @@ def test_a_kernel_gets_one_block_of_every_array(chunks: tuple[int, ...]) -> None
     assert result.chunks == da.from_array(values, chunks=chunks).chunks[:2]
     expected = (values * weights * factors).sum(-1) + 1
     np.testing.assert_array_equal(result.compute(), expected)
+
+
+def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None:
+    values, factors = np.arange(84.0).reshape(7, 4, 3), np.arange(7)
+
+    def kernel(block, factor, *, groups):  # type: ignore[no-untyped-def]
+        chunks = chunks_of(block)
+        assert [chunk.shape[1:] for chunk in chunks] == [(3, 3), (1, 3)]
+        assert factor.shape == (len(chunks[0]), 1, 1)
+        sums = np.concatenate(chunks, 1).sum(-1) * factor[..., 0]
+        return np.stack([sums[:, group].sum(-1) for group in groups], -1)
+
+    groups = np.array([[True, False, False, True], [False, True, True, False]])
+    result = measure(
+        kernel,
+        "sp",
+        da.from_array(values, chunks=(5, 3, 3)),
+        factors,
+        groups=groups,
+        dtype=np.float64,
+        sizes={"p": 2},
+    )
+    assert result.chunks == ((5, 2), (2,))
+    expected = (values.sum(-1) * factors[:, None]) @ groups.T
+    np.testing.assert_array_equal(result.compute(), expected)
+
+
+def test_a_block_of_the_result_may_be_shorter_than_that_of_the_array() -> None:
+    blocks = da.from_array(np.arange(14).reshape(7, 2), chunks=(3, 1))
+    last = measure(lambda block: block[-1:], "st", blocks, dtype=np.int64, sizes={"s": 1})
+    assert last.chunks == ((1, 1, 1), (1, 1))
+    assert last.compute().tolist() == [[4, 5], [10, 11], [12, 13]]
 
 
 def test_blocks_are_not_copied() -> None:
@@ -68,8 +107,9 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
         make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
     )
     result = in_turn(
-        lambda number, row: over_hidden(kernel, blocks.blocks[number], row, dtype=np.float64),
+        lambda row, block: over_hidden(kernel, block, row, dtype=np.float64),
         rows_before(blocks),
+        blocks,
     )
     sums = result[1:].compute(scheduler="sync")
     np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)

@@ -1,11 +1,38 @@
-"""Memory does not grow with the number of steps, on one core or several."""
+"""Folds over blocks; memory does not grow with the number of steps, on one core or several."""
 
 from __future__ import annotations
 
+import dask.array as da
+import numpy as np
 import pytest
 from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis
+from trajstore.analysis.scan.running_state import fold
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_state_passes_through_all_rows_of_each_token(prepared: bool) -> None:
+    values, rows = np.arange(14).reshape(7, 2), np.arange(7)
+
+    def chosen(block, row, *, least):  # type: ignore[no-untyped-def]
+        return [(row[at, 0, 0], now) for at, now in enumerate(block) if now[0] >= least]
+
+    def follow(state, *given, **options):  # type: ignore[no-untyped-def]
+        return [*(state or []), *(given[0] if prepared else chosen(*given, **options))]
+
+    found = fold(
+        follow,
+        da.from_array(values, chunks=(3, 1)),
+        rows,
+        finish=lambda state: np.array([[len(state)], state[0][1], state[-1][1] * state[-1][0]]),
+        sizes=(3,),
+        dtype=np.int64,
+        prepare=chosen if prepared else None,
+        least=4,
+    )
+    assert found.chunks == ((3,), (1, 1))
+    assert found.compute().tolist() == [[5, 5], [4, 5], [12 * 6, 13 * 6]]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

@@ -63,7 +63,7 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
 
 
 def test_other_chunks_are_an_error(small_run: tuple[Path, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="chunks is 'auto', expected 'blocks' or None"):
+    with pytest.raises(InvalidArgument, match="chunks='auto', expected 'blocks' or None"):
         open_run(small_run[0], chunks="auto")  # type: ignore[arg-type]
 
 
