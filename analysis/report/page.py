@@ -286,15 +286,17 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
         ]
         yield html_table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
     first, last = facts["state_step"].values.tolist()
+    displaced = facts["displacement"]
+    columns = list(statistics)
     rows = [
         [f"{name} ({sizes[name]:,})"]
-        + [
-            f"{facts['displacement'].sel(population=name, statistic=each).item():.4e}"
-            for each in statistics
-        ]
-        + [f"{value:.6f}" for value in facts["centroid_norm"].sel(population=name).values]
+        + [f"{displaced.sel(population=name, statistic=each).item():.4e}" for each in statistics]
         for name in names
     ]
+    if "centroid_norm" in facts:  # a run of changes alone has no positions
+        columns += [f"centroid at {first}", f"centroid at {last}"]
+        for name, row in zip(names, rows, strict=True):
+            row += [f"{norm:.6f}" for norm in facts["centroid_norm"].sel(population=name).values]
     if "param_update_lost" in facts:
         lost = facts["param_update_lost"].transpose("parameter", "when")
         lost_rows = [
@@ -304,7 +306,6 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
         when = [f"step {step:,}" for step in facts["when_step"].values.tolist()]
         title = "Lost updates: elements with a gradient that the step did not change"
         yield html_table(title, ["parameter", *when], lost_rows)
-    columns = [*statistics, f"centroid at {first}", f"centroid at {last}"]
     yield html_table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
 
 

@@ -51,8 +51,9 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     if len(dims) == 1:
         x, y = x.expand_dims("value", -1), y.expand_dims("value", -1)
     last = x.ndim - 1
-    first = x.data.rechunk({last: -1})
-    second = y.data.astype(first.dtype).rechunk(first.chunks)
+    widest = np.result_type(x.dtype, y.dtype)  # the narrower type would round differences away
+    first = x.data.astype(widest).rechunk({last: -1})
+    second = y.data.astype(widest).rechunk(first.chunks)
     pieces = over_hidden(differences, first, second, dtype=DIFFERENCE)
     if pieces.ndim == 1:
         return pieces
@@ -70,8 +71,9 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     ----------
     a, b : Dataset
         Two runs with the same tokens and hidden dimensions. Only common variables and steps are
-        compared. Variables of single examples are left out if the number of examples differs, and
-        variables of all parameters if the parameters differ.
+        compared, those of two types in a type that holds both. Variables of single examples are
+        left out if the number of examples differs, and variables of all parameters if the
+        parameters differ.
 
     Returns
     -------

@@ -189,3 +189,15 @@ def test_what_is_refused(letters: Path, tmp_path: Path) -> None:
         write_report(letters, page)
     assert page.read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_run_of_changes_alone_has_a_summary_without_centroids(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    with RunWriter.create(
+        run, token=np.arange(3), hidden=2, variables={"delta": "float32"}, block_rows=2
+    ) as writer:
+        for step in range(4):
+            writer.append(step, delta=np.full((3, 2), float(step), "f4"))
+    page = Page(write_report(run, tmp_path / "page.html").read_text())
+    assert "Displacement from step 0 to 3" in page.shown
+    assert "centroid at" not in page.shown

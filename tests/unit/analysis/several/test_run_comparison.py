@@ -74,3 +74,13 @@ def test_mixed_runs_are_refused_with_what_differs(pair, make_run, walk):
         analysis.compare(a, b.isel(token=slice(None, None, -1)))
     with pytest.raises(InvalidArgument, match="no common step"):
         analysis.compare(a.isel(step=[0, 1]), b.isel(step=[5, 6]))
+
+
+def test_runs_of_two_types_differ_in_either_order(pair):
+    a, _ = pair
+    a = a[["W"]]
+    b = a.assign(W=np.nextafter(a.W.astype(np.float64), np.inf))  # which float32 rounds away
+    for runs in ((a, b), (b, a)):
+        assert int(analysis.compare(*runs).first_difference[0]) == 0
+    exact = a.assign(W=a.W.astype(np.float64))
+    assert int(analysis.compare(a, exact).first_difference[0]) == -1
