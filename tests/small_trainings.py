@@ -11,7 +11,7 @@ import xarray as xr
 pytest.importorskip("torch")
 from trajstore.store.metadata.object_keys import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
-from trajstore.trainers.runs.checkpoint import Checkpoint
+from trajstore.trainers.runs.run_state import RunState
 
 __all__ = [
     "BLOCK", "TEXT", "contents", "last_checkpoint", "same_values", "small_config", "stop_after",
@@ -45,9 +45,9 @@ def contents(run: Path) -> dict[str, bytes]:
     }
 
 
-def last_checkpoint(run: Path) -> Checkpoint:
+def last_checkpoint(run: Path) -> RunState:
     """The newest one beside a run."""
-    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
+    return RunState.load(max(checkpoint_folder(run).iterdir()))
 
 
 def same_values(one: Path, other: Path) -> xr.Dataset:

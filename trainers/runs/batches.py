@@ -37,8 +37,6 @@ class Batches:
         )
         for _ in range(skipped_shuffles):
             next(iter(self._loader))
-        self._epoch = self._generator.get_state()
-        self._consumed = 0
         self._iterator: Iterator[Batch] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -47,11 +45,8 @@ class Batches:
     def __next__(self) -> Batch:
         batch = next(self._iterator, None)
         if batch is None:
-            self._epoch = self._generator.get_state()
-            self._consumed = 0
             self._iterator = iter(self._loader)
             batch = next(self._iterator)
-        self._consumed += 1
         return batch
 
     def skip(self, batches: int) -> None:
@@ -60,30 +55,14 @@ class Batches:
             range(len(self._loader.dataset)),  # type: ignore[arg-type]
             batch_sampler=self._loader.batch_sampler,
             generator=self._generator,
+            collate_fn=len,
         )
         while batches > len(order):  # the end of an epoch belongs to it, as in `__next__`
             batches -= sum(1 for _ in order)
-        self.restore(self._generator.get_state(), batches)
-
-    @property
-    def position(self) -> tuple[torch.Tensor, int]:
-        """State of the generator at the start of the epoch, and batches taken since."""
-        return self._epoch, self._consumed
-
-    def restore(self, epoch: torch.Tensor, consumed: int) -> None:
-        """Continue from a position.
-
-        Parameters
-        ----------
-        epoch : tensor of uint8
-        consumed : int
-        """
-        self._generator.set_state(epoch)
-        self._epoch, self._consumed = epoch, consumed
-        # Like the loader, which draws the order again, but without loading the skipped examples.
+        # Like the loader, which draws the order, but without loading the skipped examples.
         rest = DataLoader(
             self._loader.dataset,
-            batch_sampler=SkipBatchSampler(self._loader.batch_sampler, consumed),
+            batch_sampler=SkipBatchSampler(self._loader.batch_sampler, batches),
             generator=self._generator,
         )
-        self._iterator = iter(rest) if consumed else iter(())
+        self._iterator = iter(rest) if batches else iter(())

@@ -1,110 +1,18 @@
-"""Checkpoints of a recorded training: safetensors files in a folder next to the run.
-
-A file has tensors, and one JSON text in its metadata with everything else. Reading a file never
-executes its contents: the format has no code, and nothing is unpickled. The text has the type,
-shape and crc32c of every tensor, and a crc32c of its own. So a damaged file raises an error.
-"""
+"""The folder of checkpoints next to a run: its states, as files."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
-
-import google_crc32c
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from trajstore.errors import FormatError, RunExists
 from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
-from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, put, sweep
-from trajstore.store.storage.remote_path import Location, local_file
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, sweep
+from trajstore.store.storage.remote_path import Location
+from trajstore.trainers.runs.run_state import RunState, stored_name
 
-__all__ = ["Checkpoint", "CheckpointFolder"]
-
-_FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Checkpoint:
-    """State of a training run after an optimizer step.
-
-    Attributes
-    ----------
-    run : str
-        Creation time of the run, which distinguishes it from another run with the same name.
-    step : int
-        Optimizer steps taken.
-    rows : int
-        Rows of the run so far, without a last row that exists only because training ended.
-    config : dict
-        Configuration of the run.
-    sources : dict of str to str
-        Given paths of the text and the tokenizer.
-    state : dict
-        JSON values of everything except tensors.
-    tensors : dict of str to tensor
-        Tensors on the CPU.
-    name : str
-        Name of the run's folder; may be empty.
-    """
-
-    run: str
-    step: int
-    rows: int
-    config: dict[str, Any]
-    sources: dict[str, str]
-    state: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    name: str = ""
-
-    def save(self, path: Location, *, fsync: bool = True) -> int:
-        """Write to a file atomically.
-
-        Returns
-        -------
-        int
-            Bytes written.
-        """
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "run": self.run,
-                "name": self.name,
-                "step": self.step,
-                "rows": self.rows,
-                "config": self.config,
-                "sources": self.sources,
-                "state": self.state,
-                "tensors": {name: _description(tensor) for name, tensor in self.tensors.items()},
-            }
-        )
-        metadata = {"trajstore": text, "crc32c": str(google_crc32c.value(text.encode()))}
-        return put(path, [save(self.tensors, metadata)], fsync=fsync)
-
-    @classmethod
-    def load(cls, path: Location) -> Self:
-        """Read a file.
-
-        Raises
-        ------
-        FormatError
-            If the file is not a checkpoint, is truncated, or is damaged.
-        """
-        facts, tensors = _read(path)
-        described = facts.pop("tensors")
-        if described.keys() != tensors.keys():
-            raise _damaged(path, "its tensors differ from its list of tensors")
-        for name, tensor in tensors.items():
-            if _description(tensor) != described[name]:
-                raise _damaged(path, f"the checksum of {name} is wrong")
-        if facts.pop("format") != _FORMAT:
-            raise FormatError(f"{path} was written by a newer trajstore; install that version")
-        return cls(**facts, tensors=tensors)
+__all__ = ["CheckpointFolder"]
 
 
 class CheckpointFolder:
@@ -146,9 +54,7 @@ class CheckpointFolder:
             if (other := self._other_owner(step)) is not None:
                 raise self._taken_by(other)
 
-    def newest(
-        self, run: str, committed_rows: int, *, until: int | None = None
-    ) -> Checkpoint | None:
+    def newest(self, run: str, committed_rows: int, *, until: int | None = None) -> RunState | None:
         """Return the run's newest checkpoint within the committed rows, and at most `until`.
 
         Raises
@@ -160,7 +66,7 @@ class CheckpointFolder:
             if until is not None and step > until:
                 continue
             try:
-                checkpoint = Checkpoint.load(self._file(step))
+                checkpoint = RunState.load(self._file(step))
             except FileNotFoundError:
                 continue  # a recording has replaced it by a newer one
             if self._is_others(checkpoint.name):
@@ -173,7 +79,7 @@ class CheckpointFolder:
         """Return True if a checkpoint cannot be used yet, because rows of it are not committed."""
         return any(rows > committed_rows for rows in self._rows.values())
 
-    def keep(self, taken: Checkpoint) -> None:
+    def keep(self, taken: RunState) -> None:
         """Have the checkpoint that a run resumes from survive a loss of power.
 
         It may have been written without flushes, and the first commit promises its rows again. If
@@ -183,7 +89,7 @@ class CheckpointFolder:
         if self._fsync and isinstance(file, Path):
             flush(path for path in (file, file.parent, file.parent.parent) if path.exists())
 
-    def clean(self, taken: Checkpoint | None) -> None:
+    def clean(self, taken: RunState | None) -> None:
         """Remove files that a run does not need when it starts, or resumes from a checkpoint.
 
         These are partial files of interrupted writes, and all its other checkpoints.
@@ -195,14 +101,14 @@ class CheckpointFolder:
             if step not in self._rows and self._other_owner(step) is None:
                 self._file(step).unlink()
 
-    def add(self, checkpoint: Checkpoint, committed_rows: int) -> None:
+    def add(self, checkpoint: RunState, committed_rows: int) -> None:
         """Write a checkpoint, and remove those that are no longer needed.
 
         Checkpoints past the committed rows are kept, and the newest of the others.
 
         Parameters
         ----------
-        checkpoint : Checkpoint
+        checkpoint : RunState
         committed_rows : int
             Committed rows of the run.
 
@@ -217,7 +123,7 @@ class CheckpointFolder:
         self._rows[checkpoint.step] = checkpoint.rows
         self.prune(committed_rows)
 
-    def stage(self, checkpoint: Checkpoint) -> None:
+    def stage(self, checkpoint: RunState) -> None:
         """Write a checkpoint to a temporary file for `place`; all others are kept until then.
 
         Raises
@@ -285,7 +191,7 @@ class CheckpointFolder:
         if not path.exists():
             return None
         try:
-            name = _described(path).get("name", "")
+            name = stored_name(path)
         except FormatError:
             return None  # a damaged checkpoint is of no use to the other run
         return name if self._is_others(name) else None
@@ -302,43 +208,3 @@ class CheckpointFolder:
             f"{self.path} has checkpoints of {other}, and {self._run.name} would use the same "
             "folder; choose another path for the run"
         )
-
-
-def _description(tensor: torch.Tensor) -> dict[str, Any]:
-    data = tensor.reshape(-1).view(torch.uint8).numpy()
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "crc32c": google_crc32c.value(data.tobytes()),
-    }
-
-
-def _read(path: Location) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    facts = _described(path)
-    try:
-        with local_file(path) as local, safe_open(local, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError) as error:
-        raise _damaged(path, f"it cannot be read ({error})") from error
-    return facts, tensors
-
-
-def _described(path: Location) -> dict[str, Any]:
-    """Return the JSON text of a file, without its tensors."""
-    try:
-        with local_file(path) as local, safe_open(local, framework="pt") as file:
-            metadata: Mapping[str, str] = file.metadata() or {}
-    except (SafetensorError, ValueError) as error:
-        raise _damaged(path, f"it cannot be read ({error})") from error
-    text = metadata.get("trajstore", "")
-    if metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
-        raise _damaged(path, "the checksum of its description is wrong")
-    facts: dict[str, Any] = json.loads(text)
-    return facts
-
-
-def _damaged(path: Location, fault: str) -> FormatError:
-    return FormatError(
-        f"the checkpoint {path} is damaged: {fault}; remove it, and resume from an older one or, "
-        "without one, by repeating the recorded steps"
-    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl
 
 from trajstore.errors import RunLocked
 from trajstore.store.reading.open_group import open_group
@@ -17,10 +16,9 @@ from trajstore.store.storage.remote_path import Location
 from trajstore.threads import submit
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trajstore.trainers.runs.row_checkpoint import rows_hold_state
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
+from trajstore.trainers.runs.run_state import RunState, rows_hold_state
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.runs.training_state import restore_random, restore_state, take_state
 
 __all__ = ["Checkpointing", "TrainerCheckpoints"]
 
@@ -51,8 +49,8 @@ class Checkpointing:
         Minimum steps between two checkpoints; default: by time.
     sources : mapping of str to str
         Given paths of the text and the tokenizer.
-    taken_from : Checkpoint, optional
-        Checkpoint from which the training starts.
+    taken_from : RunState, optional
+        State from which the training starts.
     stop : callable
         Called after every step; returns True to stop.
     fsync : bool
@@ -67,7 +65,7 @@ class Checkpointing:
         *,
         every: int | None,
         sources: Mapping[str, str],
-        taken_from: Checkpoint | None,
+        taken_from: RunState | None,
         stop: Callable[[], bool],
         fsync: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -145,7 +143,7 @@ class Checkpointing:
         if last:
             self._wait_for_write()
 
-    def _add(self, taken: Checkpoint, committed_rows: int, begun: float) -> None:
+    def _add(self, taken: RunState, committed_rows: int, begun: float) -> None:
         self._folder.add(taken, committed_rows)
         self._last_time = self._clock()
         self._took = self._last_time - begun
@@ -165,17 +163,15 @@ class Checkpointing:
         due = passed >= max(_MIN_INTERVAL, _PAUSE_FACTOR * self._took)
         return due and not self._folder.has_uncommitted(recorder.committed_rows)
 
-    def _take(self, recorder: Recorder, scaler: Any) -> Checkpoint:
-        state, tensors = take_state(self._training, scaler)
-        return Checkpoint(
+    def _take(self, recorder: Recorder, scaler: Any) -> RunState:
+        return RunState.take(
+            self._training,
+            scaler,
             run=str(self._created),
             name=self._run.name,
             step=recorder.step,
             rows=recorder.rows,
-            config=self._training.config.model_dump(mode="json"),
             sources=self._sources,
-            state=copy.deepcopy(state),  # it is written while the training continues
-            tensors=tensors,
         )
 
 
@@ -190,8 +186,8 @@ class TrainerCheckpoints(TrainerCallback):
     after_step : callable
         As `Checkpointing.after_step`.
     trajectory : TrajectoryCallback
-    taken_from : Checkpoint, optional
-        Checkpoint from which the training starts.
+    taken_from : RunState, optional
+        State from which the training starts.
     """
 
     def __init__(
@@ -199,39 +195,17 @@ class TrainerCheckpoints(TrainerCallback):
         training: Training,
         after_step: Callable[[Recorder, Any], bool],
         trajectory: TrajectoryCallback,
-        taken_from: Checkpoint | None,
+        taken_from: RunState | None,
     ) -> None:
         self._training = training
         self._after_step = after_step
         self._trajectory = trajectory
         self._taken_from = taken_from
-        self._random_from = taken_from
 
     def on_train_begin(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Restore everything except the random states, after accelerate has moved the model."""
+        """Restore the state, after accelerate has moved the model."""
         if self._taken_from is not None:
-            taken = self._taken_from
-            restore_state(self._training, taken, getattr(optimizer, "scaler", None))
-
-    def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: Any,
-        train_dataloader: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Restore the random states, if the checkpoint was taken at the end of an epoch."""
-        steps = -(-len(train_dataloader) // args.gradient_accumulation_steps)
-        if state.global_step % steps == 0:
-            self._restore_random()
-
-    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Restore the random states, if the checkpoint was taken within an epoch.
-
-        The Trainer has drawn the epoch's order and the first batches by now, as in the first run.
-        """
-        self._restore_random()
+            self._taken_from.apply(self._training, getattr(optimizer, "scaler", None))
 
     def on_step_end(
         self, args: Any, state: Any, control: TrainerControl, *, optimizer: Any, **kwargs: Any
@@ -241,8 +215,3 @@ class TrainerCheckpoints(TrainerCallback):
         assert recorder is not None
         if self._after_step(recorder, getattr(optimizer, "scaler", None)):
             control.should_training_stop = True
-
-    def _restore_random(self) -> None:
-        if self._random_from is not None:
-            restore_random(self._training, self._random_from)
-            self._random_from = None

@@ -25,16 +25,19 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.numeric_advice import report_notes
+from trajstore.trainers.recording.parameters import find_group
+from trajstore.trainers.recording.provenance import group_attributes, optimizer_attributes
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.torch_threads import check_threads
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.fork_settings import (
     changed_fields,
     forked_config,
     forked_types,
     keeps_state,
 )
-from trajstore.trainers.runs.forked_state import ForkedState
+from trajstore.trainers.runs.model import build_model
+from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.runs.record import record, text_sources
 from trajstore.trainers.runs.resume_checks import (
     check_device,
@@ -44,9 +47,9 @@ from trajstore.trainers.runs.resume_checks import (
     recorded_config,
 )
 from trajstore.trainers.runs.retraining import explain_difference, train_again
-from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint, rows_hold_state
 from trajstore.trainers.runs.run_plan import numeric_advice
-from trajstore.trainers.runs.training_setup import build_training, with_products
+from trajstore.trainers.runs.run_state import RunState, holds_state, rows_hold_state
+from trajstore.trainers.runs.training_setup import with_products
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
@@ -166,15 +169,15 @@ def fork(
                 point = source.reach_by_row(at, text, sources, on_note)
             else:
                 point = source.reach(at, new, text, sources, on_note, on_retrain)
-            checkpoint = _make(source, point, new, config, types, text, on_note)
+            state = _make(source, point, new, config, types, on_note)
             if not stays_in_rows:
-                folder.stage(replace(checkpoint, name=target.name))
+                folder.stage(replace(state, name=target.name))
                 if after is None:
                     folder.place()
     except BaseException:
         folder.discard()
         raise
-    del point, checkpoint  # they are as large as the training that follows
+    del point, state  # they are as large as the training that follows
     report_notes((one.sentence for one in advice), on_note)
     record(
         config,
@@ -199,34 +202,53 @@ def _make(
     new: Path,
     config: RunConfig,
     types: dict[str, str],
-    text: Corpus,
     on_note: Callable[[str], None] | None,
-) -> Checkpoint:
-    """Write the common part of a fork and its source, and return the fork's first checkpoint."""
-    training = build_training(config, text)
-    kept = keeps_state(source.config, config)
-    forked = ForkedState(training, point.checkpoint, keep_state=kept)
+) -> RunState:
+    """Write the common part of a fork and its source, and return the fork's first state."""
     groups = "groups" in source.attributes.get("optimizer", {})
-    optimizer = forked.optimizer_attributes(source.parameter, groups=groups)
+    optimizer = _optimizer_attributes(config, source.parameter, groups=groups)
     created = utc_now()
     values = config.model_dump(mode="json")
     branch_run(
         point.path,
         new,
-        point.checkpoint.rows,
+        point.state.rows,
         types=types,
         attributes={
             "created": created,
             "config": values,
             "optimizer": optimizer,
             "provenance": source.forked_provenance(config, optimizer, point),
-            **stretches_attribute(source.attributes, values, point.checkpoint.step),
+            **stretches_attribute(source.attributes, values, point.state.step),
             **source.forked_parameters(config),
         },
         memory=config.recording.memory,
         on_note=on_note,
     )
-    return forked.checkpoint(created, values)
+    forked = replace(point.state, run=created, config=values)
+    kept = keeps_state(source.config, config)
+    return forked if kept else replace(forked, tensors=forked.without_optimizer())
+
+
+def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) -> dict[str, Any]:
+    """Return the class and hyperparameters of the optimizer for the attributes of a run.
+
+    Parameters
+    ----------
+    config : RunConfig
+    parameter : str
+        Name of the recorded parameter.
+    groups : bool
+        Add all parameter groups, for a run with everything.
+    """
+    with torch.device("meta"):  # no weights
+        model = build_model(config.model)
+    optimizer = build_optimizer(model, config)
+    build_schedule(optimizer, config.schedule, config.decay_steps)  # sets the first step's rate
+    group = find_group(optimizer, dict(model.named_parameters())[parameter])
+    assert group is not None  # it trains the whole model
+    found = optimizer_attributes(optimizer, group, {})
+    return found | ({"groups": group_attributes(optimizer)} if groups else {})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,14 +259,14 @@ class _ForkPoint:
     ----------
     path : Path
         A run with the common rows.
-    checkpoint : Checkpoint
-        Checkpoint of its last step.
+    state : RunState
+        State after its last step.
     proven_until : int
         Last step at which it is known to equal the source.
     """
 
     path: Path
-    checkpoint: Checkpoint
+    state: RunState
     proven_until: int
 
 
@@ -338,7 +360,7 @@ class _Source:
                 f"more: --steps {2 * at}"
             )
 
-    def newest_checkpoint(self, until: int | None = None) -> Checkpoint | None:
+    def newest_checkpoint(self, until: int | None = None) -> RunState | None:
         """Return its newest usable checkpoint, at or before a step."""
         created = str(self.attributes.get("created"))
         return CheckpointFolder(self.path).newest(created, len(self.steps), until=until)
@@ -367,7 +389,7 @@ class _Source:
         taken = self.newest_checkpoint(until=at)
         if taken is not None and taken.step == at:
             self._check_weights(taken)
-            return _ForkPoint(path=self.path, checkpoint=taken, proven_until=at)
+            return _ForkPoint(path=self.path, state=taken, proven_until=at)
         before = self.provenance.get("fork")
         if taken is None and before:
             raise NothingToResume(
@@ -397,11 +419,11 @@ class _Source:
             on_retrain=on_retrain,
         )
         difference = reached.difference
-        if reached.checkpoint is not None and difference is None:
-            return _ForkPoint(path=self.path, checkpoint=reached.checkpoint, proven_until=at)
+        if reached.state is not None and difference is None:
+            return _ForkPoint(path=self.path, state=reached.state, proven_until=at)
         assert difference is not None
         reason = explain_difference(self.path, difference)
-        if reached.checkpoint is None or "lr" in difference.variables:
+        if reached.state is None or "lr" in difference.variables:
             raise NothingToResume(
                 f"{self.path} cannot be forked at step {at}, because repeating its training gives "
                 f"other rows: {reason}"
@@ -413,7 +435,7 @@ class _Source:
             "repeated rows"
         )
         report_notes([note], on_note)
-        return _ForkPoint(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
+        return _ForkPoint(path=retrained, state=reached.state, proven_until=proven)
 
     def reach_by_row(
         self,
@@ -423,10 +445,10 @@ class _Source:
         on_note: Callable[[str], None] | None,
     ) -> _ForkPoint:
         """Return the state after a step from its row, and compare the steps to the next row."""
-        checkpoint = row_checkpoint(self.path, at, text, sources=sources)
+        state = RunState.from_row(self.path, at, self.config, sources=sources)
         following = [step for step in self.steps if step > at][:1]
         for step in following:
-            reached = train_again(self.path, text, checkpoint, step, sources=sources)
+            reached = train_again(self.path, text, state, step, sources=sources)
             if reached.difference is not None:
                 reason = explain_difference(self.path, reached.difference)
                 note = (
@@ -435,7 +457,7 @@ class _Source:
                     f"{at}"
                 )
                 report_notes([note], on_note)
-        return _ForkPoint(path=self.path, checkpoint=checkpoint, proven_until=at)
+        return _ForkPoint(path=self.path, state=state, proven_until=at)
 
     def forked_parameters(self, config: RunConfig) -> dict[str, Any]:
         """Return the attribute ``parameters`` with the type of the fork, if the run has it."""
@@ -448,7 +470,7 @@ class _Source:
         self, config: RunConfig, optimizer: dict[str, Any], point: _ForkPoint
     ) -> dict[str, Any]:
         """Return the provenance of a fork: that of its source, and an entry for the fork."""
-        at = point.checkpoint.step
+        at = point.state.step
         entry: dict[str, Any] = {
             "run": str(self.path),
             "created": self.attributes.get("created"),
@@ -500,7 +522,7 @@ class _Source:
         native = native_type(self.types["W"])
         return as_bits(np.asarray(W[self.steps.index(at)]), native, "W").tobytes()
 
-    def _check_weights(self, taken: Checkpoint) -> None:
+    def _check_weights(self, taken: RunState) -> None:
         """Check that the weights of a checkpoint are those of the run's row."""
         group: Any = open_group(self.path)
         token = torch.from_numpy(np.asarray(group["token"][...]).astype(np.int64))

@@ -36,7 +36,7 @@ from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Unrepl
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
 from trajstore.trainers.runs.retraining import Retrained, train_again
-from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
+from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.values.native_types import native_type
 
@@ -226,8 +226,9 @@ def _repeated_preset(
     check_text(run, text)
 
     def train(before: int, last: int) -> Retrained:
-        taken = row_checkpoint(run, before, text, sources=sources)
-        return train_again(run, text, taken, last, sources=sources, with_rates=False)
+        config = recorded_config(run, after=before)
+        taken = RunState.from_row(run, before, config, sources=sources)
+        return train_again(run, text, taken, last, sources=sources)
 
     return train
 

@@ -21,7 +21,7 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.torch_threads import check_threads, slower_threads, torch_threads
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
@@ -33,8 +33,8 @@ from trajstore.trainers.runs.resume_checks import (
     resume_notes,
 )
 from trajstore.trainers.runs.retraining import retrain_to_last_row
-from trajstore.trainers.runs.row_checkpoint import holds_state, row_checkpoint
 from trajstore.trainers.runs.run_plan import numeric_advice
+from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
@@ -194,7 +194,10 @@ def record(
         sources=sources,
     )
     if before is not None and resume and in_rows:
-        taken = row_checkpoint(target, before.last_step, text, sources=sources)
+        last = before.last_step
+        taken = RunState.from_row(
+            target, last, recorded_config(target, after=last), sources=sources
+        )
     elif before is not None and resume and taken is None:
         note = (
             f"{target} has no checkpoint, so its {before.last_step} steps are trained again and "
@@ -240,7 +243,7 @@ def record(
 
 
 def text_sources(
-    taken: Checkpoint | None,
+    taken: RunState | None,
     recorded: Mapping[str, Any] | None,
     **given: str | os.PathLike[str] | None,
 ) -> dict[str, str]:
@@ -248,8 +251,8 @@ def text_sources(
 
     Parameters
     ----------
-    taken : Checkpoint or None
-        Checkpoint with the paths that were given before.
+    taken : RunState or None
+        State with the paths that were given before.
     recorded : mapping or None
         Attributes of a run, which name them if it needs no checkpoint.
     **given : path-like or None

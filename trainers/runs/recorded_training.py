@@ -16,11 +16,10 @@ from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.token_selection import Tokens, read_tokens, select_tokens
-from trajstore.trainers.runs.checkpoint import Checkpoint
 from trajstore.trainers.runs.checkpoint_schedule import TrainerCheckpoints
 from trajstore.trainers.runs.matrix_runs import matrices, shared_path
+from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.runs.training_state import restore_random, restore_state
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["recording_options", "run_recorded"]
@@ -84,7 +83,7 @@ def run_recorded(
     training: Training,
     target: Location,
     options: RecordingOptions,
-    taken: Checkpoint | None,
+    taken: RunState | None,
     *,
     after_step: Callable[[Recorder, Any], bool],
     on_step: Callable[[Recorder], None] | None = None,
@@ -99,8 +98,8 @@ def run_recorded(
     target : Path or RemotePath
         Path of the run, or of the first run.
     options : RecordingOptions
-    taken : Checkpoint or None
-        Checkpoint from which the training starts.
+    taken : RunState or None
+        State from which the training starts.
     after_step : callable
         Called after every step, when everything is ready for the next one, with the recorder and
         the loop's gradient scaler; returns True to stop.
@@ -130,7 +129,7 @@ def run_recorded(
         assert trajectory.recorder is not None
         return trajectory.recorder
     if taken is not None:
-        restore_state(training, taken, training.scaler)
+        taken.apply(training, training.scaler)
     max_grad_norm = training.config.training.max_grad_norm
     loop = TrainingLoop(
         scaler=training.scaler,
@@ -149,8 +148,6 @@ def run_recorded(
         on_note=on_note,
         comparison=comparison,
     ) as recorder:
-        if taken is not None:
-            restore_random(training, taken)
         training.run(
             first_step=first_step, on_step_end=lambda: after_step(recorder, training.scaler)
         )

@@ -15,9 +15,10 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.provenance import changed_provenance
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs, shared_path
 from trajstore.trainers.runs.optimizer import learning_rate
+from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import find_device
 from trajstore.trainers.texts.corpus import Corpus
 
@@ -83,14 +84,14 @@ class ResumePoint:
         Step of the last row; 0 without rows.
     complete : bool
         True if every run was closed as complete.
-    taken : Checkpoint or None
+    taken : RunState or None
         Newest usable checkpoint.
     """
 
     rows: int
     last_step: int
     complete: bool
-    taken: Checkpoint | None
+    taken: RunState | None
 
     def has_all(self, steps: int) -> bool:
         """Return True if all steps have been trained."""
@@ -218,7 +219,7 @@ def check_text(path: Location, text: Corpus) -> None:
         )
 
 
-def resume_notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[str]:
+def resume_notes(path: Location, config: RunConfig, taken: RunState) -> list[str]:
     """Return notes about differences between a resumed run and an uninterrupted one."""
     found = []
     before = _attributes(path).get("provenance", {})

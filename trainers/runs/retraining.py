@@ -21,13 +21,12 @@ from trajstore.trainers.recording.compared_run import Comparison, RowDifference
 from trajstore.trainers.recording.provenance import changed_provenance
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.matrix_runs import planned_runs, shared_path
-from trajstore.trainers.runs.recorded_rates import check_rates
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import recorded_config
+from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training, build_training, find_device
-from trajstore.trainers.runs.training_state import take_state
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["Retrained", "explain_difference", "retrain_to_last_row", "train_again"]
@@ -43,28 +42,27 @@ class Retrained:
     ----------
     agreed : int
         Rows that agree, before the difference.
-    checkpoint : Checkpoint or None
-        Checkpoint of the requested step; None if an earlier row differed and no writer took the
+    state : RunState or None
+        State after the requested step; None if an earlier row differed and no writer took the
         following rows.
     difference : RowDifference or None
         The first row that differs from the recorded one.
     """
 
     agreed: int
-    checkpoint: Checkpoint | None
+    state: RunState | None
     difference: RowDifference | None
 
 
 def train_again(
     run: Location,
     text: Corpus,
-    taken: Checkpoint | None,
+    taken: RunState | None,
     step: int,
     *,
     sources: Mapping[str, str],
     make_writer: Callable[[int], RunWriter] | None = None,
     on_retrain: Progress | None = None,
-    with_rates: bool = True,
 ) -> Retrained:
     """Repeat the training of a run up to a step. The run is only read.
 
@@ -75,8 +73,8 @@ def train_again(
     run : Path or RemotePath
     text : Corpus
         Text of the run.
-    taken : Checkpoint or None
-        Earlier checkpoint of the run to start from; None for its start.
+    taken : RunState or None
+        Earlier state of the run to start from; None for its start.
     step : int
         Step to reach, which has a row; 1 or more.
     sources : mapping of str to str
@@ -86,20 +84,14 @@ def train_again(
         later ones. Without it, training stops there.
     on_retrain : callable, optional
         Called after every step with the step and the step to reach.
-    with_rates : bool
-        Check all learning rates before the training.
 
     Raises
     ------
     ConfigError
         If the device of the configuration is not available.
-    NothingToResume
-        If the recorded learning rates differ from the configurations; no step is trained then.
     """
     attributes = open_group(run).attrs.asdict()
     stretches = trained_stretches(attributes, 0 if taken is None else taken.step, step)
-    if with_rates:
-        check_rates(run, stretches)
     comparison = Comparison(make_writer)
     reached = taken
     try:
@@ -120,24 +112,23 @@ def train_again(
                 break
     finally:
         comparison.close()
-    return Retrained(agreed=comparison.agreed, checkpoint=reached, difference=comparison.difference)
+    return Retrained(agreed=comparison.agreed, state=reached, difference=comparison.difference)
 
 
 def _train_stretch(
     run: Location,
     training: Training,
     text: Corpus,
-    taken: Checkpoint | None,
+    taken: RunState | None,
     last: int,
     *,
     comparison: Comparison,
     created: str,
     sources: Mapping[str, str],
     on_step: Callable[[int], None],
-) -> Checkpoint | None:
-    """Return the checkpoint of a stretch's last step; None if rows after a difference are lost."""
-    config = training.config
-    reached: list[Checkpoint] = []
+) -> RunState | None:
+    """Return the state after a stretch's last step; None if rows after a difference are lost."""
+    reached: list[RunState] = []
 
     def after_step(recorder: Recorder, scaler: Any) -> bool:
         on_step(recorder.step)
@@ -145,22 +136,20 @@ def _train_stretch(
             return True  # no writer takes the following rows
         if recorder.step < last:
             return False
-        state, tensors = take_state(training, scaler)
         reached.append(
-            Checkpoint(
+            RunState.take(
+                training,
+                scaler,
                 run=created,
                 name=run.name,
                 step=last,
                 rows=recorder.rows,
-                config=config.model_dump(mode="json"),
-                sources=dict(sources),
-                state=state,
-                tensors=tensors,
+                sources=sources,
             )
         )
         return True
 
-    options = recording_options(config, text, overwrite=False, resume=True)
+    options = recording_options(training.config, text, overwrite=False, resume=True)
     run_recorded(training, run, options, taken, after_step=after_step, comparison=comparison)
     return reached[0] if reached else None
 
@@ -172,10 +161,10 @@ def retrain_to_last_row(
     sources: Mapping[str, str],
     fsync: bool = True,
     on_retrain: Progress | None = None,
-) -> Checkpoint:
-    """Return a checkpoint of the last row of a run without one, by repeating all its steps.
+) -> RunState:
+    """Return the state after the last row of a run without one, by repeating all its steps.
 
-    The checkpoint is stored for the next time.
+    It is stored as a checkpoint for the next time.
 
     Raises
     ------
@@ -198,9 +187,9 @@ def retrain_to_last_row(
                 "the run is unchanged; resume it on the machine and with the versions that "
                 "recorded it"
             )
-        assert reached.checkpoint is not None
-        CheckpointFolder(run, fsync=fsync).add(reached.checkpoint, rows)
-    return reached.checkpoint
+        assert reached.state is not None
+        CheckpointFolder(run, fsync=fsync).add(reached.state, rows)
+    return reached.state
 
 
 def explain_difference(run: Location, difference: RowDifference) -> str:

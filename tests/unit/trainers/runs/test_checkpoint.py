@@ -13,16 +13,17 @@ torch = pytest.importorskip("torch")
 from disk import Disk  # noqa: E402
 
 from trajstore import FormatError, RunExists  # noqa: E402
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
+from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402
+from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def checkpoint(
     step: int = 7, rows: int = 8, run: str = "2026-01-01T00:00:00+00:00", name: str = "run.zarr"
-) -> Checkpoint:
+) -> RunState:
     generator = torch.Generator().manual_seed(step)
-    return Checkpoint(
+    return RunState(
         run=run,
         name=name,
         step=step,
@@ -48,7 +49,7 @@ def test_it_reads_as_it_was_written(tmp_path: Path) -> None:
     made = checkpoint()
     size = made.save(tmp_path / "file")
     assert size == (tmp_path / "file").stat().st_size
-    read = Checkpoint.load(tmp_path / "file")
+    read = RunState.load(tmp_path / "file")
     assert (read.run, read.name) == (made.run, made.name)
     assert (read.step, read.rows) == (made.step, made.rows)
     assert (read.config, read.sources, read.state) == (made.config, made.sources, made.state)
@@ -71,7 +72,7 @@ def test_any_flipped_bit_is_seen_or_changes_nothing(every: int, tmp_path: Path) 
             data[:position] + bytes([data[position] ^ 1 << position % 8]) + data[position + 1 :]
         )
         try:
-            read = Checkpoint.load(broken)
+            read = RunState.load(broken)
         except FormatError:
             continue
         harmless += 1
@@ -87,7 +88,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, size: int) -> None
     data = (tmp_path / "file").read_bytes()
     (tmp_path / "file").write_bytes(data[:size])
     with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
-        Checkpoint.load(tmp_path / "file")
+        RunState.load(tmp_path / "file")
 
 
 class Trap:
@@ -113,7 +114,7 @@ def test_what_is_pickled_is_not_executed(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
-            Checkpoint.load(tmp_path / name)
+            RunState.load(tmp_path / name)
     assert not sprung.exists()
     pickle.loads(junk)
     assert sprung.exists()  # the trap works
@@ -124,7 +125,7 @@ def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
 
     save_file({"weights": torch.zeros(3)}, tmp_path / "file")
     with pytest.raises(FormatError, match=r"the checkpoint .* is damaged"):
-        Checkpoint.load(tmp_path / "file")
+        RunState.load(tmp_path / "file")
 
 
 def test_of_the_committed_ones_only_the_newest_stays(tmp_path: Path) -> None:

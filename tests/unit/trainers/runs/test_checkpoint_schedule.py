@@ -18,8 +18,9 @@ from trajstore import RunWriter, open_run
 from trajstore.threads import submit
 from trajstore.trainers import record, recorded_config
 from trajstore.trainers.runs import checkpoint_schedule
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore.trainers.runs.run_state import RunState
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("written_at_once")]
 
@@ -58,9 +59,9 @@ class Schedule:
         )
         self.checkpointing._take = self._take  # type: ignore[method-assign]
 
-    def _take(self, recorder: Any, scaler: Any) -> Checkpoint:
+    def _take(self, recorder: Any, scaler: Any) -> RunState:
         self.now += self.cost
-        return Checkpoint(
+        return RunState(
             run="", name="run.zarr", step=recorder.step, rows=recorder.rows, config={}, sources={},
             state={}, tensors={},
         )  # fmt: skip

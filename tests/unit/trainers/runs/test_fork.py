@@ -33,7 +33,8 @@ from trajstore.exchange.exporting.branched_run import branch_run  # noqa: E402
 from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 from trajstore.trainers.replay.replay import replay  # noqa: E402
-from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
+from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402
+from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -423,7 +424,7 @@ def test_the_checkpoint_must_be_of_the_run(stopped: Path, tmp_path: Path) -> Non
     shutil.copytree(stopped, path)
     shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
     (file,) = checkpoint_folder(path).iterdir()
-    taken = Checkpoint.load(file)
+    taken = RunState.load(file)
     taken.tensors["model.transformer.wte.weight"][3, 2] += 1
     taken.save(file)
     with pytest.raises(NothingToResume, match="the weights of the checkpoint of step 6 differ"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from trajstore.errors import (  # noqa: E402
 )
 from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
 from trajstore.trainers import RunConfig, record, recorded_config  # noqa: E402
-from trajstore.trainers.runs.checkpoint import Checkpoint  # noqa: E402
+from trajstore.trainers.runs import run_state  # noqa: E402
+from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -470,7 +472,7 @@ def test_a_run_that_is_being_recorded_is_left_alone(interrupted: Path) -> None:
 
 def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: Path) -> None:
     file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
-    taken = Checkpoint.load(file)
+    taken = RunState.load(file)
     taken.tensors["model.transformer.wte.weight"][3, 2] += 1
     taken.save(file)
     with pytest.raises(NothingToResume, match=r"differ from .* at step 5"):
@@ -486,6 +488,37 @@ def test_a_damaged_checkpoint_is_refused(interrupted: Path) -> None:
     with pytest.raises(FormatError, match=r"step-00000005\.safetensors is damaged"):
         record(recorded_config(interrupted), interrupted, resume=True)
     assert xr.open_zarr(interrupted).attrs["status"] == "interrupted"
+
+
+def test_a_checkpoint_of_format_1_is_resumed(
+    interrupted: Path, straight: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It also has random states, buffers and the position in the data."""
+    file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
+    taken = RunState.load(file)
+    monkeypatch.setattr(run_state, "_FORMAT", 1)
+    replace(
+        taken,
+        state=taken.state | {"random": {"python": [3, [1], None]}, "data": {"consumed": 5}},
+        tensors=taken.tensors | {
+            "random.torch": torch.get_rng_state(), "data.generator": torch.get_rng_state(),
+            "buffer.transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool),
+        },
+    ).save(file)  # fmt: skip
+    monkeypatch.undo()
+    record(recorded_config(interrupted), interrupted, resume=True)
+    agree(straight("trainer"), interrupted)
+
+
+def test_a_checkpoint_of_a_later_format_is_refused(
+    interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
+    taken = RunState.load(file)
+    monkeypatch.setattr(run_state, "_FORMAT", 3)
+    taken.save(file)
+    with pytest.raises(FormatError, match="was written by a newer trajstore"):
+        record(recorded_config(interrupted), interrupted, resume=True)
 
 
 def test_nothing_is_unpickled(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
