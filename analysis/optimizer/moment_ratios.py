@@ -153,6 +153,7 @@ def _error_kernel(
     counts: npt.NDArray[np.int64],
     squares: npt.NDArray[np.void],
     groups: npt.NDArray[np.bool_],
+    members: npt.NDArray[np.int64],
     levels: npt.NDArray[np.float64],
     record: np.dtype[Any],
 ) -> npt.NDArray[np.void]:
@@ -160,7 +161,6 @@ def _error_kernel(
     rows = len(counts)
     result = np.empty((rows, len(groups)), record)
     result["norm_ratio"] = result["ratio_quantiles"] = np.nan
-    members, _ = _disjoint(groups)
     counts = np.einsum("pd,rdc->rpc", members, counts.reshape(rows, -1, CLASSES))
     for number, group in enumerate(groups):
         if group.any():
@@ -264,6 +264,7 @@ def _errors(
                 (counts.sum(axis=1), "sc"),
                 squares.rechunk({1: -1}),
                 groups=groups,
+                members=members,
                 levels=levels,
                 record=record,
                 dtype=record,

@@ -5,7 +5,8 @@ The path of the tensors of one step:
 1. A hook receives the tensor. ``forward_values`` handles the forward passes, ``step_examples``
    single examples; ``hidden_states`` passes the hidden states to both. ``step_gradients`` takes the
    gradients at the end of a backward pass, and compares them with what the optimizer consumes.
-   ``step_hooks`` takes W and the moments right after the optimizer's step. ``module_hooks``,
+   ``step_hooks`` takes W and the moments right after the optimizer's step;
+   ``followed_matrices`` finds W, its group and its rate in each step. ``module_hooks``,
    ``optimizer_hooks`` and ``watched_calls`` call them.
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;

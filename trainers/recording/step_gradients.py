@@ -132,11 +132,6 @@ class StepGradients:
         self._reached: dict[torch.Tensor, None] = {}  # parameters whose gradients it changed
         self._was_inside = False  # the gradients were compared inside the step
 
-    @property
-    def exist(self) -> bool:
-        """True if any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
-
     # Backward passes -----------------------------------------------------------------------------
 
     def marks(self) -> Marks:

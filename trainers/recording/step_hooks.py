@@ -24,10 +24,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
@@ -39,6 +38,7 @@ from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
+from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import (
     BackwardPass,
     ForwardPass,
@@ -52,25 +52,17 @@ from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
 from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import find_group, rate_of, unwrap
+from trajstore.trainers.recording.parameters import unwrap
 from trajstore.trainers.recording.run_notes import CannotFollow, RunNotes
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
-from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile, version
+from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile
 from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
 from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
-_OUTSIDE = (
-    "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
-    "the end of optimizer.step()"
-)
-_AT_END = (
-    "{name} is not that of the last row at the end of the recording; another optimizer or other "
-    "code has changed it since"
-)
 _SEVERAL = (
     "optimizer.step() differentiates the loss several times; loss, logits and grad are those of "
     "the first time, at the weights of the row before, and clip_coef is NaN"
@@ -82,10 +74,6 @@ _STALE = (
 _DIVIDED = (
     "observe(loss=…) got several quotients in a step; their mean is recorded. If each is loss / "
     "accumulation, this is too small: pass the loss before the division"
-)
-_RATE = (
-    "the learning rate changed while optimizer.step() ran, so lr is NaN; call the scheduler after "
-    "the step"
 )
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
@@ -210,14 +198,16 @@ class Recorder:
             max_grad_norm=loop.max_grad_norm,
             on_note=notes.mention,
         )
+        self._matrices = FollowedMatrices(
+            inner, self._optimizer, self._parameters, model_state, notes.mention
+        )
         self.has_failed = False
         self._first_step = FirstStep(inner, self._optimizer)
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
         self._backwards: list[BackwardPass] = []  # those that the step has used
-        self._new_roots: list[torch.Tensor] = []  # of the step
+        self._new_roots: list[weakref.ref[torch.Tensor]] = []  # of the step
         self._steps = OuterStep(self._before_step, self._on_step_end, self._inside_step)
         self._has_closure = self._in_step = False
-        self._rates: list[Any] = []
         self._scale = 1.0  # factor of the loss in the last backward pass
         self._handles: list[Any] = []
         self._begin_step()
@@ -334,8 +324,8 @@ class Recorder:
         if not self.is_recording:
             return
         if loss is not None and self._is_idle:
-            address = loss.data_ptr()
-            if any(root.data_ptr() == address for root in self._roots):
+            alive = (root() for root in self._roots)  # the address of another may be used again
+            if any(root is not None and root.data_ptr() == loss.data_ptr() for root in alive):
                 self._notes.add(_STALE)
                 loss = None
         if hidden is not None:
@@ -357,20 +347,18 @@ class Recorder:
             closing.callback(self._release)
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
-            closing.callback(self._check_last_weights)
+            closing.callback(self._last_notes)
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
         self._begin_step()
-        self._versions.clear()
+        self._matrices.release()
         self._whole = self._state = None
         self._gradients.release()
         self._forward.release()
 
-    def _check_last_weights(self) -> None:
-        for rows in self._parameters:
-            if not rows.is_W_unchanged(waits=True):
-                self._notes.mention(_AT_END.format(name=rows.parameter.name))
+    def _last_notes(self) -> None:
+        self._matrices.check_last()
         if self._parameters:
             self._gradients.last_note()
 
@@ -437,7 +425,7 @@ class Recorder:
                 self._backwards.clear()
                 self._gradients.begin_step()
         if self._backwards and not self._in_step:
-            self._check_weights(quick=True)
+            self._matrices.check_weights(quick=True)
         if self._is_several:
             return None
         return self._with_root(tensors, grad_tensors), self._gradients.marks()
@@ -464,7 +452,7 @@ class Recorder:
             values = [value * factor for value, factor in zip(values, factors, strict=True)]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
         source = self._forward.source_of(roots[0]) if len(roots) == 1 else None
-        self._new_roots += [root.detach() for root in roots]
+        self._new_roots += map(weakref.ref, roots)
         return BackwardPass(root=value.clone(), scale=self._scale, source=source)
 
     # The optimizer's step ------------------------------------------------------------------------
@@ -505,18 +493,13 @@ class Recorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find the parameters again, and compare the optimizer's gradient with the raw one."""
         self._notes.step = self.step + 1
-        for rows in self._parameters:
-            self._find_again(rows)
-        if self.writer is None and self._versions != self._present_versions():
-            self._take_again()
-        self._check_weights()
+        self._matrices.find_again()
         if self._whole is not None:
             self._whole.before_step()
         if self._parameters:
             self._first_step.begin()
         self._in_step = True
         self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
         if not self._has_closure:
             self._settle()
 
@@ -562,16 +545,14 @@ class Recorder:
     def _skip_step(self) -> None:
         """End a step in which the scaler has not called the optimizer."""
         self._notes.step = self.step + 1
-        for rows in self._parameters:
-            self._find_again(rows)
-        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
+        self._matrices.find_again()
         self._gradients.settle(may_be_assigned=False)
         self._gradients.set_unknown_factor()
         self._end_step(skipped=True)
 
     def _end_step(self, *, skipped: bool) -> None:
         """Take the results of the step, complete its rows, and start the next step."""
-        self._set_rates()
+        self._matrices.set_rates(may_change=self._has_closure)
         backwards = self._backwards
         passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
         if not backwards and len(passes) > 1:
@@ -627,75 +608,10 @@ class Recorder:
         self._backwards = []
         self._loose = BackwardPass()
         self._roots, self._new_roots = self._new_roots, []
-        self._versions: dict[torch.Tensor, int] = self._present_versions()
+        self._matrices.begin_step()
         self._is_idle = True
         self._in_step = self._is_several = self._was_adopted = False
-
-    def _find_again(self, rows: ParameterRows) -> None:
-        """Find the parameter and its group, which the loop may have replaced."""
-        parameter = rows.parameter
-        try:
-            found = operator.attrgetter(parameter.name)(self._model)
-        except AttributeError:  # the name of a compiled submodule has another prefix
-            found = parameter.tensor
-        if found is not parameter.tensor:
-            before, now = parameter.tensor, found
-            if now.shape != before.shape or now.dtype != before.dtype:
-                raise CannotFollow(
-                    f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
-                    f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
-                )
-            self._notes.mention(f"{parameter.name} is another tensor from this step on")
-        group = find_group(self._optimizer, found)
-        if group is None:
-            self._notes.mention(f"{parameter.name} is not in the optimizer in a step; lr is NaN")
-        rows.parameter = replace(parameter, tensor=found, group=group or {})
-
-    def _set_rates(self) -> None:
-        now = [group.get("lr") for group in self._optimizer.param_groups]
-        numbers = [(a, b) for a, b in zip(self._rates, now, strict=False) if _is_number(a)]
-        known = self._has_closure or all(not _is_number(b) or a == b for a, b in numbers)
-        if not known:
-            self._notes.mention(_RATE)
-        for rows in self._parameters:
-            rate = rate_of(rows.parameter.group)
-            if rate is None:
-                self._notes.mention(
-                    f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
-                    "number; lr is NaN"
-                )
-            if rate is None or not known:
-                rate = torch.tensor(float("nan"), dtype=torch.float64)
-            rows.set("lr", rate)
-            if self._state is not None:
-                self._state.set_rates(rows, known=known)
-
-    def _check_weights(self, *, quick: bool = False) -> None:
-        """Note if W has changed since the last row; `quick` looks at versions only at first."""
-        for rows in self._parameters:
-            parameter = rows.parameter.tensor
-            if quick and version(parameter) == self._versions.get(parameter):
-                continue
-            if not rows.is_W_unchanged():
-                self._notes.mention(_OUTSIDE.format(name=rows.parameter.name))
-
-    def _present_versions(self) -> dict[torch.Tensor, int]:
-        """Return the versions of the recorded parameters, before the first row of all."""
-        recorded = [rows.parameter.tensor for rows in self._parameters]
-        watched = self._model.parameters() if self.writer is None else recorded
-        return {parameter: version(parameter) for parameter in watched}
-
-    def _take_again(self) -> None:
-        """Take the state before the first step again: the loop has loaded another one."""
-        if self._state is not None:
-            self._state.take_initial()
-        for rows in self._parameters:
-            rows.take_initial()
 
 
 def _is_on(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
-
-
-def _is_number(rate: Any) -> bool:
-    return isinstance(rate, int | float)

@@ -82,8 +82,10 @@ def information(path: RunPath) -> dict[str, Any]:
     total = _stored(sizes, "")
     raw = sum(array["bytes_native"] for array in arrays.values())
     attributes = dict(group.attrs)
-    rates = whole(path, group, "lr") if "lr" in arrays else ()
-    advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays}, rates)
+    types = {name: arrays[name]["native_dtype"] for name in arrays}
+    advice = advise_run(attributes, types)
+    if "lr" in arrays and any(one.variable == "W" for one in advice):  # it depends on the rates
+        advice = advise_run(attributes, types, whole(path, group, "lr"))
     return {
         **attributes,
         "steps": first_last and dict(zip(("first", "last"), first_last, strict=True)),

@@ -1,0 +1,167 @@
+"""The recorded matrices, which a loop may replace, move to another group or change by itself.
+
+Matrix, group and rate are found again in each step. A tensor counts its changes, so that weights
+that were changed outside the step are detected.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trajstore.trainers.recording.model_state import ModelState
+from trajstore.trainers.recording.parameter_rows import ParameterRows
+from trajstore.trainers.recording.parameters import find_group, rate_of
+from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.torch_internals import version
+
+__all__ = ["FollowedMatrices"]
+
+_OUTSIDE = (
+    "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
+    "the end of optimizer.step()"
+)
+_AT_END = (
+    "{name} is not that of the last row at the end of the recording; another optimizer or other "
+    "code has changed it since"
+)
+_RATE = (
+    "the learning rate changed while optimizer.step() ran, so lr is NaN; call the scheduler after "
+    "the step"
+)
+
+
+class FollowedMatrices:
+    """Follows the recorded matrices from step to step.
+
+    Parameters
+    ----------
+    model : Module
+    optimizer : Optimizer
+    rows : sequence of ParameterRows
+        One per matrix; `find_again` replaces their parameters.
+    state : ModelState or None
+    on_note : callable
+        Called with each note.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        rows: Sequence[ParameterRows],
+        state: ModelState | None,
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._rows = tuple(rows)
+        self._state = state
+        self._on_note = on_note
+        self._rates: list[Any] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Remember the weights, as those of the last row."""
+        self._versions = self._present_versions()
+
+    def release(self) -> None:
+        """Release all tensors."""
+        self._versions.clear()
+        self._rows, self._state = (), None
+
+    def find_again(self) -> None:
+        """Find the matrices, their groups and rates before a step; check the weights.
+
+        Raises
+        ------
+        CannotFollow
+            If a matrix has another shape or type.
+        """
+        for rows in self._rows:
+            self._find_again(rows)
+        if self._has_no_rows and self._versions != self._present_versions():
+            self._take_again()
+        self.check_weights()
+        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
+
+    def _find_again(self, rows: ParameterRows) -> None:
+        """Find the parameter and its group, which the loop may have replaced."""
+        parameter = rows.parameter
+        try:
+            found = operator.attrgetter(parameter.name)(self._model)
+        except AttributeError:  # the name of a compiled submodule has another prefix
+            found = parameter.tensor
+        if found is not parameter.tensor:
+            before, now = parameter.tensor, found
+            if now.shape != before.shape or now.dtype != before.dtype:
+                raise CannotFollow(
+                    f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
+                    f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
+                )
+            self._on_note(f"{parameter.name} is another tensor from this step on")
+        group = find_group(self._optimizer, found)
+        if group is None:
+            self._on_note(f"{parameter.name} is not in the optimizer in a step; lr is NaN")
+        rows.parameter = replace(parameter, tensor=found, group=group or {})
+
+    def set_rates(self, *, may_change: bool) -> None:
+        """Set the rates of the step; they `may_change` in a closure, before they are used."""
+        now = [group.get("lr") for group in self._optimizer.param_groups]
+        numbers = [(a, b) for a, b in zip(self._rates, now, strict=False) if _is_number(a)]
+        known = may_change or all(not _is_number(b) or a == b for a, b in numbers)
+        if not known:
+            self._on_note(_RATE)
+        for rows in self._rows:
+            rate = rate_of(rows.parameter.group)
+            if rate is None:
+                self._on_note(
+                    f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
+                    "number; lr is NaN"
+                )
+            if rate is None or not known:
+                rate = torch.tensor(float("nan"), dtype=torch.float64)
+            rows.set("lr", rate)
+            if self._state is not None:
+                self._state.set_rates(rows, known=known)
+
+    def check_weights(self, *, quick: bool = False) -> None:
+        """Note if W has changed since the last row; `quick` looks at versions only at first."""
+        for rows in self._rows:
+            parameter = rows.parameter.tensor
+            if quick and version(parameter) == self._versions.get(parameter):
+                continue
+            if not rows.is_W_unchanged():
+                self._on_note(_OUTSIDE.format(name=rows.parameter.name))
+
+    def check_last(self) -> None:
+        """Note if W is not that of the last row."""
+        for rows in self._rows:
+            if not rows.is_W_unchanged(waits=True):
+                self._on_note(_AT_END.format(name=rows.parameter.name))
+
+    @property
+    def _has_no_rows(self) -> bool:
+        return bool(self._rows) and self._rows[0].writer is None
+
+    def _present_versions(self) -> dict[torch.Tensor, int]:
+        """Return the versions of the recorded parameters, before the first row of all."""
+        recorded = [rows.parameter.tensor for rows in self._rows]
+        watched = self._model.parameters() if self._has_no_rows else recorded
+        return {parameter: version(parameter) for parameter in watched}
+
+    def _take_again(self) -> None:
+        """Take the state before the first step again: the loop has loaded another one."""
+        if self._state is not None:
+            self._state.take_initial()
+        for rows in self._rows:
+            rows.take_initial()
+
+
+def _is_number(rate: Any) -> bool:
+    return isinstance(rate, int | float)
