@@ -1,14 +1,8 @@
-"""Loops that others wrote: each row is what the training did, or the run notes that it is not."""
+"""Losses, logits and gradients in loops that others wrote: each is that of the step, or noted."""
 
 from __future__ import annotations
 
 import copy
-import io
-import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,139 +10,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
+from list_recorder import HIDDEN, Lists, TinyModel, batches  # noqa: E402
+from loops_of_others import about, adamw, lists_of, losses_of, read, steps  # noqa: E402
 
-from trajstore import open_run  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def notes() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def record(tiny: Any, tmp_path: Path, notes: list[str]) -> Callable[..., Any]:
-    def begin(optimizer: Any, model: Any = tiny, **options: Any) -> Any:
-        options = {"on_note": notes.append} | options
-        return capture(model, optimizer, tmp_path / "run.zarr", **options)
-
-    return begin
-
-
-def read(tmp_path: Path) -> Any:
-    return open_run(tmp_path / "run.zarr").load()
-
-
-def adamw(model: Any, lr: Any = 0.01, **options: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), lr=lr, **options)
-
-
-def about(notes: list[str], *words: str) -> bool:
-    return any(all(word in note for word in words) for note in notes)
-
-
-def steps(model: Any, optimizer: Any, count: int = 3, seed: int = 0) -> Iterator[Any]:
-    """A plain loop; yields after each backward pass."""
-    for batch in batches(count, seed):
-        optimizer.zero_grad()
-        output = model(**batch)
-        output["loss"].backward()
-        yield output
-        optimizer.step()
-
-
-# 1. Facts of the attachment ----------------------------------------------------------------------
-
-
-def test_the_rate_of_a_loaded_optimizer(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny, lr=0.005)
-    with record(optimizer, record=("all", "model")):
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
-        for batch in batches(4):
-            optimizer.zero_grad()
-            tiny(**batch)["loss"].backward()
-            optimizer.step()
-            scheduler.step()
-    ds = read(tmp_path)
-    assert ds.lr.values[1:].tolist() == [0.0, 0.00125, 0.0025, 0.00375]
-    assert np.isfinite(ds.param_update_lost.values[2:]).all()
-
-
-def test_a_group_that_is_added_in_the_middle(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = torch.optim.AdamW([tiny.embedding.weight], lr=0.01)
-    with record(optimizer, record="everything"):
-        for number, _ in enumerate(steps(tiny, optimizer, 4)):
-            if number == 1:
-                optimizer.add_param_group({"params": list(tiny.mix.parameters()), "lr": 0.1})
-    ds = read(tmp_path)
-    assert ds.sizes["step"] == 5
-    assert about(notes, "params_lr", "shape (2,)")
-    assert np.isfinite(ds.lr.values[1:]).all()
-
-
-def test_a_rate_that_is_a_tensor_or_a_list_of_one(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny, lr=torch.tensor([0.01]))
-    with record(optimizer, record=("all", "everything")):
-        for _ in steps(tiny, optimizer):
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-    expected = [np.float32(0.01) / 2**n for n in (1, 2, 3)]
-    np.testing.assert_allclose(read(tmp_path).lr.values[1:], expected)
-
-
-def test_a_parameter_that_is_replaced(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny)
-    lists = Lists(tiny.embedding.weight)
-    with record(optimizer):
-        for number, batch in enumerate(batches(4)):
-            if number == 2:
-                new = torch.nn.Parameter(tiny.embedding.weight.detach().clone() * 2)
-                tiny.embedding.weight = tiny.head.weight = lists.parameter = new
-                optimizer.param_groups[0]["params"][0] = new
-            optimizer.zero_grad()
-            tiny(**batch)["loss"].backward()
-            lists.add(grad=lists.parameter.grad)
-            optimizer.step()
-            lists.add(W=lists.parameter)
-    lists.agree_with(tmp_path / "run.zarr")
-    assert about(notes, "another tensor")
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_model_that_changes_its_type(
-    strict: bool, tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
-    taken = []
-
-    def loop() -> None:
-        with record(optimizer, strict=strict):
-            for number, _ in enumerate(steps(tiny, optimizer, 4)):
-                if number == 1:
-                    tiny.double()
-                    optimizer.zero_grad()
-                taken.append(number)
-
-    if strict:
-        with pytest.raises(Exception, match="float64"):
-            loop()
-    else:
-        loop()
-        assert len(taken) == 4, "the training was ended"
-        assert about(notes, "recording ended in step 2", "float64")
-    ds = read(tmp_path)
-    assert ds.attrs["status"] == "interrupted"
-    assert ds.sizes["step"] == 2
-
-
-# 2. Gradients wherever they come from ------------------------------------------------------------
 
 
 def test_flags_of_accelerate_do_not_concern_others(tiny: Any, record: Any, tmp_path: Path) -> None:
@@ -201,11 +68,6 @@ def test_masked_gradients(tiny: Any, record: Any, notes: list[str], tmp_path: Pa
     assert not about(notes, "max_grad_norm")
 
 
-def lists_of(lists: Lists, tmp_path: Path, *names: str) -> Any:
-    lists.rows = {name: lists.rows[name] for name in names}
-    return lists.agree_with(tmp_path / "run.zarr").load()
-
-
 def test_a_gradient_that_is_discarded(tiny: Any, record: Any, tmp_path: Path) -> None:
     for set_to_none in (True, False):
         optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
@@ -218,9 +80,6 @@ def test_a_gradient_that_is_discarded(tiny: Any, record: Any, tmp_path: Path) ->
         assert not np.nan_to_num(ds.grad.values[2]).any()
         assert ds.loss.values[3] == output["loss"].item()
         assert np.array_equal(ds.W.values[2], ds.W.values[1])
-
-
-# 3. Passes that did not train --------------------------------------------------------------------
 
 
 def test_a_step_that_is_skipped_by_hand(tiny: Any, record: Any, tmp_path: Path) -> None:
@@ -313,131 +172,6 @@ def test_copies_of_the_model(tiny: Any, record: Any, tmp_path: Path) -> None:
     assert len(run._backwards) == before == 0
 
 
-# 4. Hooks ----------------------------------------------------------------------------------------
-
-
-def test_models_are_saved_and_copied_while_they_are_recorded(
-    tiny: Any, record: Any, tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny)
-    with record(optimizer, record=("everything", "hidden_mean")):
-        for _ in steps(tiny, optimizer):
-            file = io.BytesIO()
-            torch.save(tiny, file)
-            copied = copy.deepcopy(tiny)
-    assert b"trajstore.trainers" not in file.getvalue()
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (loaded, copied, pickle.loads(pickle.dumps(copied))):
-        assert other(**batches(1)[0])["loss"].isfinite()
-
-
-# 5. A training that no longer goes through the recorder ------------------------------------------
-
-
-def test_a_new_optimizer(tiny: Any, record: Any, notes: list[str], tmp_path: Path) -> None:
-    first = adamw(tiny)
-    with record(first):
-        for _ in steps(tiny, first, 3):
-            pass
-        second = adamw(tiny)
-        for _ in steps(tiny, second, 3):
-            pass
-    ds = read(tmp_path)
-    assert ds.sizes["step"] == 4
-    assert about(notes, "is not that of the last row at the end")
-    assert about([one["note"] for one in ds.attrs["notes"]], "is not that of the last row")
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("through_data", [False, True])
-def test_weights_that_are_written_after_the_step(
-    through_data: bool, every: int, tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny)
-    W = tiny.embedding.weight
-    start = W.detach().clone()
-    with record(optimizer, every=every):
-        for number, _ in enumerate(steps(tiny, optimizer, 4)):
-            if number:
-                with torch.no_grad():
-                    (W.data if through_data else W)[13:] = start[13:]
-    assert about(notes, "was changed outside optimizer.step()")
-    (entry,) = [one for one in read(tmp_path).attrs["notes"] if "outside" in one["note"]]
-    assert (entry["first_step"], entry["count"]) == (2, 3)
-
-
-def test_usual_loops_have_no_such_note(tiny: Any, record: Any, notes: list[str]) -> None:
-    optimizer = adamw(tiny)
-    with record(optimizer, every=2, is_dead=np.arange(VOCAB) >= 13):
-        for batch in batches(3):
-            for _ in range(2):
-                (tiny(**batch)["loss"] / 2).backward()
-            with torch.no_grad():
-                tiny(**batch)
-            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert notes == []
-
-
-# 7., 19. Optimizers of others --------------------------------------------------------------------
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Wraps an optimizer, and does not call the constructor of its base class."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.mul_(0.99)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-
-class Odd(torch.optim.Optimizer):
-    """Without a rate; with moments of another shape and type, and an infinite setting."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"d": float("inf")})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("exp_avg", torch.zeros(3, dtype=torch.int8))
-                p.add_(p.grad, alpha=-0.1)
-
-
-@pytest.mark.parametrize("record_", ["all", "everything"])
-def test_optimizers_that_wrap_or_have_no_rate(
-    record_: str, tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    for optimizer in (Lookahead(adamw(tiny)), Odd(tiny.parameters()),
-                      torch.optim.Adafactor(tiny.parameters())):  # fmt: skip
-        lists = Lists(tiny.embedding.weight)
-        notes.clear()
-        with record(optimizer, overwrite=True, record=record_):
-            for batch in batches(3):
-                optimizer.zero_grad()
-                tiny(**batch)["loss"].backward()
-                lists.add(grad=lists.parameter.grad)
-                optimizer.step()
-                lists.add(W=lists.parameter)
-        lists.agree_with(tmp_path / "run.zarr")
-        assert about(notes, "has no rate lr") == isinstance(optimizer, Odd)
-        assert not about(notes, "outside optimizer.step()")
-
-
-# 8. to 10., 13. Losses ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("loss_of", "expected"),
     [
@@ -498,22 +232,6 @@ def test_a_loss_observed_after_the_step(
             losses.append(loss.item())
     assert read(tmp_path).loss.values[1:].tolist() == losses
     assert about(notes, "after optimizer.step()")
-
-
-def test_weights_loaded_before_the_first_step(tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer = adamw(tiny)
-    with record(optimizer, record="everything"):
-        tiny.load_state_dict({k: v + 1 for k, v in tiny.state_dict().items()})
-        lists = Lists(tiny.embedding.weight)
-        mix = tiny.mix.weight.detach().clone()
-        for _ in steps(tiny, optimizer):
-            pass
-    ds = read(tmp_path)
-    assert np.array_equal(ds.W.values[0], lists.rows["W"][0])
-    np.testing.assert_array_equal(ds.traj.parameter("mix.weight").W[0], mix)
-
-
-# 9., 14. Recomputation and several backward passes -----------------------------------------------
 
 
 class Checkpointed(TinyModel):
@@ -585,9 +303,6 @@ def test_a_second_backward_pass_without_the_matrix(tiny: Any, record: Any, tmp_p
     assert np.isfinite(ds.param_grad_norm.values[1:]).all()
 
 
-# 15. What the optimizer consumed -----------------------------------------------------------------
-
-
 def test_clipping_and_a_rate_inside_a_closure(tiny: Any, record: Any, tmp_path: Path) -> None:
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
@@ -625,135 +340,6 @@ def test_clipping_in_a_later_hook(tiny: Any, record: Any, tmp_path: Path) -> Non
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
 
 
-# 16. The first step ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("without", ["matrix", "backward"])
-def test_a_first_step_without_a_gradient(
-    without: str, tiny: Any, record: Any, tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny)
-    lists = Lists(tiny.embedding.weight)
-    with record(optimizer):
-        for number, batch in enumerate(batches(3)):
-            optimizer.zero_grad()
-            if number:
-                tiny(**batch)["loss"].backward()
-            elif without == "matrix":
-                tiny.mix(torch.ones(HIDDEN)).sum().backward()
-            gradient = lists.parameter.grad
-            nan = torch.full_like(lists.parameter, float("nan"))
-            lists.add(grad=nan if gradient is None else gradient)
-            optimizer.step()
-            lists.add(W=lists.parameter)
-            state = optimizer.state.get(lists.parameter, {})
-            zero = torch.zeros_like(lists.parameter)
-            lists.add(exp_avg=state.get("exp_avg", zero))
-    ds = lists.agree_with(tmp_path / "run.zarr")
-    assert np.isfinite(ds.loss.values[2:]).all()
-
-
-# 18. Scalers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_that_is_not_passed(
-    fused: bool, tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-    lists = Lists(tiny.embedding.weight)
-    with record(optimizer):
-        for batch in batches(3):
-            optimizer.zero_grad()
-            loss = tiny(**batch)["loss"]
-            scaler.scale(loss).backward()
-            lists.add(grad=lists.parameter.grad / scaler.get_scale(), loss=loss)
-            scaler.step(optimizer)
-            scaler.update()
-            lists.add(W=lists.parameter)
-    ds = lists.agree_with(tmp_path / "run.zarr")
-    assert ds.skipped.values[1:].tolist() == [0, 0, 0]
-    assert about(notes, "GradScaler that was not passed")
-
-
-def test_two_recordings_with_one_scaler(tiny: Any, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    models = [tiny, TinyModel()]
-    optimizers = [adamw(model) for model in models]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    with (
-        capture(models[0], optimizers[0], tmp_path / "a.zarr", scaler=scaler),
-        capture(models[1], optimizers[1], tmp_path / "b.zarr", scaler=scaler),
-    ):
-        for batch in batches(3):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                scaler.scale(model(**batch)["loss"]).backward()
-                scaler.step(optimizer)
-            scaler.update()
-    for name, model in zip("ab", models, strict=True):
-        ds = open_run(tmp_path / f"{name}.zarr")
-        assert ds.attrs["status"] == "complete"
-        assert np.array_equal(ds.W.values[-1], model.embedding.weight.detach())
-    assert "step" not in vars(scaler)
-
-
-# 19., 20. Compilers, and errors in hooks ---------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_of_the_optimizer(tiny: Any, record: Any, tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    optimizer = adamw(tiny)
-    step = torch.compile(optimizer.step, backend="eager")
-    lists = Lists(tiny.embedding.weight)
-    with record(optimizer):
-        for batch in batches(3):
-            optimizer.zero_grad()
-            tiny(**batch)["loss"].backward()
-            step()
-            lists.add(W=lists.parameter)
-    lists_of(lists, tmp_path, "W")
-
-
-@pytest.mark.parametrize("at", range(1, 12))
-def test_an_interruption_in_a_hook(at: int, tiny: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """A row and its step are complete together, or the recording ends."""
-    from trajstore.trainers.recording.parameter_rows import ParameterRows
-
-    calls = {"count": 0}
-
-    def interrupted(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls["count"] += 1
-            if calls["count"] == 40 + at:
-                raise KeyboardInterrupt
-            return original(self, *args, **kwargs)
-
-        return call
-
-    for name in ("set", "end_row", "_store_row", "set_change_norms"):
-        monkeypatch.setattr(ParameterRows, name, interrupted(getattr(ParameterRows, name)))
-    optimizer = adamw(tiny)
-    lists = Lists(tiny.embedding.weight)
-    with capture(tiny, optimizer, tmp_path / "run.zarr"):
-        for batch in batches(12):
-            try:
-                optimizer.zero_grad()
-                tiny(**batch)["loss"].backward()
-                optimizer.step()
-            except KeyboardInterrupt:
-                pass
-            lists.add(W=lists.parameter)
-    ds = read(tmp_path)
-    assert ds.attrs["status"] == "interrupted"
-    assert about([one["note"] for one in ds.attrs["notes"]], "recording ended in step")
-    kept = torch.stack(lists.rows["W"])[: ds.sizes["step"]]
-    assert ds.step.values.tolist() == list(range(len(kept)))
-    assert np.array_equal(ds.W.values, kept)
-
-
 def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any, tmp_path: Path) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -764,99 +350,6 @@ def test_clipping_inside_a_dispatch_mode(tiny: Any, record: Any, tmp_path: Path)
     ds = read(tmp_path)
     expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
     np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
-
-
-# 21. The end of the interpreter ------------------------------------------------------------------
-
-GENERATOR = """
-import torch
-from list_recorder import TinyModel, batches
-from trajstore.trainers import capture
-
-
-def losses(model, optimizer):
-    with capture(model, optimizer, "run.zarr"):
-        for batch in batches(9):
-            loss = model(**batch)["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield loss.item()
-
-
-model = TinyModel()
-left_open = losses(model, torch.optim.AdamW(model.parameters()))
-for _ in range(4):
-    next(left_open)
-"""
-
-
-def test_a_generator_that_is_left_open(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATOR],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
-    ds = read(tmp_path)
-    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4])
-
-
-# Found by trying other loops ---------------------------------------------------------------------
-
-
-def losses_of(tmp_path: Path) -> list[float]:
-    return [float(loss) for loss in read(tmp_path).loss.values[1:]]
-
-
-class OwnStep(torch.optim.AdamW):
-    """Clips, and clears the gradients, in its own step."""
-
-    def step(self, closure: Any = None) -> Any:
-        parameters = self.param_groups[0]["params"]
-        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-        super().step(closure)
-        for parameter in parameters:
-            parameter.grad = None
-
-
-def test_a_step_that_calls_that_of_its_base_class(tiny: Any, record: Any, tmp_path: Path) -> None:
-    adamw(torch.nn.Linear(1, 1))  # torch adds hooks to the base class when it is first used
-    optimizer, expected = OwnStep(tiny.parameters(), lr=0.01), []
-    with record(optimizer):
-        for output in steps(tiny, optimizer):
-            expected.append(output["loss"].item())
-    assert losses_of(tmp_path) == expected
-    assert (read(tmp_path).clip_coef.values[1:] < 0.2).all()
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_has_failed(error: Any, tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer, calls, expected = adamw(tiny), [0], []
-
-    def fails_once(*_: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise error("no step")
-
-    with record(optimizer):
-        optimizer.register_step_pre_hook(fails_once)
-        for batch in batches(4):
-            try:
-                optimizer.zero_grad(set_to_none=False)
-                loss = tiny(**batch)["loss"]
-                loss.backward()
-                norm = torch.nn.utils.get_total_norm([p.grad for p in tiny.parameters()])
-                optimizer.step()
-            except error:
-                continue
-            expected.append((loss.item(), float(norm)))
-    ds = read(tmp_path)
-    assert losses_of(tmp_path) == [loss for loss, _ in expected]
-    np.testing.assert_allclose(ds.grad_norm[1:], [norm for _, norm in expected], rtol=1e-6)
 
 
 def test_a_loss_observed_before_backward(
@@ -979,21 +472,6 @@ def test_gradients_of_single_examples(tiny: Any, record: Any, tmp_path: Path) ->
             optimizer.step()
             lists.add(W=tiny.embedding.weight)
     lists.agree_with(tmp_path / "run.zarr")
-
-
-def test_a_scheduler_that_a_hook_of_the_step_calls(
-    tiny: Any, record: Any, notes: list[str], tmp_path: Path
-) -> None:
-    optimizer = adamw(tiny)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    with record(optimizer, record=("all", "everything")):
-        for _ in steps(tiny, optimizer):
-            pass
-    ds = read(tmp_path)
-    assert np.isnan(ds.lr.values[1:]).all()
-    assert np.isnan(ds.params_lr.values[1:]).all()
-    assert about(notes, "lr is NaN", "scheduler")
 
 
 def test_a_probe_beside_an_assigned_gradient(

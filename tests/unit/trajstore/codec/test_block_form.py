@@ -8,30 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bits_and_calls import random_bits
+from one_block import FORM, OWN, written
 
 from trajstore.codec.block_form import BlockForm, Tail
 from trajstore.codec.block_label import ANYWHERE, LABEL
-from trajstore.codec.codec_chain import chain
-from trajstore.codec.shard import encoded_chunks, shard_parts
 from trajstore.values.native_types import native_type
 
-OLD, OWN, OTHER = "1a" * 16, "2b" * 16, "3c" * 16
-
-FORM = BlockForm(
-    array="W",
-    chain=chain(native_type("bfloat16"), 3, small=True),
-    shape=(8, 6, 2),
-    chunk=(4, 3, 2),
-    runs=((0, OWN),),
-)
-BITS = random_bits(FORM.shape, 3)
-
-
-def written(form: BlockForm = FORM, **place: int) -> bytes:
-    """An object that holds `BITS`."""
-    chunks, at = encoded_chunks(form, BITS), {"block": 5, "part": 1} | place
-    return b"".join(shard_parts(form, chunks, **at, rows=8))
+OLD, OTHER = "1a" * 16, "3c" * 16
 
 
 def tail_of(data: bytes, form: BlockForm = FORM, place: Any = (5, 1)) -> Tail:

@@ -11,33 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bits_and_calls import random_bits
+from one_block import BITS, FORM, written
 
 from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_object import BytesObject, at_once
-from trajstore.codec.codec_chain import chain
 from trajstore.codec.open_block import OpenBlock
 from trajstore.codec.selected_parts import picks
-from trajstore.codec.shard import encoded_chunks, shard_parts
 from trajstore.errors import FormatError
-from trajstore.values.native_types import native_type
-
-OWN = "2b" * 16
-
-FORM = BlockForm(
-    array="W",
-    chain=chain(native_type("bfloat16"), 3, small=True),
-    shape=(8, 6, 2),
-    chunk=(4, 3, 2),
-    runs=((0, OWN),),
-)
-BITS = random_bits(FORM.shape, 3)
-
-
-def written(form: BlockForm = FORM, *, rows: int = 8) -> bytes:
-    """An object that holds `BITS`."""
-    chunks = encoded_chunks(form, BITS)
-    return b"".join(shard_parts(form, chunks, block=5, part=1, rows=rows))
 
 
 class Fetched(BytesObject):
