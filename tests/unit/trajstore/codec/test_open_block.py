@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bits_and_calls import random_bits
 from one_block import BITS, FORM, written
 
 from trajstore.codec.block_form import BlockForm
@@ -102,7 +103,6 @@ def read_with(helpers: ThreadPoolExecutor, fetch: Callable[[int, int], bytes]) -
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> bytes:
     monkeypatch.setattr("trajstore.codec.open_block.default_threads", lambda: 3)
-    monkeypatch.setattr(f"{__name__}.BITS", random_bits(MANY.shape, 3))
     return written(MANY)
 
 
@@ -118,7 +118,7 @@ def test_other_threads_help_where_there_is_much_to_decode(many: bytes) -> None:
         return many[offset : offset + length]
 
     with ThreadPoolExecutor(2) as helpers:
-        np.testing.assert_array_equal(read_with(helpers, fetch), BITS)
+        np.testing.assert_array_equal(read_with(helpers, fetch), random_bits(MANY.shape, 3))
     assert len(names) == 3
 
 
@@ -129,7 +129,7 @@ def test_threads_that_are_busy_are_not_waited_for(many: bytes) -> None:
         got = read_with(helpers, lambda offset, length: many[offset : offset + length])
         assert not done.is_set()
         done.set()
-    np.testing.assert_array_equal(got, BITS)
+    np.testing.assert_array_equal(got, random_bits(MANY.shape, 3))
 
 
 def test_a_broken_chunk_ends_the_work_of_all_threads(many: bytes) -> None:
