@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from trajstore.errors import InvalidArgument
-from trajstore.values.native_types import NATIVE_TYPES, widen
-from trajstore.values.rounding import as_bfloat16, cast, convert, is_bfloat16, is_of_type
+from trajstore.values.native_types import NATIVE_TYPES, as_bfloat16, is_bfloat16, widen
+from trajstore.values.rounding import cast, convert, is_of_type
 
 EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
 
