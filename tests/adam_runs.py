@@ -105,7 +105,7 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
     The change that Adam makes of two moments is the package's own, which has tests against torch.
     """
     from trajstore.values.optimizer_rule import OptimizerRule
-    from trajstore.values.rounding import round_to
+    from trajstore.values.rounding import cast
     from trajstore.values.ulp_lattice import spacing
 
     rule = OptimizerRule.of(ds.attrs["optimizer"])
@@ -158,7 +158,7 @@ def attributed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
                 before = w[row - 1]
                 change = rule.change(before, m, v, np.float64(rate), np.int64(count[row]), of)
                 with np.errstate(all="ignore"):
-                    after = round_to((before.astype(np.float64) + change).astype(kind), of)
+                    after = cast((before.astype(np.float64) + change).astype(kind), of)
                     hops = np.abs(change.astype(np.float64)) / spacing(before, of)
                 moves |= any(b != a for a, b in zip(before, after, strict=True) if b == b)
                 known = [hop for hop in [margin[number, token], *hops] if hop == hop]

@@ -8,7 +8,7 @@ import numpy as np
 
 from trajstore import RunWriter
 from trajstore.values.optimizer_rule import OptimizerRule
-from trajstore.values.rounding import round_to
+from trajstore.values.rounding import cast
 
 TEXT = "the cat sat on the mat"
 TOKENS, HIDDEN, STEPS = 128, 4, 20
@@ -58,12 +58,12 @@ def write_example_run(path: Path) -> None:
             logits = (W * state).sum(-1, dtype=np.float64)
             weights = np.exp(logits)
             likely = weights / weights.sum()
-            grad = round_to(((likely - wanted)[:, None] * state).astype(np.float32), "bfloat16")
+            grad = cast(((likely - wanted)[:, None] * state).astype(np.float32), "bfloat16")
             for (name, beta), power in zip(
                 {"exp_avg": rule.beta1, "exp_avg_sq": rule.beta2}.items(), (1, 2), strict=True
             ):
                 new = beta * moments[name] + (1 - beta) * grad.astype(np.float64) ** power
-                moments[name] = round_to(new.astype(np.float32), "bfloat16")
+                moments[name] = cast(new.astype(np.float32), "bfloat16")
             lr = 0.01 * (1 - (step - 1) / STEPS)
             change = rule.change(
                 W,
@@ -73,7 +73,7 @@ def write_example_run(path: Path) -> None:
                 np.int64(step),
                 "bfloat16",
             )
-            W = round_to(W + change, "bfloat16")
+            W = cast(W + change, "bfloat16")
             run.append(
                 step=step,
                 W=W,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trajstore.errors import ConfigError
 from trajstore.values.moving_average import MovingAverage, share_left
-from trajstore.values.rounding import round_to
+from trajstore.values.rounding import cast
 
 __all__ = ["Advice", "advise", "advise_run", "require_sound"]
 
@@ -298,7 +298,7 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
 
 def _of_eps(rule: _Adam, native: str) -> Advice | None:
     given = np.array([rule.eps], np.float32)
-    if not given[0] or rule.rounds_once or round_to(given, native)[0]:
+    if not given[0] or rule.rounds_once or cast(given, native)[0]:
         return None
     return Advice(
         variable="eps",

@@ -16,7 +16,7 @@ from trajstore.errors import RunExists
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.writer import RunWriter
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
-from trajstore.values.rounding import round_to
+from trajstore.values.rounding import cast
 
 __all__ = ["sample_run"]
 
@@ -163,4 +163,4 @@ def _train(text: Array) -> Any:
 
 
 def _rounded(values: Array) -> Array:
-    return round_to(values.astype(np.float32), "bfloat16")
+    return cast(values.astype(np.float32), "bfloat16")

@@ -22,7 +22,7 @@ from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
-from trajstore.values.rounding import round_to
+from trajstore.values.rounding import cast
 
 __all__ = ["explain_gradient"]
 
@@ -199,7 +199,7 @@ def _largest_first(share: Wide) -> npt.NDArray[np.int64]:
 def _rounded(values: npt.NDArray[Any], precision: str) -> Wide:
     if precision == "float64":
         return values.astype(np.float64)
-    return round_to(values.astype(np.float32), precision).astype(np.float64)
+    return cast(values.astype(np.float32), precision).astype(np.float64)
 
 
 def _check(ds: xr.Dataset, denominator: float | None) -> None:

@@ -12,7 +12,7 @@ import xarray as xr
 
 import trajstore
 from trajstore import analysis
-from trajstore.values.rounding import round_to
+from trajstore.values.rounding import cast
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
@@ -35,7 +35,7 @@ def ds(path: Path) -> xr.Dataset:
 def test_the_intended_update_rounds_to_the_next_weights(ds: xr.Dataset) -> None:
     W = ds.W.values
     update = analysis.adam_update(ds).adam_update.values
-    rounded = round_to((W[:-1].astype(np.float64) + update).astype(np.float32), "bfloat16")
+    rounded = cast((W[:-1].astype(np.float64) + update).astype(np.float32), "bfloat16")
     assert (rounded == W[1:]).mean() >= 0.999
 
 

@@ -85,9 +85,9 @@ class Decoder:
             own = out.itemsize == self._chain.itemsize and window[0].start == 0
             values = self._predicted(frame, window, out.view(self._bits) if own else None)
             if not own:
-                self._put(values[window[0].start :], out)
+                self.put(values[window[0].start :], out)
         elif window[0].stop == 1:  # the key row
-            self._put(self._corrections(frame, window), out)
+            self.put(self._corrections(frame, window), out)
         else:
             raise ValueError("its rows are computed from other arrays, which were not passed")
 
@@ -132,7 +132,7 @@ class Decoder:
             native = self._chain.native
             unfold(values, native, out.view(f"u{out.itemsize}"), window[0].start)
         elif self._chain.kind == "native":
-            self._put(values, out)
+            self.put(values, out)
         else:
             out[...] = values.view(out.dtype)
 
@@ -183,7 +183,8 @@ class Decoder:
         decode_rows(taken, left, self._chain.native, out)
         return out
 
-    def _put(self, bits: Array, out: npt.NDArray[np.generic]) -> None:
+    def put(self, bits: Array, out: npt.NDArray[np.generic]) -> None:
+        """Write native bits to `out`, as the bits of the stored values or as they are."""
         if out.itemsize == bits.itemsize:
             out.view(bits.dtype)[...] = bits
         else:

@@ -37,7 +37,6 @@ __all__ = [
     "cache",
     "computed_chains",
     "unit_of",
-    "windows_of",
 ]
 
 Array = npt.NDArray[Any]
@@ -380,9 +379,3 @@ cache = _Cache(_CACHED)
 """Cache of this process, for all runs."""
 
 os.register_at_fork(after_in_child=cache.clear)  # a thread may have held the lock
-
-
-def windows_of(picks: Sequence[Any]) -> tuple[slice, ...]:
-    """Part of a chunk to decode for a selection: all rows from the first."""
-    rows, *others = (pick.window for pick in picks)
-    return (slice(0, rows.stop), *others)

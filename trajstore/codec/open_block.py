@@ -20,12 +20,10 @@ import numpy.typing as npt
 
 from trajstore.codec.block_form import BlockForm, FewerRows, Part, Tail
 from trajstore.codec.block_object import BlockObject
-from trajstore.codec.chunk_decoder import Decoder
-from trajstore.codec.computed_rows import cache, unit_of, windows_of
+from trajstore.codec.computed_rows import cache, unit_of
 from trajstore.codec.selected_parts import Pick, picks, positions
 from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
-from trajstore.values.native_types import widen
 
 __all__ = ["OpenBlock", "named", "with_consequence"]
 
@@ -209,25 +207,16 @@ class OpenBlock:
         decoder = self.form.decoder
         try:
             data = self.chunk(entry)
+            window = tuple(pick.window for pick in picks)
+            fill = partial(decoder.decode, data, window)
             if unit is not None and decoder.is_computed(data):
-                self._place_computed(unit.rows(picks, entry)[self.form.array], picks, out)
-            else:
-                _decode_picks(data, picks, decoder, out)
+                rows = unit.rows(window, entry)[self.form.array]
+                fill = partial(decoder.put, rows[window[0]])
+            _place(fill, picks, out)
         except FormatError:  # of another array
             raise
         except (ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{self._bytes(entry)}: a broken chunk ({error})") from error
-
-    def _place_computed(self, rows: Array, picks: Sequence[Pick], out: Array) -> None:
-        native = self.form.chain.native
-        values = rows[picks[0].window]
-        if out.itemsize == values.itemsize:
-            _place(values.view(out.dtype), picks, out)
-        elif all(pick.taken is None for pick in picks):
-            place = out[tuple(pick.place for pick in picks)]
-            widen(values, native, out=place.view(f"u{out.itemsize}"))
-        else:
-            _place(widen(values, native), picks, out)
 
     def _bytes(self, entry: int) -> str:
         offset, length = self.tail.index[entry].tolist()
@@ -244,17 +233,17 @@ class _ComputedBlock:
         self._rates: dict[str, Array] = {}
         self._lock = Lock()
 
-    def rows(self, picks: Sequence[Pick], entry: int) -> dict[str, Array]:
+    def rows(self, window: tuple[slice, ...], entry: int) -> dict[str, Array]:
         """Rows of all arrays of the unit, from the first row of a chunk.
 
         Parameters
         ----------
-        picks : sequence of Pick
-            Picks of the chunk.
+        window : tuple of slice
+            Part of the chunk.
         entry : int
             Number of the chunk in the object.
         """
-        windows = windows_of(picks)
+        windows = (slice(0, window[0].stop), *window[1:])
         names = (*self._unit.matrices, *self._unit.rates)
         labels = tuple(self._blocks[name].tail.label.digest for name in names)
         bounds = tuple((part.start, part.stop) for part in windows[1:])
@@ -326,21 +315,13 @@ def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int], None]) ->
         left.clear()  # after an error, all threads stop
 
 
-def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Array) -> None:
-    window = tuple(pick.window for pick in picks)
+def _place(fill: Callable[[Array], None], picks: Sequence[Pick], out: Array) -> None:
+    """Let `fill` write the values of a window, and place the picked ones."""
     if all(pick.taken is None for pick in picks):
-        decoder.decode(data, window, out[tuple(pick.place for pick in picks)])
+        fill(out[tuple(pick.place for pick in picks)])
         return
-    values = np.empty([item.stop - item.start for item in window], out.dtype)
-    decoder.decode(data, window, values)
-    _place(values, picks, out)
-
-
-def _place(values: Array, picks: Sequence[Pick], out: Array) -> None:
-    """Write the picked values of a window to their places."""
-    if all(pick.taken is None for pick in picks):
-        out[tuple(pick.place for pick in picks)] = values
-        return
+    values = np.empty([pick.window.stop - pick.window.start for pick in picks], out.dtype)
+    fill(values)
     for axis, pick in enumerate(picks):
         if pick.taken is not None:
             values = values.take(pick.taken, axis)

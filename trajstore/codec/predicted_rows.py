@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.prediction_loop import run_decoding_loop, run_encoding_loop
+from trajstore.codec.prediction_loop import ITERATIONS, NEAR, TRIALS
 from trajstore.codec.scratch_memory import scratch
+from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.native_types import NativeType, narrow, widen
 from trajstore.values.rounding import cast, check_subnormals, result_bits
 
@@ -26,11 +27,12 @@ __all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
 Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row
-_ITERATIONS = 2  # of the power method, and then as many with less weight for tokens apart
-_NEAR = np.float32(1e-4)  # square of the distance at which a token has half of its weight
-_TRIALS = 2  # terms to try after the best number of terms
 _BITS = {2: 11, 4: 28}  # approximate bits of a stored coefficient, by bytes of a value
 _SAMPLE = 72  # approximate number of tokens that determine the directions of a row
+_WORK = 4  # numbers that NumPy processes in the time of one value of the encoding
+
+_ENCODING = CompiledLoop("trajstore.codec.prediction_loop", "terms_and_differences")
+_DECODING = CompiledLoop("trajstore.codec.prediction_loop", "decoded_rows")
 
 
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
@@ -57,16 +59,17 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
     every = max(1, tokens // _SAMPLE)
     # A sampled token stands for `every` tokens, which share the direction.
     price = _BITS[native.itemsize] * (-(-tokens // every) + hidden // every)
-    if not run_encoding_loop(
-        bits,
-        native,
-        coefficients,
-        differences,
-        every=every,
-        price=price,
-        trials=_TRIALS,
-        iterations=_ITERATIONS,
-        near=_NEAR,
+    if not _is_compiled(_ENCODING, native, _WORK * bits.size, bits) or not _ENCODING.run(
+        memory_of(bits),
+        bits.strides[0] // bits.itemsize,
+        (*bits.shape, MOST_TERMS),
+        coefficients.reshape(-1),
+        differences.reshape(-1),
+        native.spare_bits,
+        max(8, 1 << (hidden - 1).bit_length()),
+        every,
+        price,
+        np.float32(native.epsilon / 2),
     ):
         for row in range(rows):
             with np.errstate(all="ignore"):
@@ -91,12 +94,26 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType, bit
         Receives the rows.
     """
     check_subnormals()
-    if run_decoding_loop(coefficients, differences, native, bits):
+    if _is_compiled(_DECODING, native, bits.size, differences, bits) and _DECODING.run(
+        np.ascontiguousarray(coefficients).reshape(-1),
+        memory_of(differences),
+        differences.strides[0] // differences.itemsize,
+        memory_of(bits),
+        bits.strides[0] // bits.itemsize,
+        (*bits.shape, coefficients.shape[1]),
+        native.spare_bits,
+    ):
         return
     for row, folded in enumerate(differences):  # one row stays in the cache
         predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
         predicted += _unfolded(folded)
         bits[row] = _unordered(predicted, native)
+
+
+def _is_compiled(loop: CompiledLoop, native: NativeType, work: int, *arrays: Array) -> bool:
+    """True if a compiled loop supports the type and the arrays, and is worth a try."""
+    known = native.is_cut_off and native.stored == np.float32
+    return known and loop.is_worth(work) and all(map(rows_in_one_piece, arrays))
 
 
 def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
@@ -147,7 +164,7 @@ def _directions(sample: Array, native: NativeType, price: int) -> list[Array]:
     size = _estimated_size(ordered, total, native)
     found: list[Array] = []
     best = 0
-    while len(found) < min(MOST_TERMS, best + _TRIALS):
+    while len(found) < min(MOST_TERMS, best + TRIALS):
         weights = _lengths(left) + spacing
         weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
         main = _main_direction(left * weights[:, None])
@@ -184,10 +201,10 @@ def _main_direction(rows: Array) -> Array | None:
     if not 0 < lengths[largest] < np.inf:
         return None
     direction = rows[largest] / lengths[largest]
-    for iteration in range(2 * _ITERATIONS):
+    for iteration in range(2 * ITERATIONS):
         along = _sums(rows * direction)
-        if iteration >= _ITERATIONS:
-            along /= np.maximum(squares - along * along, 0) + _NEAR
+        if iteration >= ITERATIONS:
+            along /= np.maximum(squares - along * along, 0) + NEAR
         products = rows * along[:, None]
         products[0] += 0  # so that no sum is -0
         summed = np.add.accumulate(products)[-1]

@@ -1,7 +1,7 @@
 """Prediction of gradients over tokens, in loops that numba compiles.
 
-The results equal those of `trajstore.codec.predicted_rows`, bit for bit: the same operations in the
-same order.
+The results equal those of `trajstore.codec.predicted_rows`, which calls the loops, bit for bit: the
+same operations in the same order.
 """
 
 from __future__ import annotations
@@ -11,114 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
-from trajstore.values.native_types import NativeType
-
-__all__ = ["decoded_rows", "run_decoding_loop", "run_encoding_loop", "terms_and_differences"]
+__all__ = ["ITERATIONS", "NEAR", "TRIALS", "decoded_rows", "terms_and_differences"]
 
 Array = npt.NDArray[Any]
 
-_ENCODING = CompiledLoop("trajstore.codec.prediction_loop", "terms_and_differences")
-_DECODING = CompiledLoop("trajstore.codec.prediction_loop", "decoded_rows")
+ITERATIONS = 2
+"""Iterations of the power method, and then as many with less weight for tokens apart."""
 
-_WORK = 4  # numbers that NumPy processes in the time of one value of the encoding
+NEAR = np.float32(1e-4)
+"""Square of the distance from a direction at which a token has half of its weight."""
+
+TRIALS = 2
+"""Terms to try after the best number of terms."""
 
 _GROUP = 16  # tokens that fit into the L1 cache
-
-_TYPES = {"bfloat16": 16, "float32": 0}
-"""Types whose bits are the highest of a float32, with the number of omitted bits."""
-
-
-def run_encoding_loop(
-    bits: Array,
-    native: NativeType,
-    terms: Array,
-    differences: Array,
-    *,
-    every: int,
-    price: int,
-    trials: int,
-    iterations: int,
-    near: np.float32,
-) -> bool:
-    """Find the terms of each row of a chunk and the differences to their prediction.
-
-    Parameters
-    ----------
-    bits : ndarray of ``native.bits``, (row, token, hidden)
-    native : NativeType
-    terms : ndarray of ``native.bits``, (row, term, hidden + token), all 0
-        Receives the terms.
-    differences : ndarray of ``native.bits``, (row, token, hidden)
-        Receives the differences.
-    every : int
-        Distance of the tokens that determine the directions of a row.
-    price : int
-        Estimated bits of one term of these tokens.
-    trials : int
-        Terms to try after the best number of terms.
-    iterations : int
-        Iterations of the power method, and then as many with less weight for tokens apart.
-    near : float32
-        Square of the distance from a direction at which a token has half of its weight.
-
-    Returns
-    -------
-    bool
-        False if no loop is available. Then nothing was changed.
-    """
-    if native.name not in _TYPES or not _ENCODING.is_worth(_WORK * bits.size):
-        return False
-    if not rows_in_one_piece(bits):
-        return False
-    rows, tokens, hidden = bits.shape
-    shape = (rows, tokens, hidden, terms.shape[1])
-    return _ENCODING.run(
-        memory_of(bits),
-        bits.strides[0] // bits.itemsize,
-        shape,
-        terms.reshape(-1),
-        differences.reshape(-1),
-        native.spare_bits,
-        max(8, 1 << (hidden - 1).bit_length()),
-        every,
-        price,
-        trials,
-        iterations,
-        np.float32(native.epsilon / 2),
-        near,
-    )
-
-
-def run_decoding_loop(
-    coefficients: Array, differences: Array, native: NativeType, bits: Array
-) -> bool:
-    """Restore rows from terms and differences, if a compiled loop is available.
-
-    Parameters
-    ----------
-    coefficients : ndarray, (row, term, hidden + token)
-    differences, bits : ndarray of ``native.bits``, (row, token, hidden)
-    native : NativeType
-
-    Returns
-    -------
-    bool
-        False if no loop is available. Then nothing was changed.
-    """
-    if native.name not in _TYPES or not _DECODING.is_worth(differences.size):
-        return False
-    if not rows_in_one_piece(differences) or not rows_in_one_piece(bits):
-        return False
-    return _DECODING.run(
-        np.ascontiguousarray(coefficients).reshape(-1),
-        memory_of(differences),
-        differences.strides[0] // differences.itemsize,
-        memory_of(bits),
-        bits.strides[0] // bits.itemsize,
-        (*differences.shape, coefficients.shape[1]),
-        native.spare_bits,
-    )
 
 
 def terms_and_differences(
@@ -131,25 +37,28 @@ def terms_and_differences(
     width: int,
     every: int,
     price: int,
-    trials: int,
-    iterations: int,
     spacing: np.float32,
-    near: np.float32,
 ) -> None:
-    """The loop of `run_encoding_loop`. Arrays are 1-D memory.
+    """Find the terms of each row of a chunk and the differences to their prediction.
 
     Parameters
     ----------
+    bits : ndarray of ``native.bits``
+        Memory of the chunk, 1-D.
     stride : int
         Values between rows of `bits`.
     shape : tuple of int
         Numbers of rows, tokens, positions along hidden, and terms at most.
+    terms, differences : ndarray of ``native.bits``, 1-D
+        Receive the terms (row, term, hidden + token) and the differences (row, token, hidden).
     spare : int
         Omitted bits of the native type.
     width : int
         Power of two, at least 8 and the positions along hidden. Padding is 0.
-    every, price, trials, iterations, near
-        See `run_encoding_loop`.
+    every : int
+        Distance of the tokens that determine the directions of a row.
+    price : int
+        Estimated bits of one term of these tokens.
     spacing : float32
         Relative spacing of values, below which what is left of a token has less weight.
     """
@@ -261,7 +170,7 @@ def terms_and_differences(
                     now += np.int64(amount)
                 if trial == 0 or now < size:
                     size, count = now, trial
-                if trial == most or trial == count + trials:
+                if trial == most or trial == count + TRIALS:
                     break
                 # The main direction of what is left, by the power method.
                 largest, main = zero, 0
@@ -283,14 +192,14 @@ def terms_and_differences(
                 for at in range(width):
                     value = scaled[np.uint64(main * width + at)]
                     directions[direction + np.uint64(at)] = value / largest
-                for iteration in range(2 * iterations):
+                for iteration in range(2 * ITERATIONS):
                     summed[:] = zero
                     for token in range(samples):
                         place = np.uint64(token * width)
                         along = dot(scaled, place, directions, direction)
-                        if iteration >= iterations:
+                        if iteration >= ITERATIONS:
                             apart = powers[token] - along * along
-                            along /= (zero if apart < zero else apart) + near
+                            along /= (zero if apart < zero else apart) + NEAR
                         for at in range(width):
                             summed[np.uint64(at)] += scaled[place + np.uint64(at)] * along
                     length = np.sqrt(dot(summed, none, summed, none))
@@ -379,7 +288,7 @@ def decoded_rows(
     shape: tuple[int, int, int, int],
     spare: int,
 ) -> None:
-    """The loop of `run_decoding_loop`. Arrays are 1-D memory; strides are values between rows."""
+    """Restore rows from terms and differences. Arrays are 1-D memory; strides count values."""
     rows, tokens, hidden, terms = shape
     quiet, one, last = np.uint32(0x7FC00000), np.uint32(1), np.uint32(16)
     middle = np.uint32(0x7FFF) if spare else np.uint32(0)

@@ -1,6 +1,6 @@
 """Common file formats, without knowledge of runs.
 
-``array_file`` defines the interface of every format: named arrays, read by rows. Each format has a
+``array_file`` is the base of every format: named arrays, read by rows. Each format has a
 class that reads such a file and checks it completely before it reads a value: ``safetensors``,
 ``hdf5``, ``numpy_files``, ``torch_file``, and ``step_folder`` (with ``folder_numbers`` for numbers
 that differ between files). ``open_file`` detects the format. ``safetensors`` and ``hdf5_writing``

@@ -1,23 +1,23 @@
-"""Interface of every format: named arrays, read by rows, and attributes."""
+"""Base of every format: named arrays, read by rows, and attributes."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError, RunNotFound, TrajstoreError
 from trajstore.values.native_types import NATIVE_TYPES, widen
 
 __all__ = [
     "ArrayFile",
-    "OpenedFile",
     "check_expansion",
     "is_number",
     "plain_number",
@@ -32,37 +32,71 @@ _EXPANDED_AT_MOST = 200
 _LARGEST_TABLE = 64 << 20
 
 
-class ArrayFile(Protocol):
-    """A file of named arrays, open for reading. The size of every array has been checked.
+class ArrayFile:
+    """A file of named arrays, open for reading; a context manager.
+
+    A format has a subclass with `_open`, `shape`, `dtype` and `_values`. `_open` checks the size of
+    every array.
+
+    Parameters
+    ----------
+    path : path-like
+    is_folder : bool
+        True if it must be a folder, False for a file.
 
     Attributes
     ----------
     path : Path
+    format : str
+        One of safetensors, hdf5, npz, npy, torch, checkpoint and folder.
+    keys : tuple of str
+        Names of the arrays.
+    attributes : dict
+        Strings, numbers and lists of numbers besides the arrays.
+    unread : dict of str to str
+        Content that cannot be read, with reasons: ``{"names": "a variable-length string"}``.
+
+    Raises
+    ------
+    RunNotFound
+        If the path does not exist.
+    FormatError
+        If it is not a file of the format, or an array is not stored as announced.
     """
 
-    path: Path
+    format: str
+    keys: tuple[str, ...]
+    _expected = ""
+    """The format in words, for messages."""
+    _unsound: tuple[type[Exception], ...] = ()
+    """Errors of the library when it opens a damaged file."""
+    _unsound_values: tuple[type[Exception], ...] = ()
+    """Errors of the library when it reads values of a damaged file."""
 
-    @property
-    def format(self) -> str:
-        """One of safetensors, hdf5, npz, npy, torch, checkpoint and folder."""
+    def __init__(self, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
+        self.path = Path(path)
+        self.attributes: dict[str, Any] = {}
+        self.unread: dict[str, str] = {}
+        if not (self.path.is_dir() if is_folder else self.path.is_file()):
+            raise RunNotFound(f"there is no {'folder' if is_folder else 'file'} at {path}")
+        with ExitStack() as files, self._checked():
+            self._files = files
+            self._open()
+            self._files = files.pop_all()
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the arrays."""
+    def __enter__(self) -> Self:
+        return self
 
-    @property
-    def attributes(self) -> Mapping[str, Any]:
-        """Strings, numbers and lists of numbers besides the arrays."""
-
-    @property
-    def unread(self) -> Mapping[str, str]:
-        """Content that cannot be read, with reasons: ``{"names": "a variable-length string"}``."""
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
+        raise NotImplementedError
 
     def dtype(self, key: str) -> str:
         """Type of an array, by its name in NumPy and ml_dtypes: bfloat16, uint16, bool, …."""
+        raise NotImplementedError
 
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
@@ -82,44 +116,33 @@ class ArrayFile(Protocol):
         FormatError
             If they cannot be read.
         """
+        with self._checked(key):
+            values = self._values(key, slice(start, stop), outer)
+        values = values.astype(values.dtype.newbyteorder("="), copy=False)
+        native = NATIVE_TYPES.get(values.dtype.name)
+        if native is None:
+            return values
+        return np.ascontiguousarray(values).view(native.bits).reshape(values.shape)
 
-    def __enter__(self) -> Self:
-        """The file itself."""
-
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
-
-
-class OpenedFile:
-    """Base of the readers of all formats: a context manager for an existing path.
-
-    Parameters
-    ----------
-    path : path-like
-    is_folder : bool
-        True if it must be a folder, False for a file.
-
-    Raises
-    ------
-    RunNotFound
-        If the path does not exist.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
-        self.path = Path(path)
-        self.attributes: dict[str, Any] = {}
-        self.unread: dict[str, str] = {}
-        if not (self.path.is_dir() if is_folder else self.path.is_file()):
-            raise RunNotFound(f"there is no {'folder' if is_folder else 'file'} at {path}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def _open(self) -> None:
+        """Open and check the file. `_files` closes what is entered there."""
         raise NotImplementedError
+
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
+        """Values as the library returns them, for `read`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _checked(self, key: str = "") -> Iterator[None]:
+        """Name the file, and the key whose values are read, in errors of the library."""
+        unsound = self._unsound_values if key else self._unsound
+        try:
+            yield
+        except TrajstoreError:
+            raise
+        except unsound as error:
+            fault = f"cannot read {key} ({error})" if key else error
+            raise FormatError(f"{self.path} is not {self._expected}: {fault}") from None
 
 
 def check_expansion(path: Path, decoded: int) -> None:
@@ -191,11 +214,10 @@ def read_rows(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     offset: int,
-    start: int | None = None,
-    stop: int | None = None,
-    outer: int | None = None,
+    rows: slice,
+    outer: int | None,
 ) -> Array:
-    """Rows of an array that a file holds in C order, in the byte order of the machine.
+    """Rows of an array that a file holds in C order.
 
     Parameters
     ----------
@@ -205,9 +227,9 @@ def read_rows(
     shape : tuple of int
     offset : int
         Position of the array in the file, in bytes.
-    start, stop : int, optional
-        Rows. Default: all.
-    outer : int, optional
+    rows : slice
+        Start and stop of the rows; None for all.
+    outer : int or None
         Position along a first axis before the rows.
 
     Raises
@@ -218,13 +240,12 @@ def read_rows(
     if outer is not None:
         shape = shape[1:]
         offset += outer * math.prod(shape) * dtype.itemsize
-    if start is not None and stop is not None:
-        offset += start * math.prod(shape[1:]) * dtype.itemsize
-        shape = (stop - start, *shape[1:])
+    if rows.start is not None:
+        offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
+        shape = (rows.stop - rows.start, *shape[1:])
     need = math.prod(shape) * dtype.itemsize
     file.seek(offset)
     data = file.read(need)
     if len(data) < need:
         raise EOFError("it was cut short")
-    values = np.frombuffer(data, dtype).reshape(shape)
-    return values.astype(dtype.newbyteorder("="), copy=False)
+    return np.frombuffer(data, dtype).reshape(shape)

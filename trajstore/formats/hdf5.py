@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.errors import FormatError, InvalidArgument, MissingExtra
-from trajstore.formats.array_file import OpenedFile, check_expansion
+from trajstore.formats.array_file import ArrayFile, check_expansion
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["Hdf5File", "load_h5py"]
@@ -38,8 +38,8 @@ _LARGE_CHUNK = 16 << 20
 """Largest chunk, in bytes, that HDF5 may decompress whole for a few rows."""
 
 
-class Hdf5File(OpenedFile):
-    """An HDF5 file, open for reading; a context manager. It really holds all its datasets.
+class Hdf5File(ArrayFile):
+    """An HDF5 file. It really holds all its datasets.
 
     Parameters
     ----------
@@ -50,7 +50,6 @@ class Hdf5File(OpenedFile):
 
     Attributes
     ----------
-    format : str
     keys : tuple of str
         Paths of the datasets: names of groups and dataset, joined by slashes.
     attributes : dict of str to str, int, float, bool or list of them
@@ -60,35 +59,25 @@ class Hdf5File(OpenedFile):
 
     Raises
     ------
-    RunNotFound
-        If the file does not exist.
-    FormatError
-        If it is not an HDF5 file, or does not store a dataset as announced.
     MissingExtra
         If h5py is not installed.
     """
 
     format = "hdf5"
+    _expected = "a valid HDF5 file"
+    _unsound = _unsound_values = _UNSOUND
 
     def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
-        h5py = load_h5py()
-        super().__init__(path)
-        try:
-            self._file = h5py.File(self.path, "r")
-        except (OSError, ValueError, RuntimeError) as error:
-            raise FormatError(f"{path} is not a valid HDF5 file: {error}") from None
         self._memory = memory
         self._held: dict[str, int] = {}
-        try:
-            self._datasets = dict(self._sound(h5py))
-            check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
-        except BaseException:
-            self._close()
-            raise
-        self.keys = tuple(self._datasets)
+        super().__init__(path)
 
-    def _close(self) -> None:
-        self._file.close()
+    def _open(self) -> None:
+        h5py = load_h5py()
+        self._file = self._files.enter_context(h5py.File(self.path, "r"))
+        self._datasets = dict(self._items(h5py, self._file, "", 0, [_MOST_ITEMS]))
+        check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
+        self.keys = tuple(self._datasets)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a dataset."""
@@ -110,51 +99,26 @@ class Hdf5File(OpenedFile):
     def _native_dtype(self, key: str) -> str | None:
         """Native type of a dataset, from its attribute; None without one."""
         attributes = self._datasets[key].attrs
-        try:
+        with self._checked(key):
             if "native_dtype" not in attributes:
                 return None
             # A variable-length string would be read from the heap; see `hdf5_writing`.
             fixed = attributes.get_id("native_dtype").dtype.kind == "S"
             return attributes["native_dtype"].decode() if fixed else "a variable-length string"
-        except _UNSOUND as error:
-            raise self._wrong(key, error) from None
 
-    def read(
-        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
-    ) -> Array:
-        """Read a dataset, or its rows from `start` up to `stop`; floats as their bits.
-
-        Parameters
-        ----------
-        key : str
-        start, stop : int, optional
-        outer : int, optional
-            Position along a first axis before the rows.
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
+        """Values of a dataset.
 
         Raises
         ------
-        FormatError
-            If the library cannot read them.
         InvalidArgument
             If `memory` does not hold a compressed chunk that must be held whole.
         """
-        try:
-            if key not in self._held and _is_large_and_packed(self._datasets[key]):
-                self._hold_chunks(key, 0 if outer is None else 1)
-            dataset, where = self._datasets[key], slice(start, stop)
-            if not dataset.shape:
-                values = np.asarray(dataset[()])
-            else:
-                values = np.asarray(dataset[where] if outer is None else dataset[outer, where])
-        except InvalidArgument:
-            raise
-        except _UNSOUND as error:
-            raise self._wrong(key, error) from None
-        values = values.astype(values.dtype.newbyteorder("="), copy=False)
-        dtype = self.dtype(key)
-        if dtype in NATIVE_TYPES and values.dtype.kind == "f":
-            return np.ascontiguousarray(values).view(NATIVE_TYPES[dtype].bits).reshape(values.shape)
-        return values
+        if key not in self._held and _is_large_and_packed(self._datasets[key]):
+            self._hold_chunks(key, 0 if outer is None else 1)
+        dataset = self._datasets[key]
+        where = () if not dataset.shape else rows if outer is None else (outer, rows)
+        return np.asarray(dataset[where])
 
     def _hold_chunks(self, key: str, axis: int) -> None:
         """Let HDF5 keep the chunks of the rows that are read, so that it decodes each once."""
@@ -179,14 +143,6 @@ class Hdf5File(OpenedFile):
         # HDF5 gives the cache to a dataset only when it is opened for the first time.
         del dataset, self._datasets[key]
         self._datasets[key] = h5py.Dataset(h5py.h5d.open(self._file.id, key.encode(), access))
-
-    def _sound(self, h5py: Any) -> Iterator[tuple[str, Any]]:
-        try:
-            yield from self._items(h5py, self._file, "", 0, [_MOST_ITEMS])
-        except FormatError:
-            raise
-        except _UNSOUND as error:
-            raise FormatError(f"{self.path} is not a valid HDF5 file: {error}") from None
 
     def _items(
         self, h5py: Any, group: Any, prefix: str, depth: int, left: list[int]
@@ -230,9 +186,6 @@ class Hdf5File(OpenedFile):
             else:
                 values = np.asarray(group.attrs[name]).reshape(-1)
                 self.attributes[key] = [_plain(value) for value in values]
-
-    def _wrong(self, key: str, error: Exception) -> FormatError:
-        return FormatError(f"{self.path} is not a valid HDF5 file: cannot read {key} ({error})")
 
 
 def _destination(h5py: Any, link: Any) -> str:

@@ -17,20 +17,18 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
-from trajstore.formats.array_file import OpenedFile, check_expansion, read_rows
-from trajstore.values.native_types import NATIVE_TYPES
+from trajstore.formats.array_file import ArrayFile, check_expansion, read_rows
 
 __all__ = ["NpyFile", "NpzFile"]
 
 Array = npt.NDArray[Any]
 
-_UNSOUND = (
-    OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError,
+_UNSOUND: tuple[type[Exception], ...] = (
+    ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError,
     RuntimeError, KeyError, SyntaxError, TypeError, tokenize.TokenError, struct.error,
     MemoryError, OverflowError, IndexError, AttributeError,
 )  # fmt: skip
-"""Errors of zipfile, zlib and numpy.lib.format when they read a damaged file.
+"""Errors of zipfile, zlib and numpy.lib.format when they read a damaged file, besides OSError.
 
 zipfile raises NotImplementedError for an unknown compression or version.
 """
@@ -82,18 +80,14 @@ class _Member:
         """Type. NumPy writes bfloat16 as two bytes without a type, here uint16."""
         return "uint16" if self.dtype.kind == "V" and self.dtype.itemsize == 2 else self.dtype.name
 
-    def read(self, start: int | None, stop: int | None, outer: int | None) -> Array:
+    def read(self, rows: slice, outer: int | None) -> Array:
         if self._is_scattered:
-            rows = (self._mapped if outer is None else self._mapped[outer])[start:stop]
+            scattered = (self._mapped if outer is None else self._mapped[outer])[rows]
             # First in the order of the file, so that it is read from its begin to its end.
-            values = np.ascontiguousarray(np.array(rows, self.dtype.newbyteorder("="), order="F"))
+            values = np.ascontiguousarray(np.array(scattered, order="F"))
         else:
-            values = read_rows(self._file, self.dtype, self.shape, self._begin, start, stop, outer)
-        if self.dtype.kind == "V":
-            return values.view(np.uint16)
-        if self.name in NATIVE_TYPES:
-            return values.reshape(-1).view(NATIVE_TYPES[self.name].bits).reshape(values.shape)
-        return values
+            values = read_rows(self._file, self.dtype, self.shape, self._begin, rows, outer)
+        return values.view(np.uint16) if self.dtype.kind == "V" else values
 
     @cached_property
     def _mapped(self) -> Array:
@@ -106,34 +100,12 @@ class _Member:
             return np.memmap(extracted, self.dtype, "r", self._begin, self.shape, "F")
 
 
-class _NumpyFile(OpenedFile):
+class _NumpyFile(ArrayFile):
     """Base of the two files: members that are read one by one."""
 
-    format: str
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self._members: dict[str, _Member] = {}
-        self._opened: list[IO[bytes] | zipfile.ZipFile] = []  # in the order of closing
-        try:
-            self._open()
-        except BaseException as error:
-            self._close()
-            if isinstance(error, _UNSOUND) and not isinstance(error, FormatError):
-                raise FormatError(f"{path} is not a valid .{self.format} file: {error}") from None
-            raise
-
-    def _open(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the arrays."""
-        return tuple(self._members)
-
-    def _close(self) -> None:
-        for opened in self._opened:
-            opened.close()
+    _unsound = (*_UNSOUND, OSError)
+    _unsound_values = _UNSOUND  # an OSError is of the disk, such as a full one
+    _members: dict[str, _Member]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
@@ -143,89 +115,41 @@ class _NumpyFile(OpenedFile):
         """Type of an array."""
         return self._members[key].name
 
-    def read(
-        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
-    ) -> Array:
-        """Read an array, or its rows from `start` up to `stop`; floats as their bits.
-
-        Parameters
-        ----------
-        key : str
-        start, stop : int, optional
-        outer : int, optional
-            Position along a first axis before the rows.
-
-        Raises
-        ------
-        FormatError
-            If they cannot be read.
-        """
-        try:
-            return self._members[key].read(start, stop, outer)
-        except OSError:  # of the disk, such as a full one
-            raise
-        except _UNSOUND as error:
-            raise FormatError(
-                f"{self.path} is not a valid NumPy file: cannot read {key} ({error})"
-            ) from None
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
+        return self._members[key].read(rows, outer)
 
 
 class NpyFile(_NumpyFile):
-    """A `.npy` file, open for reading. Its array has the name of the file.
-
-    Parameters
-    ----------
-    path : path-like
-
-    Raises
-    ------
-    RunNotFound
-        If the file does not exist.
-    FormatError
-        If it is not a `.npy` file, or its size does not match its array.
-    """
+    """A `.npy` file. Its array has the name of the file."""
 
     format = "npy"
+    _expected = "a valid .npy file"
 
     def _open(self) -> None:
-        file = self.path.open("rb")
-        self._opened.append(file)
-        self._members[self.path.stem] = _Member(file, os.fstat(file.fileno()).st_size)
+        file = self._files.enter_context(self.path.open("rb"))
+        self._members = {self.path.stem: _Member(file, os.fstat(file.fileno()).st_size)}
+        self.keys = (self.path.stem,)
 
 
 class NpzFile(_NumpyFile):
-    """A `.npz` file, open for reading; a context manager.
+    """A `.npz` file. Members that hold Python objects are not read.
 
     Compressed members are decompressed as a stream, so rows are best read in order.
-
-    Parameters
-    ----------
-    path : path-like
-
-    Attributes
-    ----------
-    unread : dict of str to str
-        Members that hold Python objects.
-
-    Raises
-    ------
-    RunNotFound
-        If the file does not exist.
-    FormatError
-        If it is not a `.npz` file, or a member is not stored as announced.
     """
 
     format = "npz"
+    _expected = "a valid .npz file"
 
     def _open(self) -> None:
-        archive = zipfile.ZipFile(self.path)
-        self._opened.append(archive)
+        self._members = {}
+        archive = self._files.enter_context(zipfile.ZipFile(self.path))
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
             try:
                 self._members[name] = self._member(archive, info)
             except _Pickled as error:
                 self.unread[name] = str(error)
+        self.keys = tuple(self._members)
         check_expansion(self.path, sum(info.file_size for info in archive.infolist()))
 
     def _member(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
@@ -238,11 +162,10 @@ class NpzFile(_NumpyFile):
             )
         if info.filename.removesuffix(".npy") in self._members:
             raise ValueError(f"the name {info.filename} occurs twice in it")
-        opened = archive.open(info)
-        self._opened.insert(-1, opened)
+        opened = self._files.enter_context(archive.open(info))
         try:
             return _Member(opened, info.file_size)
-        except _UNSOUND as error:
-            if isinstance(error, _Pickled):
-                raise
+        except _Pickled:
+            raise
+        except self._unsound as error:
             raise ValueError(f"{info.filename}: {error}") from None

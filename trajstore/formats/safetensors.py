@@ -23,7 +23,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.formats.array_file import OpenedFile, read_rows
+from trajstore.formats.array_file import ArrayFile, read_rows
 from trajstore.formats.streamed_tensor import Tensor, Where, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
@@ -74,46 +74,35 @@ class Entry:
     end: int
 
 
-class SafetensorsFile(OpenedFile):
-    """A safetensors file, open for reading; a context manager.
-
-    Parameters
-    ----------
-    path : path-like
+class SafetensorsFile(ArrayFile):
+    """A safetensors file. Its attributes are its metadata.
 
     Attributes
     ----------
-    format : str
     entries : dict of str to Entry
-    attributes : dict of str to str
-        Its metadata.
-    keys : tuple of str
-        Names of the tensors.
-    unread : dict of str to str
-        Always empty.
-
-    Raises
-    ------
-    RunNotFound
-        If the file does not exist.
-    FormatError
-        If it is not a safetensors file, or its header does not match its size.
     """
 
     format = "safetensors"
+    _expected = "a valid safetensors file, or was cut short"
+    _unsound = (SafetensorError, ValueError)
+    _unsound_values = (EOFError,)
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self._file = self.path.open("rb")
+    def _open(self) -> None:
+        self._file = self._files.enter_context(self.path.open("rb"))
+        length = int.from_bytes(self._file.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError(
+                f"it announces a header of {length} bytes, expected at most {_LONGEST_HEADER}"
+            )
         try:
-            self.entries, self.attributes = self._header()
-        except BaseException:
-            self._file.close()
-            raise
+            with safe_open(self.path, framework="numpy"):
+                header = parse(self._file.read(length).decode())
+        except SafetensorError as error:
+            text = str(error).removeprefix("Error while deserializing header: ")
+            raise ValueError(text) from None
+        self.attributes = header.pop("__metadata__", None) or {}
+        self.entries = {key: _entry(key, entry, 8 + length) for key, entry in header.items()}
         self.keys = tuple(self.entries)
-
-    def _close(self) -> None:
-        self._file.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -123,35 +112,14 @@ class SafetensorsFile(OpenedFile):
         """Type of a tensor, by its name in torch."""
         return self.entries[key].dtype
 
-    def read(
-        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
-    ) -> Array:
-        """Read the bits of a tensor, or of its rows from `start` up to `stop`.
-
-        Parameters
-        ----------
-        key : str
-        start, stop : int, optional
-        outer : int, optional
-            Position along a first axis before the rows.
-
-        Raises
-        ------
-        FormatError
-            If NumPy lacks its type, or the file has become shorter.
-        """
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         entry = self.entries[key]
         if entry.dtype not in _NAMES:
             raise FormatError(
                 f"{self.path}: {key} has type {entry.dtype}, expected one of {', '.join(_NAMES)}"
             )
         item = item_type(entry.dtype).newbyteorder("<")
-        try:
-            return read_rows(self._file, item, entry.shape, entry.begin, start, stop, outer)
-        except EOFError:
-            raise FormatError(
-                f"{self.path}: the file ends within {key}; it was cut short"
-            ) from None
+        return read_rows(self._file, item, entry.shape, entry.begin, rows, outer)
 
     def pieces(self, key: str) -> Iterator[bytes]:
         """Bytes of a tensor of any type, a few MiB at a time.
@@ -164,45 +132,23 @@ class SafetensorsFile(OpenedFile):
         entry = self.entries[key]
         self._file.seek(entry.begin)
         left = entry.end - entry.begin
-        while left:
-            piece = self._file.read(min(left, _PIECE))
-            if not piece:
-                raise FormatError(f"{self.path}: the file ends within {key}; it was cut short")
-            left -= len(piece)
-            yield piece
+        with self._checked(key):
+            while left:
+                piece = self._file.read(min(left, _PIECE))
+                if not piece:
+                    raise EOFError("it was cut short")
+                left -= len(piece)
+                yield piece
 
-    def _header(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        length = int.from_bytes(self._file.read(8), "little")
-        if length > _LONGEST_HEADER:
-            raise self._wrong(
-                f"it announces a header of {length} bytes, expected at most {_LONGEST_HEADER}"
-            )
-        try:
-            with safe_open(self.path, framework="numpy"):
-                header = parse(self._file.read(length).decode())
-        except (SafetensorError, ValueError) as error:
-            text = str(error).removeprefix("Error while deserializing header: ")
-            raise self._wrong(text) from None
-        metadata: dict[str, str] = header.pop("__metadata__", None) or {}
-        entries = {key: self._entry(key, entry, 8 + length) for key, entry in header.items()}
-        return entries, metadata
 
-    def _entry(self, key: str, entry: dict[str, Any], data: int) -> Entry:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        # The library allows any number of axes, and any lengths next to a length of 0.
-        if len(shape) > _MOST_DIMS or math.prod(max(length, 1) for length in shape) > _MOST_VALUES:
-            raise self._wrong(f"{key} has shape {shape}")
-        return Entry(
-            dtype=_DTYPES.get(dtype, dtype),
-            shape=tuple(shape),
-            begin=data + begin,
-            end=data + end,
-        )
-
-    def _wrong(self, fault: str) -> FormatError:
-        return FormatError(
-            f"{self.path} is not a valid safetensors file, or was cut short: {fault}"
-        )
+def _entry(key: str, entry: dict[str, Any], data: int) -> Entry:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # The library allows any number of axes, and any lengths next to a length of 0.
+    if len(shape) > _MOST_DIMS or math.prod(max(length, 1) for length in shape) > _MOST_VALUES:
+        raise ValueError(f"{key} has shape {shape}")
+    return Entry(
+        dtype=_DTYPES.get(dtype, dtype), shape=tuple(shape), begin=data + begin, end=data + end
+    )
 
 
 def write_safetensors(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.formats.array_file import ArrayFile, OpenedFile, is_number, plain_number, values_of
+from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
 from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -86,7 +86,7 @@ def _reason(entry: Path) -> str:
     return "no step in its name" if is_known else "not a file of arrays"
 
 
-class StepFolder(OpenedFile):
+class StepFolder(ArrayFile):
     """A folder of files with the same arrays, one file per step.
 
     Parameters
@@ -97,7 +97,6 @@ class StepFolder(OpenedFile):
 
     Attributes
     ----------
-    format : str
     keys : tuple of str
         Keys of the files, and `STEPS`. Numbers that differ between files have a row per file.
         Tables of whole numbers that are equal in all files are stored once.
@@ -115,16 +114,15 @@ class StepFolder(OpenedFile):
     format = "folder"
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        super().__init__(path, is_folder=True)
         self._opened = opened
-        self._entries = step_entries(path, self.unread)
         self._held: dict[str, Array] = {}
         self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
-        try:
-            self._kinds = self._agreed()
-        except BaseException:
-            self._close()
-            raise
+        super().__init__(path, is_folder=True)
+
+    def _open(self) -> None:
+        self._files.callback(self._close)
+        self._entries = step_entries(self.path, self.unread)
+        self._kinds = self._agreed()
         self.keys = (STEPS, *self._kinds, *self._held)
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -142,27 +140,19 @@ class StepFolder(OpenedFile):
             return self._held[key].dtype.name
         return "int64" if key == STEPS else self._kinds[key][1]
 
-    def read(
-        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
-    ) -> Array:
-        """Read an array in the files from `start` up to `stop`; floats as their bits.
-
-        Raises
-        ------
-        FormatError
-            If they cannot be read, or `outer` is given: a folder has no axis before its rows.
-        """
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         if outer is not None:
             raise FormatError(f"{self.path}: a folder has no axis of runs, so {key} has none")
         if key == STEPS:
-            return np.array([step for step, _ in self._entries], np.int64)[start:stop]
+            return np.array([step for step, _ in self._entries], np.int64)[rows]
         if key in self._held:
-            held = self._held[key][start:stop]
-            return held.view(np.uint64) if _is_float(held) else held
-        first = self._kinds[key][2]
-        rows = range(len(self._entries) - first)[start:stop]
-        read = [self._file(row + first).read(self._name(row + first, key)) for row in rows]
-        return np.stack(read).reshape(len(rows), *self._kinds[key][0])
+            return self._held[key][rows]
+        shape, _, first = self._kinds[key]
+        read = [
+            self._file(row).read(self._name(row, key))
+            for row in range(first, len(self._entries))[rows]
+        ]
+        return np.stack(read).reshape(len(read), *shape)
 
     def _name(self, row: int, key: str) -> str:
         """Key in the file of a row. The key of a `.npy` contains the step."""
@@ -248,7 +238,7 @@ class StepFolder(OpenedFile):
             self._cache.popitem()[1].__exit__()
 
 
-class TrainerCheckpoint(OpenedFile):
+class TrainerCheckpoint(ArrayFile):
     """A `checkpoint-N` folder of Hugging Face's Trainer: model and optimizer state.
 
     Parameters
@@ -259,12 +249,8 @@ class TrainerCheckpoint(OpenedFile):
 
     Attributes
     ----------
-    format : str
     keys : tuple of str
         Names of the model's tensors. Names of the optimizer's tensors start with ``optimizer.``.
-    attributes : dict
-    unread : dict of str to str
-        Unread content of its files.
 
     Raises
     ------
@@ -275,31 +261,25 @@ class TrainerCheckpoint(OpenedFile):
     format = "checkpoint"
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        super().__init__(path, is_folder=True)
-        models = _model_files(path)
-        if not models:
-            raise FormatError(f"{path} holds no model, expected {' or '.join(_MODELS)}")
-        self._files: list[ArrayFile] = []
+        self._opened = opened
         self._where: dict[str, tuple[ArrayFile, str]] = {}
-        try:
-            for model in models:
-                self._add(opened(model), "")
-            if (path / "optimizer.pt").is_file():
-                self._add(opened(path / "optimizer.pt"), "optimizer.")
-        except BaseException:
-            self._close()
-            raise
+        super().__init__(path, is_folder=True)
+
+    def _open(self) -> None:
+        models = _model_files(self.path)
+        if not models:
+            raise FormatError(f"{self.path} holds no model, expected {' or '.join(_MODELS)}")
+        for model in models:
+            self._add(model, "")
+        if (self.path / "optimizer.pt").is_file():
+            self._add(self.path / "optimizer.pt", "optimizer.")
         self.keys = tuple(self._where)
 
-    def _add(self, file: ArrayFile, prefix: str) -> None:
-        self._files.append(file)
+    def _add(self, path: Path, prefix: str) -> None:
+        file = self._files.enter_context(self._opened(path))
         self._where |= {f"{prefix}{key}": (file, key) for key in file.keys}
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
         self.unread |= {f"{prefix}{key}": why for key, why in file.unread.items()}
-
-    def _close(self) -> None:
-        for file in self._files:
-            file.__exit__()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -311,12 +291,9 @@ class TrainerCheckpoint(OpenedFile):
         file, name = self._where[key]
         return file.dtype(name)
 
-    def read(
-        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
-    ) -> Array:
-        """Read a tensor, or its rows from `start` up to `stop`."""
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         file, name = self._where[key]
-        return file.read(name, start, stop, outer)
+        return file.read(name, rows.start, rows.stop, outer)
 
 
 def _is_float(values: Array) -> bool:

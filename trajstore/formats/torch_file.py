@@ -9,7 +9,6 @@ only tensors and plain values (``weights_only=True``), so a file cannot run code
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, MissingExtra
-from trajstore.formats.array_file import OpenedFile
+from trajstore.formats.array_file import ArrayFile
 from trajstore.values.native_types import NATIVE_TYPES
 
 if TYPE_CHECKING:
@@ -34,51 +33,38 @@ _MOST_ITEMS = 1 << 16
 _TYPES = (*NATIVE_TYPES, "int64", "int32", "int16", "int8", "uint8", "uint16", "bool")
 
 
-class TorchFile(OpenedFile):
-    """A `.pt` file, open for reading; a context manager. Tensors stay on disk until they are read.
+class TorchFile(ArrayFile):
+    """A `.pt` file. Tensors stay on disk until they are read.
 
-    Parameters
-    ----------
-    path : path-like
-
-    Attributes
-    ----------
-    format : str
-    keys : tuple of str
-        Path of each tensor: keys joined by periods.
-    attributes : dict of str to str, int, float or bool
-        Plain values by the same kind of path.
-    unread : dict of str to str
-        Tensors of unsupported types, layouts or devices.
+    Keys are the paths of tensors: keys joined by periods. Attributes are plain values. Tensors of
+    unsupported types, layouts or devices are not read.
 
     Raises
     ------
-    RunNotFound
-        If the file does not exist.
-    FormatError
-        If torch cannot read it, or it holds objects other than tensors and plain values.
     MissingExtra
         If torch is not installed.
     """
 
     format = "torch"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def _open(self) -> None:
         try:
             import torch
         except ImportError:
             raise MissingExtra(
-                f"{path} was written by torch.save, but torch is not installed; install "
+                f"{self.path} was written by torch.save, but torch is not installed; install "
                 "trajstore[train], or save the tensors as safetensors"
             ) from None
-        super().__init__(path)
         self._tensors: dict[str, torch.Tensor] = {}
         self._rows: dict[str, list[torch.Tensor]] = {}
+        self._files.callback(self._tensors.clear)
+        self._files.callback(self._rows.clear)
         for key, value in _leaves(self._loaded(torch), "", 0):
             arrays = len(self._tensors) + len(self._rows)
             if arrays + len(self.attributes) + len(self.unread) >= _MOST_ITEMS:
                 raise FormatError(
-                    f"{path} holds more than {_MOST_ITEMS} values; save only the tensors to import"
+                    f"{self.path} holds more than {_MOST_ITEMS} values; save only the tensors to "
+                    "import"
                 )
             if isinstance(value, np.ndarray | torch.Tensor):
                 self._take(torch, key, torch.as_tensor(value))
@@ -87,10 +73,6 @@ class TorchFile(OpenedFile):
             else:
                 self.attributes[key] = value
         self.keys = (*self._tensors, *self._rows)
-
-    def _close(self) -> None:
-        self._tensors.clear()
-        self._rows.clear()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -103,29 +85,18 @@ class TorchFile(OpenedFile):
         tensor = self._rows[key][0] if key in self._rows else self._tensors[key]
         return _type(tensor)
 
-    def read(
-        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
-    ) -> Array:
-        """Read a tensor, or its rows from `start` up to `stop`; floats as their bits.
-
-        Parameters
-        ----------
-        key : str
-        start, stop : int, optional
-        outer : int, optional
-            Position along a first axis before the rows.
-        """
+    def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         import torch
 
-        rows = self._rows.get(key)
-        if rows is not None and outer is None:
-            tensor = torch.stack(rows[start:stop])
+        listed = self._rows.get(key)
+        if listed is not None and outer is None:
+            tensor = torch.stack(listed[rows])
         else:
-            tensor = self._tensors[key] if rows is None else rows[outer or 0]
-            if rows is None and outer is not None:
+            tensor = self._tensors[key] if listed is None else listed[outer or 0]
+            if listed is None and outer is not None:
                 tensor = tensor[outer]
-            if start is not None:
-                tensor = tensor[start:stop]
+            if rows.start is not None:
+                tensor = tensor[rows]
         tensor = tensor.detach().contiguous()
         dtype = self.dtype(key)
         if dtype not in NATIVE_TYPES:

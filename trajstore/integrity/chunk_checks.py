@@ -23,8 +23,7 @@ from trajstore.schema import STEP, VARIABLES
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.object_file import OpenObject, opened
 from trajstore.store.storage.remote_path import ObjectReplaced
-from trajstore.values.native_types import NativeType, narrow
-from trajstore.values.rounding import is_bfloat16
+from trajstore.values.native_types import NativeType, is_bfloat16, narrow
 
 __all__ = ["CheckedChunks", "check_shard"]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import native_type, widen
-from trajstore.values.rounding import round_to
+from trajstore.values.rounding import cast
 
 __all__ = ["MovingAverage", "every_normal_value", "share_left"]
 
@@ -63,11 +63,11 @@ class MovingAverage:
                 stepped = average + weight * (target - average)
                 if weight >= 0.5:  # torch starts from the target here
                     stepped = target - (target - average) * (1 - weight)
-                return round_to(stepped, self.native)
+                return cast(stepped, self.native)
             kept = beta * average
             if self.form == "product":
-                kept = round_to(kept, self.native)
-            return round_to(kept + weight * target, self.native)
+                kept = cast(kept, self.native)
+            return cast(kept + weight * target, self.native)
 
 
 def every_normal_value(native: str) -> Iterator[Array]:
@@ -134,7 +134,7 @@ def share_left(average: MovingAverage, times: float) -> float:
     for some in values:
         with np.errstate(over="ignore"):
             target = some * np.float32(times)
-        there = round_to(target, average.native)
+        there = cast(target, average.native)
         counted = np.isfinite(there)
         same += int(np.count_nonzero((average.after(some, target) == some) & counted))
         total += int(np.count_nonzero(counted))

@@ -22,7 +22,9 @@ __all__ = [
     "NATIVE_TYPES",
     "STEP_TYPE",
     "NativeType",
+    "as_bfloat16",
     "as_bits",
+    "is_bfloat16",
     "is_nan",
     "is_zero_or_nan",
     "narrow",
@@ -209,6 +211,24 @@ def widen(bits: Array, native: NativeType, out: Array | None = None) -> Array:
     return out.view(native.stored)
 
 
+def is_bfloat16(values: Array) -> bool:
+    """True if every float32 value, given by its uint32 bits, is exactly a bfloat16."""
+    return not int(np.bitwise_or.reduce(values, axis=None)) & 0xFFFF
+
+
+def as_bfloat16(values: Array) -> Array:
+    """Upper halves of the uint32 bits of float32 values that are all bfloat16.
+
+    Returns
+    -------
+    ndarray of uint16, same shape
+    """
+    if values.ndim == 0:
+        return (values >> np.uint32(16)).astype(np.uint16)
+    halves = np.ascontiguousarray(values).view(np.uint16)
+    return np.ascontiguousarray(halves[..., sys.byteorder == "little" :: 2])
+
+
 def narrow(stored: Array, native: NativeType) -> Array:
     """Native bits of stored values.
 
@@ -226,8 +246,9 @@ def narrow(stored: Array, native: NativeType) -> Array:
     if native.stored.itemsize == native.itemsize:
         return wide
     if native.name == "bfloat16":
-        bits = (wide >> native.spare_bits).astype(np.uint16)
-        exact = (wide & ((1 << native.spare_bits) - 1)) == 0
+        if is_bfloat16(wide):
+            return as_bfloat16(wide)
+        exact = (wide & 0xFFFF) == 0
     else:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             rounded = wide.view(np.float32).astype(np.float16).view(np.uint16)
@@ -236,14 +257,14 @@ def narrow(stored: Array, native: NativeType) -> Array:
         nan = (nan | native.infinity_bits).astype(np.uint16)
         bits = np.where(is_nan(wide, NATIVE_TYPES["float32"]), nan, rounded)
         exact = _float16_table()[bits] == wide
-    if not exact.all():
-        first = wide.view(np.float32)[~exact].ravel()[0]
-        raise InvalidArgument(
-            f"{np.count_nonzero(~exact)} of {exact.size} float32 values are not exactly "
-            f"representable in {native.name} (the first is {first}); pass its bits as "
-            "uint16, or declare the variable as float32"
-        )
-    return bits
+        if exact.all():
+            return bits
+    first = wide.view(np.float32)[~exact].ravel()[0]
+    raise InvalidArgument(
+        f"{np.count_nonzero(~exact)} of {exact.size} float32 values are not exactly "
+        f"representable in {native.name} (the first is {first}); pass its bits as "
+        "uint16, or declare the variable as float32"
+    )
 
 
 def _bits_of_tensor(tensor: Any, native: NativeType) -> Array:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 
@@ -146,21 +147,11 @@ class OptimizerRule:
         ValueError
             If it describes none.
         """
-        flags = ("decoupled", "maximize", "rounds_once", "amsgrad")
-        types = {"kind": str, **dict.fromkeys(flags, bool)}
-        numbers = {"beta1", "beta2", "eps", "weight_decay"}
-        if facts.keys() != types.keys() | numbers:
-            raise ValueError(f"no optimizer's rule has {dict(facts)!r}")
-        for name, value in facts.items():
-            kinds: Any = types.get(name, (int, float))
-            if not isinstance(value, kinds) or (name in numbers and isinstance(value, bool)):
-                raise ValueError(f"no optimizer's rule has {name} = {value!r}")
-        if facts["kind"] not in ("adam", "sgd"):
-            raise ValueError(f"no optimizer's rule has kind = {facts['kind']!r}")
-        given: dict[str, Any] = {
-            name: float(value) if name in numbers else value for name, value in facts.items()
-        }
-        return cls(**given)
+        given = {name: float(one) if type(one) is int else one for name, one in facts.items()}
+        try:
+            return checks_types(cls)(**given)
+        except (TypeError, InvalidArgument) as error:
+            raise ValueError(f"no optimizer's rule has {dict(facts)!r}: {error}") from None
 
     @property
     def state(self) -> tuple[str, ...]:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FlushedSubnormals
-from trajstore.values.native_types import NATIVE_TYPES, NativeType, is_nan, narrow, widen
+from trajstore.values.native_types import (
+    NATIVE_TYPES,
+    NativeType,
+    is_bfloat16,
+    is_nan,
+    narrow,
+    widen,
+)
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = [
-    "as_bfloat16",
     "cast",
     "check_subnormals",
     "convert",
-    "is_bfloat16",
     "is_of_type",
     "is_within",
     "result_bits",
-    "round_to",
 ]
 
 Array = npt.NDArray[Any]
@@ -32,26 +35,6 @@ _SPARE_MASK = (1 << _BFLOAT16.spare_bits) - 1
 
 _LEAST_NORMAL, _HALF = np.uint32(1 << 23).view(np.float32), np.float32(0.5)
 _HALF_OF_LEAST = 1 << 22  # the bits of a subnormal number
-
-# Position of the upper half of a uint32, which bfloat16 keeps.
-_UPPER, _LOWER = (1, 0) if sys.byteorder == "little" else (0, 1)
-
-
-def is_bfloat16(values: Array) -> bool:
-    """True if every float32 value, given by its uint32 bits, is exactly a bfloat16."""
-    return not int(np.bitwise_or.reduce(values, axis=None)) & _SPARE_MASK
-
-
-def as_bfloat16(values: Array) -> Array:
-    """Upper halves of the uint32 bits of float32 values that are all bfloat16.
-
-    Returns
-    -------
-    ndarray of uint16, same shape
-    """
-    if values.ndim == 0:
-        return (values >> _SPARE).astype(np.uint16)
-    return np.ascontiguousarray(_halves(values)[..., _UPPER::2])
 
 
 def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array, int]:
@@ -72,51 +55,18 @@ def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array,
         Number of values that were rounded.
     """
     if wanted.name == held.name:
-        if held.name != "bfloat16":
-            return narrow(stored, held), 0
-        wide = np.ascontiguousarray(stored, np.float32).view(np.uint32)
-        # narrow raises for values that are not bfloat16.
-        return (as_bfloat16(wide), 0) if is_bfloat16(wide) else (narrow(stored, held), 0)
-    if wanted.stored == held.stored and wanted.itemsize == wanted.stored.itemsize:
-        return np.ascontiguousarray(stored, wanted.stored).view(wanted.bits), 0
-    if wanted.stored.itemsize > held.stored.itemsize:
-        return stored.astype(wanted.stored).view(wanted.bits), 0
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = np.ascontiguousarray(stored, np.float32)
-        if wanted.name == "bfloat16":
-            bits = _rounded_to_bfloat16(values.view(np.uint32))
-        elif wanted.name == "float16":
-            bits = values.astype(np.float16).view(np.uint16)
-        else:
-            bits = values.view(np.uint32)
-    back = widen(bits, wanted)
-    both_nan = np.isnan(back) & np.isnan(stored)
-    return bits, int(np.count_nonzero((back != stored) & ~both_nan))
-
-
-def round_to(values: Array, native: str) -> Array:
-    """Nearest values of a native type, ties to even, in their stored form.
-
-    Parameters
-    ----------
-    values : ndarray of float32 (float64 for a float64 type)
-    native : str
-
-    Returns
-    -------
-    ndarray, same type and shape
-        `values` itself if the native type is the stored type. NaN is unchanged.
-    """
-    if native == "bfloat16":
-        rounded = _to_even(unsigned_view(values))
-        rounded &= ~np.uint32(_SPARE_MASK)
-        nearest: Array = rounded.view(np.float32)
-        nan = np.isnan(values)
-        return np.where(nan, values, nearest) if nan.any() else nearest
-    if native == "float16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).astype(values.dtype)
-    return values
+        return narrow(stored, held), 0
+    if wanted.itemsize == wanted.stored.itemsize >= held.stored.itemsize:
+        return np.asarray(stored, wanted.stored, order="C").view(wanted.bits), 0
+    if wanted.name == "float16":  # the cast itself gives the bits
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            bits = stored.astype(np.float32, copy=False).astype(np.float16).view(np.uint16)
+        values = widen(bits, wanted)
+    else:
+        values = cast(stored, wanted.name)
+        bits = narrow(values, wanted)
+    changed = (values != stored) & ~np.isnan(stored)
+    return bits, int(np.count_nonzero(changed))
 
 
 def cast(stored: Array, native: str) -> Array:
@@ -214,10 +164,6 @@ def is_within(stored: npt.DTypeLike, native: str) -> bool:
     return dtype.name == native or dtype.itemsize < NATIVE_TYPES[native].itemsize
 
 
-def _halves(values: Array) -> Array:
-    return np.ascontiguousarray(values).view(np.uint16)
-
-
 def _to_even(wide: Array) -> Array:
     """Bits of float32 with the nearest bfloat16 in their upper half; invalid for NaN."""
     # Add half of the last kept bit, minus one if that bit is even.
@@ -227,10 +173,3 @@ def _to_even(wide: Array) -> Array:
     rounded += np.uint32(_SPARE_MASK >> 1)
     rounded += wide
     return rounded
-
-
-def _rounded_to_bfloat16(wide: Array) -> Array:
-    rounded = _to_even(wide) >> _SPARE
-    # Addition to a NaN may carry into its sign: keep the upper payload, and make it quiet.
-    quiet = (wide >> _SPARE) | np.uint32(_BFLOAT16.nan_bits)
-    return np.where(is_nan(wide, NATIVE_TYPES["float32"]), quiet, rounded).astype(np.uint16)

@@ -16,8 +16,14 @@ from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES
 from trajstore.strict_json import parse
-from trajstore.values.native_types import NativeType, is_zero_or_nan, narrow, widen
-from trajstore.values.rounding import as_bfloat16, is_bfloat16
+from trajstore.values.native_types import (
+    NativeType,
+    as_bfloat16,
+    is_bfloat16,
+    is_zero_or_nan,
+    narrow,
+    widen,
+)
 
 __all__ = [
     "HalfForm",

@@ -19,7 +19,7 @@ import xarray as xr
 
 from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, row_lengths
-from trajstore.store.reading.array_reader import StoredArray, stored_array
+from trajstore.store.reading.array_reader import stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import in_parallel
@@ -211,12 +211,13 @@ def _of_path(path: RunPath, on_lost: Callable[[str, FormatError], None] | None =
         array = arrays[name]
         fast = stored_array(path, name, array) if whole_objects else None
         native = array.attrs.get("native_dtype", str(array.dtype))
+        inner = array.chunks if fast is None else fast.chunk
         series[name] = _series(
             name,
             array.shape,
             dict(array.attrs),
             np.dtype(array.dtype),
-            (array.shards or array.chunks)[:1] + _inner(array, fast)[1:2],
+            (array.shards or array.chunks)[:1] + inner[1:2],
             array.__getitem__ if fast is None else fast.values,
             fast.bits if fast is not None and fast.chain.native.name == native else None,
             () if fast is None else fast.chunk,
@@ -272,10 +273,6 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
         series=series,
         parameters=ds["parameter"].values if "parameter" in ds.coords else None,
     )
-
-
-def _inner(array: Any, fast: StoredArray | None) -> tuple[int, ...]:
-    return tuple(array.chunks) if fast is None else fast.chunk
 
 
 def _series(

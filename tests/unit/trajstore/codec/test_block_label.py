@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, digest_of, new_identity
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, digest_of
 from trajstore.codec.crc32c_check import checksum
 
 INDEX = bytes(range(32))
@@ -52,21 +52,6 @@ def test_its_bytes_are_those_of_the_format() -> None:
     assert data[136:] == checksum(data[:136] + INDEX)
 
 
-def test_every_field_makes_another_label() -> None:
-    others: dict[str, Any] = {
-        "run": "f" * 32,
-        "array": "exp_avg",
-        "block": 1,
-        "part": 1,
-        "rows": 1,
-        "settings": b"t" * 32,
-        "digest": b"e" * 32,
-    }
-    assert others.keys() == {field.name for field in fields(BlockLabel)}
-    for name, value in others.items():
-        assert replace(A_LABEL, **{name: value}).pack(INDEX) != A_LABEL.pack(INDEX)
-
-
 def test_every_flipped_bit_is_found_also_of_the_index() -> None:
     data = A_LABEL.pack(INDEX) + INDEX
     for bit in range(8 * len(data)):
@@ -88,12 +73,6 @@ def test_a_place_is_told_in_words() -> None:
     assert replace(A_LABEL, block=ANYWHERE).place() == (
         "exp_avg_sq, some block, part 3 of run 01234567"
     )
-
-
-def test_identities_are_128_bits_and_never_the_same() -> None:
-    found = {new_identity() for _ in range(100)}
-    assert len(found) == 100
-    assert all(len(bytes.fromhex(identity)) == 16 for identity in found)
 
 
 def test_a_digest_is_that_of_the_digests_in_their_order() -> None:

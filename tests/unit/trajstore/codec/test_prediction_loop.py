@@ -8,7 +8,7 @@ import pytest
 
 numba = pytest.importorskip("numba")
 
-from trajstore.codec import prediction_loop  # noqa: E402
+from trajstore.codec import predicted_rows  # noqa: E402
 from trajstore.codec.predicted_rows import coefficients_and_differences, decode_rows  # noqa: E402
 from trajstore.compiled_loop import CompiledLoop  # noqa: E402
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, narrow  # noqa: E402
@@ -55,7 +55,7 @@ def test_the_loops_give_the_bits_of_numpy(
             name = "terms_and_differences" if loop == "_ENCODING" else "decoded_rows"
             fresh = CompiledLoop("trajstore.codec.prediction_loop", name)
             monkeypatch.setattr(fresh, "is_worth", lambda count, compiled=compiled: compiled)
-            monkeypatch.setattr(prediction_loop, loop, fresh)
+            monkeypatch.setattr(predicted_rows, loop, fresh)
             loops.append(fresh)
         found = coefficients_and_differences(bits, native)
         assert found is not None

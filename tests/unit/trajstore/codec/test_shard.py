@@ -13,7 +13,7 @@ from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
 from trajstore.codec.block_form import BlockForm
-from trajstore.codec.block_label import ANYWHERE, BlockLabel, digest_of
+from trajstore.codec.block_label import ANYWHERE, BlockLabel
 from trajstore.codec.shard import encoded_chunks, shard_parts
 from trajstore.store.metadata.array_document import ArrayFacts, document_of, recorded_attributes
 from trajstore.store.metadata.block_plan import ArrayLayout, plan
@@ -123,27 +123,3 @@ def test_what_zarr_writes_differs_by_the_label_only(
         assert (label.block, label.part, label.rows) == (ANYWHERE, 0, BLOCK_ROWS)
         assert (label.run, label.array) == (RUNS[0][1], name)
         assert (label.settings, label.digest) == (form.settings, digest)
-
-
-@every_case
-def test_label_and_digest_are_those_of_the_chunks(
-    name: str, dtype: str, tokens: int, hidden: int
-) -> None:
-    array, bits, _ = make(name, dtype, tokens, hidden)
-    form = array.form(RUNS)
-    for rows in (BLOCK_ROWS, 3):
-        for part in range(array.parts):
-            taken = bits[:rows][array.window(part)]
-            data, digest = encoded(form, taken, part)
-            assert digest == digest_of(piece for _, piece in encoded_chunks(form, taken))
-            assert form.read_tail(data[-form.tail_length :], (0, part)).label == BlockLabel(
-                run=RUNS[0][1],
-                array=name,
-                block=0,
-                part=part,
-                rows=rows,
-                settings=form.settings,
-                digest=digest,
-            )
-    own = bits[array.window(0)]
-    assert encoded(form, own, 0)[1] != encoded(form, ~own, 0)[1]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError
 from trajstore.formats.safetensors import SafetensorsFile, write_safetensors
 from trajstore.formats.streamed_tensor import Tensor, constant
 
@@ -72,12 +72,6 @@ def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_no_file_and_a_folder(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(RunNotFound):
-            SafetensorsFile(path)
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:

@@ -5,18 +5,10 @@ import numpy as np
 import pytest
 
 from trajstore.errors import InvalidArgument
-from trajstore.values.native_types import NATIVE_TYPES, widen
-from trajstore.values.rounding import as_bfloat16, cast, convert, is_bfloat16, is_of_type
+from trajstore.values.native_types import NATIVE_TYPES, as_bfloat16, is_bfloat16, widen
+from trajstore.values.rounding import cast, convert, is_of_type
 
 EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_a_type_to_itself_keeps_every_bit_pattern(name: str) -> None:
-    native = NATIVE_TYPES[name]
-    bits, changed = convert(widen(EVERY_16_BITS, native), native, native)
-    assert (bits == EVERY_16_BITS).all()
-    assert changed == 0
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
@@ -41,27 +33,13 @@ def test_rounding_is_to_nearest_even_and_counted(name: str, dtype: type) -> None
     nan = np.isnan(wide)
     assert (bits[~nan] == expected.view(np.uint16)[~nan]).all()
     assert np.isnan(bits.view(dtype)[nan].astype(np.float32)).all()
-    back = widen(bits, NATIVE_TYPES[name])
+    back = cast(wide.reshape(2, -1), name).ravel()
+    assert (back.view(np.uint32) == widen(bits, NATIVE_TYPES[name]).view(np.uint32)).all()
     assert changed == np.count_nonzero((back != wide) & ~nan)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)]
-)
-def test_a_cast_gives_what_another_library_gives(name: str, dtype: type) -> None:
-    random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
-    ties = ((np.arange(1 << 16, dtype=np.uint32)) << 16) | 0x8000
-    wide = np.concatenate([random, ties, ties + 1, ties - 1]).view(np.float32)
-    got = cast(wide.reshape(2, -1), name).ravel()
-    with np.errstate(all="ignore"):
-        expected = wide.astype(dtype).astype(np.float32)
-    nan = np.isnan(wide)
-    assert (got.view(np.uint32)[~nan] == expected.view(np.uint32)[~nan]).all()
-    assert np.isnan(got[nan]).all()
-    assert is_of_type(got, name)
+    assert is_of_type(back, name)
     assert not is_of_type(wide, name)
     assert is_of_type(wide, "float32")
-    assert is_of_type(got[~nan].astype(np.float64), name)
+    assert is_of_type(back[~nan].astype(np.float64), name)
     assert not is_of_type(wide[~nan].astype(np.float64), name)
 
 

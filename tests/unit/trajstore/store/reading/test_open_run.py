@@ -127,14 +127,6 @@ def test_another_format_says_what_to_install(small_run: tuple[Path, Any], number
         open_run(path)
 
 
-def test_a_truncated_root_is_no_run(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    root = path / "zarr.json"
-    root.write_bytes(root.read_bytes()[:100])
-    with pytest.raises(FormatError, match="not a Zarr v3 group"):
-        open_run(path)
-
-
 def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
     ds = open_run(small_run[0])
     assert ds.traj.dead.token.values.tolist() == [0, 21, 42, 63]

@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 import zarr
 
-from trajstore import FormatError, RunNotFound, RunWriter, open_run
+from trajstore import RunWriter, open_run
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_label import ANYWHERE
 from trajstore.store.reading.xarray_engine import TrajstoreBackend
@@ -95,14 +95,6 @@ def test_it_takes_runs_for_its_own_and_nothing_else(
     assert not engine.guess_can_open("s3://bucket/run.zarr")
     for other in (b"bytes", 3, None, {}, open_run(small_run[0])):
         assert not engine.guess_can_open(other)
-
-
-def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFound, match="there is no run at"):
-        xr.open_dataset(tmp_path / "nothing.zarr", engine="trajstore")
-    zarr.create_group(tmp_path / "theirs.zarr")
-    with pytest.raises(FormatError, match="no trajstore_format"):
-        xr.open_dataset(tmp_path / "theirs.zarr", engine="trajstore")
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
