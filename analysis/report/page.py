@@ -28,6 +28,7 @@ from trajstore.integrity.verify import verify
 from trajstore.populations.masks import populations
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import information
+from trajstore.store.reading.run_settings import settings
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
 from trajstore.store.writing.create import staged_file
 from trajstore.version import __version__
@@ -202,7 +203,10 @@ def _facts(
         "left_out": left_out,
         **verified(run, check),
         **reproduction(run.name, info),
-        "provenance": list(_flat(info.get("provenance") or {})),
+        "provenance": [
+            (name.partition(".")[2], str(value))
+            for name, value in settings(info, ["provenance"]).items()
+        ],
         "version": __version__,
     }
 
@@ -327,11 +331,3 @@ def verified(run: Location, check: bool) -> dict[str, Any]:
         "To replay the steps, run trajstore verify --replay."
     )
     return {"verified": sentence, "problems": [problem.message for problem in found.problems]}
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(item)

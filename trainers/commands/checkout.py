@@ -43,7 +43,7 @@ def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
     with stopped_by_signals():
         found = trainers.checkout(run, output, **options)
     if as_json:
-        print_json({**vars(found), "path": str(found.path), "notes": list(found.notes)})
+        print_json(vars(found))
         return
     parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
     parts += ["optimizer.pt"] if options["optimizer"] else []

@@ -88,7 +88,7 @@ def evaluate(run: str, function: str, output: str, as_json: bool, **options: Any
             **options,
         )
     if as_json:
-        print_json({**vars(found), "path": str(found.path), "names": list(found.names)})
+        print_json(vars(found))
         return
     out.print(
         f"Wrote {output}: {', '.join(found.names)} of {found.steps} steps, {found.new} of them new."

@@ -26,7 +26,7 @@ def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> N
 
     fetched = trainers.fetch(name, source=source, sha256=sha256)
     if as_json:
-        print_json({**vars(fetched), "path": str(fetched.path)})
+        print_json(vars(fetched))
     else:
         unit = "tokens" if fetched.path.is_dir() else "bytes"
         out.print(

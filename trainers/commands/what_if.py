@@ -68,7 +68,7 @@ def what_if(run: str, output: str, tokens: str, as_json: bool, **options: Any) -
             **options,
         )
     if as_json:
-        print_json({**vars(found), "path": str(found.path), "notes": list(found.notes)})
+        print_json(vars(found))
         return
     out.print(
         f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "

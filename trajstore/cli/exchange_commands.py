@@ -199,10 +199,7 @@ def import_(
             done = import_file(file, output, on_progress=progress.show, **writing, **given)
     runs = (done, *done.others)
     if as_json:
-        facts = [
-            dataclasses.asdict(one) | {"path": one.path and str(one.path), "others": []}
-            for one in runs
-        ]
+        facts = [dataclasses.asdict(one) | {"others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
     _print_matches(done.table)

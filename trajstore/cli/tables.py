@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Container, Iterable, Mapping
+from pathlib import PurePath
 from typing import IO, Any
 
 import click
@@ -159,11 +160,13 @@ def print_json(facts: Any) -> None:
 
 
 def json_value(value: Any) -> Any:
-    """The value with NaN and infinities replaced by None."""
+    """The value with None in place of NaN and infinities, and paths as strings."""
     if isinstance(value, dict):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
