@@ -126,12 +126,11 @@ def table(
     """Table. Columns in `words` are left-aligned; the first is cut only if `fold` wraps it."""
     made = PlainTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for at, column in enumerate(columns):
-        justify = "left" if at in words else "right"
         made.add_column(
             column,
-            justify=justify,
+            justify="left" if at in words else "right",
             no_wrap=at == 0 and not fold,
-            overflow="fold" if fold and not at else "ellipsis",
+            overflow="fold" if fold and at == 0 else "ellipsis",
         )
     for row in rows:
         made.add_row(*row)
