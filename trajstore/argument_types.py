@@ -9,16 +9,33 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["checks_types"]
+__all__ = ["Bound", "Count", "Positive", "checks_types"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Least value of a number, for ``Annotated``."""
+
+    words: Literal["of at least", "above"]
+    limit: float
+
+    def holds(self, value: Any) -> bool:
+        """True for a number within the bound."""
+        return bool(value > self.limit or (self.words == "of at least" and value == self.limit))
+
+
+Count = Annotated[int, Bound("of at least", 1)]
+Positive = Annotated[float, Bound("above", 0)]
 
 # Kinds of NumPy dtypes that are accepted for each Python number.
 _KINDS: dict[Any, str] = {bool: "b", int: "iu", float: "iuf"}
@@ -34,9 +51,9 @@ def checks_types(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to refuse arguments that differ from the types in its signature.
 
     NumPy's numbers count as numbers, and 1-D arrays as sequences. Booleans do not count as numbers,
-    nor a string as a sequence of strings. A ``Literal`` accepts its values only. The function
-    itself checks other values, and types that are not plain classes, such as
-    ``numpy.typing.ArrayLike``.
+    nor a string as a sequence of strings. A ``Literal`` accepts its values only; an ``Annotated``
+    number with a `Bound` has to be within it. The function itself checks other values, and types
+    that are not plain classes, such as ``numpy.typing.ArrayLike``.
 
     Raises
     ------
@@ -52,7 +69,7 @@ def checks_types(function: Callable[P, R]) -> Callable[P, R]:
     trajstore.errors.InvalidArgument: got k=1.5, expected a whole number or None
     """
     signature = inspect.signature(function)
-    hints = functools.cache(lambda: typing.get_type_hints(function))
+    hints = functools.cache(lambda: typing.get_type_hints(function, include_extras=True))
 
     @functools.wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -83,6 +100,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if origin is typing.Literal:
         return any(_fits(value, type(part)) and bool(value == part) for part in parts)
+    if origin is Annotated:
+        return _fits(value, parts[0]) and all(bound.holds(value) for bound in parts[1:])
     if hint in _KINDS:
         return not getattr(value, "shape", ()) and _kind(value) in _KINDS[hint]
     if hint is str and hasattr(value, "dtype"):  # a value of a coordinate, such as population
@@ -128,6 +147,9 @@ def _expected(hint: Any) -> list[str]:
         return list(dict.fromkeys(word for part in parts for word in _expected(part)))
     if origin is typing.Literal:
         return [repr(part) for part in parts]
+    if origin is Annotated:
+        (kind,) = _expected(parts[0])
+        return [f"{kind} {' and '.join(f'{one.words} {one.limit}' for one in parts[1:])}"]
     if origin is not None and issubclass(origin, Sequence):
         return [f"a list of {_IN_WORDS[part][1] if part in _IN_WORDS else part}" for part in parts]
     if hint in _IN_WORDS:

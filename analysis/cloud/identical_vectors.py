@@ -19,7 +19,7 @@ from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
+from trajstore.argument_types import Count
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -189,7 +189,7 @@ def token_labels(ds: xr.Dataset) -> Numbers:
 
 @quantity()
 def clusters(
-    scan: Scan, population: str | None = None, lattice: str = "native", ranks: int = 10
+    scan: Scan, population: str | None = None, lattice: str = "native", ranks: Count = 10
 ) -> xr.Dataset:
     """Groups of tokens with bit-identical vectors: number, sizes, and changes between rows.
 
@@ -235,8 +235,6 @@ def clusters(
     >>> found.group_sizes.isel(step=-1, rank=slice(2)).values, found.herfindahl[-1].values.item()
     (array([118,   0]), 1.0)
     """
-    if ranks < 1:
-        raise InvalidArgument(f"got ranks={ranks}, expected at least 1")
     names, groups = chosen_populations(scan.ds, population)
     points = scan.points(lattice)
     labels = token_labels(scan.ds)

@@ -20,6 +20,7 @@ from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import Count
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import ordinal
@@ -212,7 +213,7 @@ def _adjacency_kernel(
 @quantity()
 def adjacency(
     scan: Scan,
-    k: int = 1,
+    k: Count = 1,
     steps: Sequence[int] | int | None = None,
     population: str | None = None,
     lattice: str = "native",
@@ -262,8 +263,6 @@ def adjacency(
     >>> found.vertices.sel(population="live").values, found.edges.sel(population="live").values
     (array([1, 2]), array([0, 1]))
     """
-    if k < 1:
-        raise InvalidArgument(f"got k={k}, expected at least 1 cell")
     k = min(k, _ALL_CELLS)
     names, groups = chosen_populations(scan.ds, population)
     members = groups if population is not None else _with_all_last(names, groups)

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import click
-from rich.text import Text
 
 from trajstore.analysis.commands.step_options import (
     PARAMETER,
@@ -16,7 +15,6 @@ from trajstore.analysis.commands.step_options import (
     WITHIN,
     of_parameter,
 )
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
     JSON,
@@ -27,7 +25,7 @@ from trajstore.cli.options import (
     runs_and_names,
 )
 from trajstore.cli.progress import AnalysisProgress
-from trajstore.cli.tables import out, print_json, print_notes, print_table, table, without_tokens
+from trajstore.cli.tables import out, print_json, print_notes, print_table, without_tokens
 from trajstore.errors import InvalidArgument
 
 __all__ = ["analyze"]
@@ -84,23 +82,16 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 @click.option("--scheduler", metavar="ADDRESS", help="Compute on the dask cluster at this address.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @JSON
-@sentences
 def analyze(
     words: tuple[str, ...],
     output: str | None,
-    assignments: tuple[str, ...],
-    steps: str | None,
-    within: bool,
-    min_unchanged: int | None,
     parameter: str | None,
-    vectors: str | None,
     common_steps: bool,
-    by_population: bool,
-    lattice: str,
     populations: tuple[str, ...],
     scheduler: str | None,
     overwrite: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Compute quantities of a run in one pass. Write them, or print a summary.
 
@@ -143,17 +134,7 @@ def analyze(
         of_parameter(opened(runs, common_steps=common_steps), parameter),
         given_populations(populations),
     )
-    result = analysis.answer(
-        ds,
-        quantities,
-        assignments,
-        by_population=by_population,
-        lattice=lattice,
-        steps=steps,
-        within=within,
-        min_unchanged=min_unchanged,
-        vectors=vectors,
-    )
+    result = analysis.answer(ds, quantities, **options)
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
             files = write_result(result, output, overwrite=overwrite, report=progress.show)
@@ -166,17 +147,17 @@ def analyze(
         print_description(facts)
         sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
         print_notes(without_tokens(sizes))
-        if steps is not None and not within:
+        if options["steps"] is not None and not options["within"]:
             print_notes(["values are those of the whole run; --within computes from --steps only"])
     elif as_json:
         print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
     else:
-        out.print(Text(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}."))
+        out.print(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}.")
 
 
 def print_description(facts: dict[str, Any]) -> None:
     """Print the result of `describe`, one line per population."""
-    printed = table("", "variable", "dimensions", "min", "mean", "max", "NaN", "units")
+    rows, flags = [], []
     for name, fact in facts.items():
         parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
         dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
@@ -184,38 +165,29 @@ def print_description(facts: dict[str, Any]) -> None:
         for row, part in (parts or {name: fact}).items():
             shown = part["min"] == part["min"] or not part["flags"]
             numbers = (f"{part[key]:.6g}" if shown else "" for key in ("min", "mean", "max"))
-            printed.add_row(row, sizes, *numbers, str(part["nan"]), fact["units"])
-    print_table(printed)
-    _print_flags(facts)
+            rows.append((row, sizes, *numbers, str(part["nan"]), fact["units"]))
+            flags += [
+                (row, meaning, f"{count:,} of {part['size']:,}", f"{count / part['size']:.1%}")
+                for meaning, count in part["flags"].items()
+                if count
+            ]
+    print_table("", ("variable", "dimensions", "min", "mean", "max", "NaN", "units"), rows)
+    if flags:
+        columns = ("variable", "value", "count", "fraction")
+        print_table("Categories and special values", columns, flags, words=(0, 1))
     for name, fact in facts.items():
         if "values" in fact:
             _print_counts(name, fact["labels"], fact["values"])
 
 
-def _print_flags(facts: dict[str, Any]) -> None:
-    """Print the counts of categories and of special values, if there are any."""
-    printed = table(
-        "Categories and special values", "variable", "value", "count", "fraction", words=(0, 1)
-    )
-    for name, fact in facts.items():
-        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
-        for row, part in (parts or {name: fact}).items():
-            for meaning, count in part["flags"].items():
-                if count:
-                    of = f"{count:,} of {part['size']:,}"
-                    printed.add_row(row, meaning, of, f"{count / part['size']:.1%}")
-    if printed.row_count:
-        print_table(printed)
-
-
 def _print_counts(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
     """Print a table of counts. Its columns are the labels of the last dimension."""
     *dims, last = labels
-    printed = table(name, *dims, *labels[last], words=(0, *range(len(dims))))
+    rows = []
     for place in itertools.product(*(range(len(labels[dim])) for dim in dims)):
         row: Any = values
         for at in place:
             row = row[at]
         named = (labels[dim][at] for dim, at in zip(dims, place, strict=True))
-        printed.add_row(*named, *(f"{count:,}" for count in row))
-    print_table(printed)
+        rows.append((*named, *(f"{count:,}" for count in row)))
+    print_table(name, (*dims, *labels[last]), rows, words=(0, *range(len(dims))))

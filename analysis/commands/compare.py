@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON, RUN
-from trajstore.cli.tables import counted, out, print_json, print_table, table
+from trajstore.cli.tables import counted, out, print_json, print_table
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ _SETTINGS = 12  # maximum differing settings to print
 @RUN
 @click.argument("other", type=click.Path(), required=False)
 @JSON
-@sentences
 def compare(run: str, other: str | None, as_json: bool) -> None:
     """Print the first step at which two runs differ in any bit, where, and how far they diverge.
 
@@ -134,25 +132,14 @@ def print_comparison(facts: dict[str, Any]) -> None:
         out.print(f"Their settings differ in {', '.join(named)}{more}.")
     if not differing:
         return
-    printed = table(
-        "",
-        "variable",
-        "first differing step",
-        "differing steps",
-        "distance at first",
-        "largest",
-        "at last",
-    )
+    rows = []
     for name in differing:
         fact = facts["variables"][name]
         distance = fact["distance"]
         at = facts["step"].index(fact["first_difference"])
         finite = [value for value in distance if math.isfinite(value)]
-        printed.add_row(
-            name,
-            str(fact["first_difference"]),
-            str(fact["differing_steps"]),
-            *(f"{value:.6g}" for value in (distance[at], max(finite, default=math.nan))),
-            f"{distance[-1]:.6g}",
-        )
-    print_table(printed)
+        shown = (distance[at], max(finite, default=math.nan), distance[-1])
+        steps = (fact["first_difference"], fact["differing_steps"])
+        rows.append((name, *steps, *(f"{value:.6g}" for value in shown)))
+    columns = ("first differing step", "differing steps", "distance at first", "largest", "at last")
+    print_table("", ("variable", *columns), rows)

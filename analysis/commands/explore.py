@@ -7,9 +7,7 @@ import sys
 import webbrowser
 
 import click
-from rich.text import Text
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import RUN
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
@@ -33,7 +31,6 @@ __all__ = ["explore"]
     help="Port to listen on; 0 selects a free port.",
 )
 @click.option("--open", "browse", is_flag=True, help="Open the page in a browser.")
-@sentences
 def explore(run: str, host: str, port: int, browse: bool) -> None:
     """Show a run in a browser: token positions per step, heatmap, curves, single tokens.
 
@@ -53,7 +50,7 @@ def explore(run: str, host: str, port: int, browse: bool) -> None:
     with AnalysisProgress() as progress:
         live = LiveRun(run, progress.show)
     with live, serving(live, host, port) as serve:
-        out.print(Text(f"Serving {run} at {address(host, port)} until Ctrl-C."))
+        out.print(f"Serving {run} at {address(host, port)} until Ctrl-C.")
         if browse:
             webbrowser.open(address(host, port))
         number = serve()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
 from trajstore.analysis.commands.step_options import (
     PARAMETER,
@@ -18,9 +17,15 @@ from trajstore.analysis.commands.step_options import (
     WITHIN,
     of_parameter,
 )
-from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.cli.errors import sentences
-from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, file_stem, opened, runs_and_names
+from trajstore.cli.options import (
+    COMMON_STEPS,
+    LATTICE,
+    Choice,
+    file_stem,
+    opened,
+    runs_and_names,
+    without_none,
+)
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 from trajstore.errors import FormatError, InvalidArgument
@@ -145,29 +150,17 @@ def _american(word: str) -> str:
 )
 @click.option("--dpi", type=int, default=150, help="Dots per inch; default: 150.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@sentences
 def plot(
     words: tuple[str, ...],
     output: str | None,
-    steps: str | None,
-    within: bool,
     tokens: str | None,
     population: str | None,
-    log: str | None,
-    min_unchanged: int | None,
     parameter: str | None,
     vectors: str | None,
-    lattice: str,
-    color: str,
-    plane: str,
     common_steps: bool,
     other: str | None,
     labels: tuple[str, ...],
-    title: str | None,
-    size: tuple[float, float] | None,
-    style: str,
-    dpi: int,
-    overwrite: bool,
+    **given: Any,
 ) -> None:
     """Draw figures of a run. Several kinds, or `all`, share one sheet. Works during recording.
 
@@ -204,29 +197,22 @@ def plot(
 
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
-    given, paths = paths, run_paths(paths)
+    patterns, paths = paths, run_paths(paths)
     others = [] if other is None else run_paths([other])
     runs = _opened(paths, others, common_steps)
     figures = figures_named(kinds, len(runs), figures_of(runs[0]))
-    stem = file_stem(given, paths)
+    stem = file_stem(patterns, paths)
     target = local_path(
         output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
     )
-    check_target(target, dpi=dpi, overwrite=overwrite)
+    saving = {name: given.pop(name) for name in ("dpi", "overwrite")}
+    drawing = {name: given.pop(name) for name in ("style", "log", "title", "size")}
+    check_target(target, **saving)
     named = populations_from([population]) if population and "=" in population else {}
-    chosen = next(iter(named), population)
-    options = Options(
-        population=chosen,
-        lattice=lattice,
-        color=color,
-        plane=plane,
-        steps=steps,
-        within=within,
-        min_unchanged=min_unchanged or MIN_UNCHANGED,
-    )
+    options = Options(population=next(iter(named), population), **without_none(given))
     if "all" not in kinds:
         for figure in figures:
-            figure.check(options, log=log)
+            figure.check(options, log=drawing["log"])
     runs = [with_populations(of_parameter(run, parameter), named) for run in runs]
     runs = [vectors_named(select_part(run, tokens=tokens), vectors) for run in runs]
     with AnalysisProgress() as progress:
@@ -238,7 +224,7 @@ def plot(
             leave_out="all" in kinds,
             report=progress.show,
         )
-    canvas = draw_sheet(found, style=style, log=log, title=title, size=size)
-    save(canvas, target, dpi=dpi, overwrite=overwrite)
-    out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
+    canvas = draw_sheet(found, **drawing)
+    save(canvas, target, **saving)
+    out.print(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}.")
     print_notes(f"{name} is left out: {why}" for name, why in found.left_out.items())

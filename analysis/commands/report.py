@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from rich.text import Text
 
 from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
-from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.cli.errors import sentences
-from trajstore.cli.options import RUNS, file_stem
+from trajstore.cli.options import RUNS, file_stem, without_none
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
@@ -32,16 +29,7 @@ __all__ = ["report"]
     "--verify", "check", is_flag=True, help="Verify every stored byte and report the result."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing page.")
-@sentences
-def report(
-    runs: tuple[str, ...],
-    output: str | None,
-    steps: str | None,
-    within: bool,
-    min_unchanged: int | None,
-    check: bool,
-    overwrite: bool,
-) -> None:
+def report(runs: tuple[str, ...], output: str | None, **options: Any) -> None:
     """Write an HTML report on a run: main results, tables, figures, and how to reproduce it.
 
     The report is a single file that loads nothing from the network. For several runs or the folder
@@ -57,19 +45,11 @@ def report(
     from trajstore.store.reading.run_paths import run_paths
 
     paths = run_paths(runs)
-    one = len(paths) == 1
     target = output or f"{file_stem(runs, paths)}.html"
     with AnalysisProgress() as progress:
-        how: Any = {
-            "steps": steps,
-            "within": within,
-            "min_unchanged": min_unchanged or MIN_UNCHANGED,
-            "check": check,
-            "overwrite": overwrite,
-            "report": progress.show,
-        }
-        if one:
+        how = without_none(options) | {"report": progress.show}
+        if len(paths) == 1:
             written = write_report(paths[0], target, **how)
         else:
             written = write_runs_report(paths, target, **how)
-    out.print(Text(f"Wrote {written}."))
+    out.print(f"Wrote {written}.")

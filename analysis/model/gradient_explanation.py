@@ -21,6 +21,7 @@ from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, named, record_of
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import Positive
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.rounding import cast
 
@@ -44,7 +45,7 @@ def explain_gradient(
     token: int | Sequence[int],
     *,
     targets: Literal["shifted", "all"] = "shifted",
-    denominator: float | None = None,
+    denominator: Positive | None = None,
     precision: Literal["float64", "float32", "bfloat16"] = "float64",
 ) -> xr.Dataset:
     """Gradients of dead tokens from recorded hidden states, and the contribution of each example.
@@ -104,7 +105,7 @@ def explain_gradient(
     array([[0.]])
     """
     ds = scan.ds
-    _check(ds, denominator)
+    _check(ds)
     steps, tokens = _whole("step", step), _whole("token", token)
     places = _places_of_dead(ds, tokens)
     rows = np.array([_row_after(ds, int(each)) for each in steps])
@@ -202,10 +203,8 @@ def _rounded(values: npt.NDArray[Any], precision: str) -> Wide:
     return cast(values.astype(np.float32), precision).astype(np.float64)
 
 
-def _check(ds: xr.Dataset, denominator: float | None) -> None:
+def _check(ds: xr.Dataset) -> None:
     input_checks.variables(ds, "W", "grad", "hidden_states")
-    if denominator is not None and not denominator > 0:
-        raise InvalidArgument(f"got denominator={denominator}, expected a positive number")
     if "what_if" in (ds.attrs.get("provenance") or {}):
         raise InvalidArgument(
             "got a what-if run, whose W does not match the recorded hidden states; use the "

@@ -19,7 +19,7 @@ from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
+from trajstore.argument_types import Count
 from trajstore.populations.masks import populations
 
 __all__ = ["freeze"]
@@ -127,7 +127,7 @@ def _lower_median(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 @quantity(measures=("moved",))
 def freeze(
     scan: Scan,
-    min_unchanged: int = MIN_UNCHANGED,
+    min_unchanged: Count = MIN_UNCHANGED,
     lattice: str = "native",
     per: Literal["token", "element"] = "token",
 ) -> xr.Dataset:
@@ -178,8 +178,6 @@ def freeze(
     >>> found.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
     {'dead': 0.0, 'live': 1.0, 'all': 0.078}
     """
-    if min_unchanged < 1:
-        raise InvalidArgument(f"got min_unchanged={min_unchanged}, expected at least 1 step")
     scan.require_rows(1, "freeze")
     steps = scan.steps
     found: dict[str, tuple[Any, da.Array]] = {}

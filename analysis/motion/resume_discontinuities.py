@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
+from trajstore.argument_types import Bound, Positive
 
 __all__ = ["discontinuities"]
 
@@ -54,7 +54,9 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
 
 
 @quantity(measures=("step_norm",))
-def discontinuities(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
+def discontinuities(
+    scan: Scan, window: Annotated[int, Bound("of at least", 2)] = 10, threshold: Positive = 8.0
+) -> xr.Dataset:
     """Steps at which the mean speed changes abruptly.
 
     A run that was resumed from a wrong checkpoint moves smoothly before and after, but its pace
@@ -89,10 +91,6 @@ def discontinuities(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.
     >>> found.step[found.discontinuity].values  # the dead tokens stop together
     array([10, 17])
     """
-    if window < 2:
-        raise InvalidArgument(f"got window={window}, expected at least 2 rows on either side")
-    if not threshold > 0:
-        raise InvalidArgument(f"got threshold={threshold}, expected a positive score")
     pace = speed(scan)
     pace = pace.drop_attrs().transpose("step", "token").chunk({"token": -1})
     mean = measure(_mean, "s", pace.data, dtype=np.float64).rechunk(-1)

@@ -16,7 +16,7 @@ from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
+from trajstore.argument_types import Count
 
 __all__ = ["heatmap", "pool_heatmap"]
 
@@ -66,8 +66,8 @@ def heatmap(
     scan: Scan,
     of: Literal["regime", "hop"] = "regime",
     lattice: str = "native",
-    most_steps: int = 1000,
-    most_groups: int = 600,
+    most_steps: Count = 1000,
+    most_groups: Count = 600,
 ) -> xr.Dataset:
     """Update size of the tokens at each step, with tokens sorted by their last motion.
 
@@ -106,10 +106,6 @@ def heatmap(
     >>> found.last_motion.values, found.tokens.values
     (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
     """
-    if most_steps < 1 or most_groups < 1:
-        raise InvalidArgument(
-            f"got most_steps={most_steps} and most_groups={most_groups}, expected at least 1 each"
-        )
     scan.require_rows(2, "heatmap")
     if of == "regime":
         values = regimes(scan, lattice)["regime"]

@@ -25,6 +25,7 @@ from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.argument_types import Count
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import POPULATIONS, members
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
@@ -56,7 +57,7 @@ _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 def freeze_attribution(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,
-    window: int = 100,
+    window: Count = 100,
     lattice: str = "native",
 ) -> xr.Dataset:
     """Part of the optimizer that keeps each frozen token unchanged.
@@ -118,8 +119,6 @@ def freeze_attribution(
     {'recorded': 0, 'exact_moments': 118}
     """
     _check_lattice(scan, lattice)
-    if window < 1:
-        raise InvalidArgument(f"got window={window}, expected at least 1 step")
     input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
     rule = input_checks.adam_rule(scan.ds, optimizer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +20,7 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.report.reproduction import reproduction
 from trajstore.analysis.report.verdicts import discontinuity_verdict, evidence, latest, verdicts
 from trajstore.analysis.results.run_summary import summary
+from trajstore.analysis.results.summary_table import Table, summary_tables
 from trajstore.analysis.scan.scan import Scan
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
@@ -28,6 +28,7 @@ from trajstore.integrity.verify import verify
 from trajstore.populations.masks import populations
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import information
+from trajstore.store.reading.run_settings import settings
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
 from trajstore.store.writing.create import staged_file
 from trajstore.version import __version__
@@ -35,7 +36,15 @@ from trajstore.version import __version__
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
-__all__ = ["check_target", "drawn", "html_table", "verified", "write_page", "write_report"]
+__all__ = [
+    "check_target",
+    "drawn",
+    "html_table",
+    "summaries",
+    "verified",
+    "write_page",
+    "write_report",
+]
 
 _DPI = 160
 _SIZE = (4.8, 4.2)
@@ -185,12 +194,19 @@ def _facts(
         if general
         else verdict_parts,
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
-        "tables": [*_summary_tables(ds), *_token_tables(found, ds), _array_table(info)],
+        "tables": [
+            *summaries(lambda: summary_tables(summary(ds).compute(), ".4e")),
+            *_token_tables(found, ds),
+            _array_table(info),
+        ],
         "figures": pictures,
         "left_out": left_out,
         **verified(run, check),
         **reproduction(run.name, info),
-        "provenance": list(_flat(info.get("provenance") or {})),
+        "provenance": [
+            (name.partition(".")[2], str(value))
+            for name, value in settings(info, ["provenance"]).items()
+        ],
         "version": __version__,
     }
 
@@ -265,48 +281,12 @@ def _caveats(info: Mapping[str, Any]) -> list[str]:
     return [f"This is a what-if run ({settings}): {what_if.get('caveat', '')}"]
 
 
-def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
+def summaries(tables: Callable[[], Iterable[Table]]) -> list[dict[str, Any]]:
+    """Tables of a summary; the reason if there is none, such as a run without steps."""
     try:
-        facts = summary(ds).compute()
+        return [html_table(*table) for table in tables()]
     except (VariableNotRecorded, InvalidArgument) as error:
-        yield html_table("Summary", ["not available"], [[str(error)]])
-        return
-    statistics = ["mean", "median", "min", "max"]
-    names = [str(name) for name in facts["population"].values]
-    sizes = dict(zip(names, facts["population_tokens"].values.tolist(), strict=True))
-    if "grad_norms" in facts:
-        rows = [
-            [f"{name} ({sizes[name]:,})", str(step)]
-            + [
-                f"{facts['grad_norms'].sel(population=name, when=when, statistic=each).item():.4e}"
-                for each in statistics
-            ]
-            for name in names
-            for when, step in zip(("first", "last"), facts["when_step"].values, strict=True)
-        ]
-        yield html_table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
-    first, last = facts["state_step"].values.tolist()
-    displaced = facts["displacement"]
-    columns = list(statistics)
-    rows = [
-        [f"{name} ({sizes[name]:,})"]
-        + [f"{displaced.sel(population=name, statistic=each).item():.4e}" for each in statistics]
-        for name in names
-    ]
-    if "centroid_norm" in facts:  # a run of changes alone has no positions
-        columns += [f"centroid at {first}", f"centroid at {last}"]
-        for name, row in zip(names, rows, strict=True):
-            row += [f"{norm:.6f}" for norm in facts["centroid_norm"].sel(population=name).values]
-    if "param_update_lost" in facts:
-        lost = facts["param_update_lost"].transpose("parameter", "when")
-        lost_rows = [
-            [str(name), *("" if math.isnan(v) else f"{v:.2%}" for v in values)]
-            for name, values in zip(lost["parameter"].values, lost.values.tolist(), strict=True)
-        ]
-        when = [f"step {step:,}" for step in facts["when_step"].values.tolist()]
-        title = "Lost updates: elements with a gradient that the step did not change"
-        yield html_table(title, ["parameter", *when], lost_rows)
-    yield html_table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
+        return [html_table("Summary", ["not available"], [[str(error)]])]
 
 
 def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
@@ -351,11 +331,3 @@ def verified(run: Location, check: bool) -> dict[str, Any]:
         "To replay the steps, run trajstore verify --replay."
     )
     return {"verified": sentence, "problems": [problem.message for problem in found.problems]}
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(item)

@@ -14,7 +14,7 @@ import xarray as xr
 from trajstore.analysis.figures import FIGURES, Options
 from trajstore.analysis.figures.titles import run_system
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
-from trajstore.analysis.report.page import drawn, html_table, verified, write_page
+from trajstore.analysis.report.page import drawn, html_table, summaries, verified, write_page
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import summary_table
 from trajstore.analysis.scan.window import rows_of_window
@@ -92,7 +92,14 @@ def _facts(
         "caveats": [],
         "findings": [{"title": "Divergence", "sentences": _apart(opened, labels)}],
         "advice": [],
-        "tables": [html_table("Runs", *run_table(found)), *_summaries(opened)],
+        "tables": [
+            html_table("Runs", *run_table(found)),
+            *summaries(
+                lambda: [
+                    summary_table({name: summary(ds).compute() for name, ds in opened.items()})
+                ]
+            ),
+        ],
         "figures": pictures,
         "left_out": left_out,
         "verified": " ".join(
@@ -107,15 +114,6 @@ def _facts(
         "provenance": [],
         "version": __version__,
     }
-
-
-def _summaries(runs: dict[str, xr.Dataset]) -> list[dict[str, Any]]:
-    """Table of summaries; the reason if there is none, such as a run without steps."""
-    try:
-        found = {name: summary(ds).compute() for name, ds in runs.items()}
-    except (VariableNotRecorded, InvalidArgument) as error:
-        return [html_table("Summary", ["not available"], [[str(error)]])]
-    return [html_table(*summary_table(found))]
 
 
 def _apart(runs: dict[str, xr.Dataset], labels: dict[str, str]) -> list[str]:

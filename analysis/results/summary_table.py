@@ -1,15 +1,75 @@
-"""Summaries of several runs as one table, one line per run."""
+"""Summaries as tables: of one run, or of several runs, one line per run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import xarray as xr
 
-__all__ = ["summary_table"]
+__all__ = ["Table", "summary_table", "summary_tables", "tokens_of"]
+
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, columns and rows."""
+
+_STATISTICS = ["mean", "median", "min", "max"]
 
 
-def summary_table(found: Mapping[str, xr.Dataset]) -> tuple[str, list[str], list[list[str]]]:
+def tokens_of(facts: xr.Dataset) -> dict[str, int]:
+    """Number of tokens of each population, by name."""
+    names = map(str, facts["population"].values)
+    return dict(zip(names, facts["population_tokens"].values.tolist(), strict=True))
+
+
+def summary_tables(facts: xr.Dataset, number: str) -> Iterator[Table]:
+    """Tables of the gradients, displacement, centroid and lost updates of a run.
+
+    Parameters
+    ----------
+    facts : Dataset
+        A computed `trajstore.analysis.summary`.
+    number : str
+        Format of norms, such as ``.4e``.
+    """
+
+    def statistics(name: str, **at: Any) -> list[str]:
+        return [
+            f"{value:{number}}" for value in facts[name].sel(statistic=_STATISTICS, **at).values
+        ]
+
+    labels = {name: f"{name} ({size:,})" for name, size in tokens_of(facts).items() if size}
+    trained = {
+        when: f"{step:,}"
+        for when, step in zip(("first", "last"), facts["when_step"].values, strict=True)
+    }
+    if "grad_norms" in facts:
+        rows = [
+            [label, step, *statistics("grad_norms", population=name, when=when)]
+            for name, label in labels.items()
+            for when, step in trained.items()
+        ]
+        yield "Gradient norms (L2)", ["tokens", "step", *_STATISTICS], rows
+    first, last = (f"{step:,}" for step in facts["state_step"].values)
+    rows = [[label, *statistics("displacement", population=name)] for name, label in labels.items()]
+    yield f"Displacement from step {first} to {last}", ["tokens", *_STATISTICS], rows
+    if "centroid_norm" in facts:  # a run of changes alone has no positions
+        rows = [
+            [label, *(f"{norm:.6f}" for norm in facts["centroid_norm"].sel(population=name).values)]
+            for name, label in labels.items()
+        ]
+        yield "Norm of the centroid", ["tokens", f"step {first}", f"step {last}"], rows
+    if "param_update_lost" in facts:
+        lost = facts["param_update_lost"].transpose("parameter", "when")
+        rows = [
+            [str(name), *("" if math.isnan(value) else f"{value:.2%}" for value in values)]
+            for name, values in zip(lost["parameter"].values, lost.values, strict=True)
+        ]
+        title = "Lost updates: fraction of elements with a gradient that the step did not change"
+        yield title, ["parameter", *(f"step {step}" for step in trained.values())], rows
+
+
+def summary_table(found: Mapping[str, xr.Dataset]) -> Table:
     """Title, columns and rows of a table of runs.
 
     Parameters
@@ -27,12 +87,7 @@ def summary_table(found: Mapping[str, xr.Dataset]) -> tuple[str, list[str], list
         Values that were not recorded are empty.
     """
     names = dict.fromkeys(
-        str(name)
-        for facts in found.values()
-        for name, number in zip(
-            facts["population"].values, facts["population_tokens"].values, strict=True
-        )
-        if number
+        name for facts in found.values() for name, number in tokens_of(facts).items() if number
     )
     if len(names) > 1:
         names.pop("all", None)

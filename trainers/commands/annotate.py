@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.tables import out, print_json
 from trajstore.errors import CorpusError, InvalidArgument
@@ -27,7 +26,6 @@ __all__ = ["annotate"]
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
 @JSON
-@sentences
 def annotate(
     run: str,
     corpus: str | None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import click
-from rich.text import Text
+from typing import Any
 
-from trajstore.cli.errors import sentences
+import click
+
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
@@ -23,10 +23,7 @@ __all__ = ["checkout"]
 )
 @TOKENIZER
 @JSON
-@sentences
-def checkout(
-    run: str, step: int, output: str, optimizer: bool, tokenizer: str | None, as_json: bool
-) -> None:
+def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
     The run must be recorded with --record everything. The weights have the recorded bits.
@@ -44,12 +41,12 @@ def checkout(
 
     logging.disable_progress_bar()
     with stopped_by_signals():
-        found = trainers.checkout(run, output, step=step, optimizer=optimizer, tokenizer=tokenizer)
+        found = trainers.checkout(run, output, **options)
     if as_json:
-        print_json({**vars(found), "path": str(found.path), "notes": list(found.notes)})
+        print_json(vars(found))
         return
     parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
-    parts += ["optimizer.pt"] if optimizer else []
-    out.print(Text(f"Wrote {output}: {', '.join(parts)} of step {step} of {run}."))
+    parts += ["optimizer.pt"] if options["optimizer"] else []
+    out.print(f"Wrote {output}: {', '.join(parts)} of step {options['step']} of {run}.")
     print_notes(found.notes)
-    out.print(Text(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})"))
+    out.print(f"Load it with: AutoModelForCausalLM.from_pretrained({output!r})")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,10 +22,12 @@ __all__ = [
     "PLACES",
     "configuration",
     "configured",
+    "is_named",
     "named_config",
     "preset_names",
     "recording",
     "settings_of",
+    "stem_of",
 ]
 
 
@@ -138,54 +141,63 @@ PLACES = {
 """Field of the configuration that each option sets."""
 
 
-def configured(
-    preset_name: str | None,
-    config_file: str | None,
-    assignments: tuple[str, ...],
-    variables: str | None,
-    fields: dict[str, Any],
-    run: Location | None = None,
-) -> RunConfig:
+def configured(options: Mapping[str, Any], run: Location | None = None) -> RunConfig:
     """Return the configuration of a command; a resumed run supplies its own if none is given.
 
-    `run` is the run to resume, if it exists. A resumed run keeps its number of steps, also if a
-    preset or a file is given.
+    A resumed run keeps its number of steps, also if a preset or a file is given.
+
+    Parameters
+    ----------
+    options : mapping
+        Options of the command, by name.
+    run : path-like, optional
+        The run to resume, if it exists.
     """
     from trajstore import trainers
     from trajstore.trainers.runs.matrix_runs import existing_runs
 
-    named = preset_name is not None or config_file is not None
+    named = is_named(options)
     begins = run is not None and named and not existing_runs(run)
     recorded = None if run is None or begins else trainers.recorded_config(run)
-    config = recorded if recorded and not named else named_config(preset_name, config_file)
+    config = recorded if recorded and not named else named_config(options)
     if recorded is not None:
         config = config.with_values([f"training.steps={recorded.training.steps}"])
-    return config.with_values(settings_of(assignments, variables, fields))
+    return config.with_values(settings_of(options))
 
 
-def named_config(preset_name: str | None, config_file: str | None) -> RunConfig:
+def is_named(options: Mapping[str, Any]) -> bool:
+    """Return True if a preset or a file is given."""
+    return options["preset_name"] is not None or options["config_file"] is not None
+
+
+def named_config(options: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of a preset or a file."""
     from trajstore import trainers
 
-    if (preset_name is None) == (config_file is None):
+    name, file = options["preset_name"], options["config_file"]
+    if (name is None) == (file is None):
         raise InvalidArgument(
             "expected either a preset (--preset gatsby) or a file (--config FILE), got "
-            + ("neither" if preset_name is None else "both")
+            + ("neither" if name is None else "both")
         )
-    if preset_name is not None:
-        return trainers.preset(preset_name)
-    return trainers.RunConfig.from_toml(str(config_file))
+    return trainers.RunConfig.from_toml(file) if name is None else trainers.preset(name)
 
 
-def settings_of(
-    assignments: tuple[str, ...], variables: str | None, fields: dict[str, Any]
-) -> list[str]:
-    """Return all changes of the configuration that the options make."""
-    given = [
-        f"{PLACES[name]}={json.dumps(value)}"
-        for name, value in fields.items()
-        if value not in (None, ())
+def stem_of(options: Mapping[str, Any]) -> str:
+    """Return the name of a preset or a file, from which names of runs are made."""
+    return options["preset_name"] or Path(str(options["config_file"])).stem
+
+
+def settings_of(options: Mapping[str, Any]) -> list[str]:
+    """Return all changes of the configuration that the options make; others are ignored."""
+    given = {PLACES[name]: value for name, value in options.items() if name in PLACES}
+    if options["variables"] is not None:
+        given["recording.record"] = options["variables"].split(",")
+    return [
+        *options["assignments"],
+        *(
+            f"{place}={json.dumps(value)}"
+            for place, value in given.items()
+            if value not in (None, ())
+        ),
     ]
-    if variables is not None:
-        given.append(f"recording.record={json.dumps(variables.split(','))}")
-    return [*assignments, *given]

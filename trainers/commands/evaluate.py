@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json
@@ -61,19 +59,7 @@ _OPTIONS = {
 )
 @click.option("--overwrite", is_flag=True, help="Remove existing results.")
 @JSON
-@sentences
-def evaluate(
-    run: str,
-    function: str,
-    output: str,
-    every: int,
-    steps: str | None,
-    jobs: int,
-    constructor: str | None,
-    overwrite: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def evaluate(run: str, function: str, output: str, as_json: bool, **options: Any) -> None:
     """Call a function with the model of each step, and append its results to a Zarr store.
 
     FUNCTION is FILE.py:NAME, MODULE:NAME, or a ready-made evaluation: loss and hidden-cosine
@@ -89,31 +75,25 @@ def evaluate(
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --steps 0:500 --jobs 2 -o norms.zarr
     """
-    check_options(function, options)
+    own = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
+    check_options(function, own)
     from trajstore import trainers
 
     with stopped_by_signals(), StepsProgress("evaluating") as progress:
         found = trainers.evaluate(
             run,
-            function if ":" in function else _ready_made(run, function, options),
+            function if ":" in function else _ready_made(run, function, own),
             output,
-            every=every,
-            steps=steps,
-            jobs=jobs,
-            constructor=constructor,
-            overwrite=overwrite,
             on_progress=progress.show,
+            **options,
         )
     if as_json:
-        print_json({**vars(found), "path": str(found.path), "names": list(found.names)})
+        print_json(vars(found))
         return
     out.print(
-        Text(
-            f"Wrote {output}: {', '.join(found.names)} of {found.steps} steps, {found.new} of them "
-            "new."
-        )
+        f"Wrote {output}: {', '.join(found.names)} of {found.steps} steps, {found.new} of them new."
     )
-    out.print(Text(f"Open it with: xr.open_zarr({output!r})"))
+    out.print(f"Open it with: xr.open_zarr({output!r})")
 
 
 def check_options(function: str, options: dict[str, Any]) -> None:

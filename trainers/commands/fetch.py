@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
 from trajstore.cli.tables import out, print_json
 
@@ -16,7 +15,6 @@ __all__ = ["fetch"]
 @click.option("--source", help="Another source: an address, a data set, or a local path.")
 @click.option("--sha256", metavar="HEX", help="Expected SHA-256 of the result.")
 @JSON
-@sentences
 def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:
     """Download a corpus or tokenizer into the cache, where `record` finds it.
 
@@ -28,7 +26,7 @@ def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> N
 
     fetched = trainers.fetch(name, source=source, sha256=sha256)
     if as_json:
-        print_json({**vars(fetched), "path": str(fetched.path)})
+        print_json(vars(fetched))
     else:
         unit = "tokens" if fetched.path.is_dir() else "bytes"
         out.print(

@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
-from trajstore.cli.tables import err, out, print_json, print_notes, print_table, table
+from trajstore.cli.tables import counted, err, out, print_json, print_notes, print_table
 from trajstore.durations import format_duration
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.schema import ENCODINGS, TIERS
@@ -17,7 +16,7 @@ from trajstore.trainers.commands.configuration import configuration, configured
 
 __all__ = ["plan", "print_plan", "time_sentence"]
 
-_EXPECTED = [f"expected, {encoding}" for encoding in ENCODINGS]
+_SIZES = ("native", *(f"expected, {encoding}" for encoding in ENCODINGS))
 
 
 @click.command()
@@ -28,18 +27,7 @@ _EXPECTED = [f"expected, {encoding}" for encoding in ENCODINGS]
     help="Skip the time estimate, which trains a few steps on this machine.",
 )
 @JSON
-@sentences
-def plan(
-    preset_name: str | None,
-    config_file: str | None,
-    assignments: tuple[str, ...],
-    corpus: str | None,
-    tokenizer: str | None,
-    variables: str | None,
-    no_timing: bool,
-    as_json: bool,
-    **fields: Any,
-) -> None:
+def plan(no_timing: bool, as_json: bool, **options: Any) -> None:
     """Print the cost of a run before it starts: rows, chunks, bytes, memory, files, time.
 
     The sizes are printed at once. The time estimate trains a few steps on this machine and records
@@ -52,8 +40,9 @@ def plan(
     """
     from trajstore import trainers
 
-    config = configured(preset_name, config_file, assignments, variables, fields)
-    wanted = trainers.plan(config, corpus=corpus, tokenizer=tokenizer)
+    config = configured(options)
+    text = {name: options[name] for name in ("corpus", "tokenizer")}
+    wanted = trainers.plan(config, **text)
     tiers, impossible = {}, []
     for tier in TIERS:
         changes: dict[str, Any] = {"record": (tier,)}
@@ -62,7 +51,7 @@ def plan(
         recording = config.recording.model_copy(update=changes)
         alternative = config.model_copy(update={"recording": recording})
         try:
-            tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
+            tiers[tier] = trainers.plan(alternative, **text)
         except InvalidArgument as error:  # it needs more memory than the one that is wanted
             impossible.append(f"the tier {tier} is not possible: {error}")
     facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
@@ -72,7 +61,7 @@ def plan(
     if not no_timing:
         err.print("Timing a few steps on this machine …")
         try:
-            timed = trainers.time_steps(config, corpus=corpus, tokenizer=tokenizer)
+            timed = trainers.time_steps(config, **text)
         except TrajstoreError as error:  # the plan may be for another machine
             facts["notes"].append(f"the time was not measured: {error}")
             if not as_json:
@@ -92,27 +81,21 @@ def print_plan(facts: dict[str, Any]) -> None:
         f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at "
         f"most {format_bytes(facts['memory'])} of memory; {facts['files']} files."
     )
-    printed = table("", "array", "type", "native", *_EXPECTED, "chunk")
-    for name, array in facts["arrays"].items():
-        printed.add_row(
-            name,
-            array["native_dtype"],
-            format_bytes(array["bytes_native"]),
-            *map(format_bytes, array["bytes_by_encoding"].values()),
-            " × ".join(map(str, array["chunk"])),
-        )
-    print_table(printed)
-    printed = table("Tiers", "tier", "native", *_EXPECTED, "memory", "rows per block")
-    for tier, totals in facts["tiers"].items():
-        printed.add_row(
-            tier,
-            format_bytes(totals["bytes_native"]),
-            *map(format_bytes, totals["bytes_by_encoding"].values()),
-            format_bytes(totals["memory"]),
-            str(totals["block_rows"]),
-        )
-    print_table(printed)
+    rows = [
+        (name, array["native_dtype"], *_sizes(array), " × ".join(map(str, array["chunk"])))
+        for name, array in facts["arrays"].items()
+    ]
+    print_table("", ("array", "type", *_SIZES, "chunk"), rows)
+    rows = [
+        (tier, *_sizes(totals), format_bytes(totals["memory"]), totals["block_rows"])
+        for tier, totals in facts["tiers"].items()
+    ]
+    print_table("Tiers", ("tier", *_SIZES, "memory", "rows per block"), rows)
     print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+
+
+def _sizes(facts: dict[str, Any]) -> list[str]:
+    return [*map(format_bytes, (facts["bytes_native"], *facts["bytes_by_encoding"].values()))]
 
 
 def time_sentence(time: dict[str, Any]) -> str:
@@ -123,12 +106,12 @@ def time_sentence(time: dict[str, Any]) -> str:
     time : dict
         From `TimedSteps.facts`.
     """
-    steps = f"{time['timed_steps']} {'step' if time['timed_steps'] == 1 else 'steps'}"
     return (
         f"About {format_duration(time['seconds'])} on this machine ({time['device']}), "
         f"{format_duration(time['seconds_recording'])} of it for recording: "
         f"{format_duration(time['step_seconds'])} per step and "
-        f"{format_duration(time['row_seconds'])} per row. Timed: {steps} and {time['timed_rows']} "
+        f"{format_duration(time['row_seconds'])} per row. "
+        f"Timed: {counted(time['timed_steps'], 'step')} and {time['timed_rows']} "
         f"rows ({format_bytes(time['row_bytes'])} each on disk). Checkpoints and other programs "
         "add to this."
     )

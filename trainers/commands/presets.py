@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import click
-from rich.text import Text
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
 from trajstore.cli.tables import out, print_json
 from trajstore.trainers.commands.configuration import preset_names
@@ -16,7 +14,6 @@ __all__ = ["presets"]
 @click.command()
 @click.argument("name", required=False, shell_complete=preset_names)
 @JSON
-@sentences
 def presets(name: str | None, as_json: bool) -> None:
     """List the presets, or print one as TOML for `record --config`.
 
@@ -38,4 +35,4 @@ def presets(name: str | None, as_json: bool) -> None:
         print_json(listed)
     else:
         for key, text in listed.items():
-            out.print(Text(f"{key}  {text}"))
+            out.print(f"{key}  {text}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
@@ -21,8 +20,10 @@ from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.configuration import (
     configuration,
     configured,
+    is_named,
     recording,
     settings_of,
+    stem_of,
 )
 from trajstore.trainers.commands.recording_progress import RecordingProgress
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 
 __all__ = ["record"]
+
+_PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "strict_numerics", "threads")
+"""Options that the training takes as they are; the configuration holds the others."""
 
 
 @click.command()
@@ -60,24 +64,13 @@ __all__ = ["record"]
     "or torch's default.",
 )
 @JSON
-@sentences
 def record(
-    preset_name: str | None,
-    config_file: str | None,
-    assignments: tuple[str, ...],
     output: str | None,
-    corpus: str | None,
-    tokenizer: str | None,
-    variables: str | None,
     resume: bool,
     source: str | None,
     at: int | None,
-    overwrite: bool,
-    threads: int | None,
-    fsync: bool,
-    strict_numerics: bool,
     as_json: bool,
-    **fields: Any,
+    **options: Any,
 ) -> None:
     """Train a model and record every optimizer step.
 
@@ -102,27 +95,24 @@ def record(
       trajstore record --preset gatsby --steps 9000 --resume -o queued.zarr
       trajstore record --fork long.zarr --at 800 --set optimizer.lr=3e-4 -o slower.zarr
     """
-    named = preset_name is not None or config_file is not None
+    named = is_named(options)
     if resume and output is None and not named:
         raise InvalidArgument("no run to resume; name it: --resume -o RUN.zarr")
     _check_fork(source, at, output, named=named, resume=resume)
     from trajstore.store.storage.remote_path import location
     from trajstore.store.writing.create import check_local_target, check_target
 
-    path = location(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
+    path = location(output or f"{stem_of(options)}.zarr")
     if not resume:  # before torch is imported, which takes seconds
         check = check_target if source is None else check_local_target
-        check(path, overwrite=overwrite)
-    changes = settings_of(assignments, variables, fields)
+        check(path, overwrite=options["overwrite"])
     from trajstore import trainers
 
     with StopRequest() as stop, _report_early_stop(path):
         if source is None:
-            config = configured(
-                preset_name, config_file, assignments, variables, fields, path if resume else None
-            )
+            config = configured(options, path if resume else None)
         else:
-            config = _forked(source, at, changes)
+            config = _forked(source, at, settings_of(options))
         with RecordingProgress(config.training.steps) as progress:
 
             def begin(text: Any) -> None:
@@ -130,12 +120,7 @@ def record(
                 stop.begin()
 
             common: dict[str, Any] = {
-                "corpus": corpus,
-                "tokenizer": tokenizer,
-                "overwrite": overwrite,
-                "fsync": fsync,
-                "strict_numerics": strict_numerics,
-                "threads": threads,
+                **{name: options[name] for name in _PASSED_ON},
                 "stop": stop,
                 "on_corpus": begin,
                 "on_step": progress.show_step,
@@ -146,7 +131,7 @@ def record(
                 common["on_products"] = progress.show_products
                 trainers.record(config, path, resume=resume, **common)
             else:
-                trainers.fork(source, path, at=at, settings=changes, **common)
+                trainers.fork(source, path, at=at, settings=settings_of(options), **common)
     from trajstore.store.reading.run_info import information
     from trajstore.trainers.runs.matrix_runs import planned_runs
 
@@ -156,7 +141,7 @@ def record(
         print_json(facts[path] if config.model.tied else listed)
     least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
     if least["status"] == "interrupted":
-        print_interrupted(path, least, fsync=fsync)
+        print_interrupted(path, least, fsync=options["fsync"])
         sys.exit(stop.exit_code)
     if not as_json:
         print_recorded(path, facts, progress.seconds, progress.rate)

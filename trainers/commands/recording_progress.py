@@ -77,11 +77,11 @@ class RecordingProgress(Bar):
 
     def show_products(self, sentence: str) -> None:
         """Print how products of matrices are computed, and why."""
-        err.print(Text(f"{sentence}."))
+        err.print(f"{sentence}.")
 
     def show_note(self, note: str) -> None:
         """Print a note about the run."""
-        err.print(Text(f"Note: {note}."))
+        err.print(f"Note: {note}.")
 
     def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""

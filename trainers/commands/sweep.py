@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import err, out, print_json
+from trajstore.cli.tables import counted, err, out, print_json
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.configuration import (
-    PLACES,
     configuration,
     named_config,
     recording,
     settings_of,
+    stem_of,
 )
 from trajstore.trainers.commands.sweep_view import SweepProgress, print_jobs, sweep_facts
 
@@ -56,19 +55,14 @@ _OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json
     help="Print one command per run, for a cluster's array job; record nothing.",
 )
 @JSON
-@sentences
 def sweep(
-    preset_name: str | None,
-    config_file: str | None,
-    assignments: tuple[str, ...],
     seeds: str | None,
     output: str,
     jobs: int,
     threads: int | None,
-    variables: str | None,
     printed: bool,
     as_json: bool,
-    **fields: Any,
+    **options: Any,
 ) -> None:
     """Record many runs: every seed with every setting, each in its own process.
 
@@ -89,16 +83,15 @@ def sweep(
             "this address, or copy complete runs there"
         )
     folder = Path(output)
-    places = {name: value for name, value in fields.items() if name in PLACES}
-    common = settings_of((), variables, places)
-    base = named_config(preset_name, config_file)  # names the missing extra, if any
+    assignments = options.pop("assignments")
+    common = settings_of(options | {"assignments": ()})
+    base = named_config(options)  # names the missing extra, if any
     from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
     from trajstore.trainers.sweeps.sweep_folder import choose_threads, save_names
 
-    stem = preset_name or Path(str(config_file)).stem
     chosen = None if seeds is None else parse_seeds(seeds)
     # All runs are parsed now, so that an error in any is reported before the first starts.
-    runs = swept_runs(base, stem, assignments, chosen, common)
+    runs = swept_runs(base, stem_of(options), assignments, chosen, common)
     threads = choose_threads(folder, jobs, threads, keep=not printed)
     passed_on = _passed_on(click.get_current_context())
     commands = [_command(run, folder, passed_on) for run in runs]
@@ -162,8 +155,8 @@ def _record(
 
     jobs = [job(run, command) for run, command in zip(runs, commands, strict=True)]
     rows = [planned_rows(run.config) for run in runs]
-    each = f"{threads} {'thread' if threads == 1 else 'threads'} each"
-    err.print(f"{len(jobs)} runs in {folder}, {at_once} at a time, {each}")
+    each = counted(threads, "thread")
+    err.print(f"{len(jobs)} runs in {folder}, {at_once} at a time, {each} each")
     with StopRequest() as stop, SweepProgress(jobs, rows) as progress:
         stop.begin()
         run_jobs(

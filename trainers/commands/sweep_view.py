@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from trajstore.cli.tables import PlainConsole, err, out, print_table, table
+from trajstore.cli.tables import PlainConsole, PlainTable, err, out, table
 from trajstore.durations import format_duration
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class SweepProgress:
             if job.state != self._shown[number]:
                 self._shown[number] = job.state
                 if self._live is None:
-                    err.print(Text(f"{job.run.name}: {_status_line(job)}"))
+                    err.print(f"{job.run.name}: {_status_line(job)}")
         if self._live is not None:
             self._live.update(self._view(), refresh=True)
 
@@ -73,22 +73,20 @@ class SweepProgress:
             f"{number} {_STATES.get(state, state).partition(':')[0]}"
             for state, number in counted.items()
         )
-        printed = _table()
-        for job, rows in zip(self._jobs, self._rows, strict=True):
-            if job.state in ("running", "busy", "failed"):
-                _add_row(printed, job, rows)
-        return Group(Text(f"{len(self._jobs)} runs: {counts}"), printed)
+        shown = [
+            (job, rows)
+            for job, rows in zip(self._jobs, self._rows, strict=True)
+            if job.state in ("running", "busy", "failed")
+        ]
+        return Group(Text(f"{len(self._jobs)} runs: {counts}"), _table(shown))
 
 
 def print_jobs(jobs: Sequence[Job], rows: Sequence[int]) -> None:
     """Print the status of each run, and the message of each failed run."""
-    printed = _table()
-    for job, planned in zip(jobs, rows, strict=True):
-        _add_row(printed, job, planned)
-    print_table(printed)
+    out.print(_table(zip(jobs, rows, strict=True)), soft_wrap=False)
     for job in jobs:
         if job.state == "failed":
-            out.print(Text(f"{job.run.name} failed: {job.message} (full output: {job.log})"))
+            out.print(f"{job.run.name} failed: {job.message} (full output: {job.log})")
 
 
 def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
@@ -112,19 +110,21 @@ def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
     }
 
 
-def _table() -> Any:
-    printed = table("", "run", "status", "rows", "planned", "duration", words=(0, 1))
-    printed.columns[0].no_wrap = False  # long names are wrapped, not cut
-    printed.columns[0].overflow = "fold"
-    return printed
-
-
-def _add_row(printed: Any, job: Job, rows: int) -> None:
+def _table(jobs: Iterable[tuple[Job, int]]) -> PlainTable:
     from trajstore.trainers.sweeps.sweep_folder import committed_rows
 
-    took = format_duration(job.seconds) if job.seconds else ""
-    state = _STATES.get(job.state, job.state)
-    printed.add_row(job.run.name, state, f"{committed_rows(job.run):,}", f"{rows:,}", took)
+    rows = [
+        (
+            job.run.name,
+            _STATES.get(job.state, job.state),
+            f"{committed_rows(job.run):,}",
+            f"{planned:,}",
+            format_duration(job.seconds) if job.seconds else "",
+        )
+        for job, planned in jobs
+    ]
+    columns = ("run", "status", "rows", "planned", "duration")
+    return table("", columns, rows, words=(0, 1), fold=True)
 
 
 def _status_line(job: Job) -> str:

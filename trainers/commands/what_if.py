@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import click
-from rich.text import Text
 
-from trajstore.cli.errors import sentences
+from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
@@ -30,21 +30,15 @@ __all__ = ["what_if"]
 )
 @click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Tokens to compute.")
 @click.option("--seed", type=int, help="Seed of stochastic rounding; default: 0.")
-@click.option("--memory", metavar="SIZE", help="Memory of the writer's buffer, such as 512MiB.")
+@click.option(
+    "--memory",
+    default=EXCHANGE_MEMORY,
+    metavar="SIZE",
+    help="Memory of the writer's buffer, such as 512MiB.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @JSON
-@sentences
-def what_if(
-    run: str,
-    output: str,
-    settings: tuple[str, ...],
-    from_step: int | None,
-    tokens: str,
-    seed: int | None,
-    memory: str | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+def what_if(run: str, output: str, tokens: str, as_json: bool, **options: Any) -> None:
     """Apply a run's recorded gradients with other optimizer settings, as a new run.
 
     The gradients stay those of the recorded run; the new settings do not affect them (open loop).
@@ -61,32 +55,25 @@ def what_if(
     """
     from trajstore.store.writing.create import check_local_target
 
-    check_local_target(output, overwrite=overwrite)  # before torch is imported
+    check_local_target(output, overwrite=options["overwrite"])  # before torch is imported
     from trajstore import trainers
-    from trajstore.byte_sizes import EXCHANGE_MEMORY
     from trajstore.trainers.recording.token_selection import read_tokens
 
     with stopped_by_signals(), StepsProgress("computing") as progress:
         found = trainers.what_if(
             run,
             output,
-            settings,
-            from_step=from_step,
             tokens=tokens if tokens in ("all", "dead", "live") else read_tokens(tokens),
-            seed=seed,
-            memory=memory or EXCHANGE_MEMORY,
-            overwrite=overwrite,
             on_progress=progress.show,
+            **options,
         )
     if as_json:
-        print_json({**vars(found), "path": str(found.path), "notes": list(found.notes)})
+        print_json(vars(found))
         return
     out.print(
-        Text(
-            f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
-            f"from the gradients of {run}."
-        )
+        f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
+        f"from the gradients of {run}."
     )
     print_notes(found.notes)
     if tokens == "all":  # runs of other tokens cannot be compared value by value
-        out.print(Text(f"Compare the runs with: trajstore compare {shlex.join([run, output])}"))
+        out.print(f"Compare the runs with: trajstore compare {shlex.join([run, output])}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.exchange.selection import Steps, select_part
 from trajstore.store.storage.remote_path import RunPath, location
@@ -60,9 +60,9 @@ def evaluate(
     function: Evaluation | str,
     output: str | os.PathLike[str],
     *,
-    every: int = 1,
+    every: Count = 1,
     steps: Steps = None,
-    jobs: int = 1,
+    jobs: Count = 1,
     constructor: Constructor | str | None = None,
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -125,9 +125,6 @@ def evaluate(
     >>> xr.open_zarr("norms.zarr").step.values
     array([0, 2, 4])
     """
-    if every < 1 or jobs < 1:
-        name, value = ("every", every) if every < 1 else ("jobs", jobs)
-        raise InvalidArgument(f"{name}: got {value}, expected at least 1")
     stored = RunParameters(run)
     wanted = _wanted(stored.steps, steps, every)
     if isinstance(function, str):

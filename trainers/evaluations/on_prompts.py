@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
@@ -97,7 +97,7 @@ def generation(
     prompt: str,
     *,
     tokenizer: str | os.PathLike[str] | None = None,
-    length: int | None = None,
+    length: Count | None = None,
 ) -> Generation:
     """Return an evaluation of the text that the model generates after a prompt.
 
@@ -122,8 +122,6 @@ def generation(
         As `attention`. Also if `length` is below 1, or the prompt has fewer tokens than a
         prediction needs.
     """
-    if length is not None and length < 1:
-        raise InvalidArgument(f"length: got {length}, expected at least 1")
     attributes = dict(open_group(run).attrs)
     found = run_tokenizer(attributes, tokenizer)
     offset, ids = prediction_offset(attributes), _ids_of(prompt, found)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xarray as xr
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
@@ -46,7 +46,7 @@ def loss(
     text: str | os.PathLike[str],
     *,
     tokenizer: str | os.PathLike[str] | None = None,
-    length: int | None = None,
+    length: Count | None = None,
 ) -> TextLoss:
     """Return an evaluation of the loss and the perplexity on a text.
 
@@ -89,7 +89,7 @@ def hidden_cosine(
     text: str | os.PathLike[str],
     *,
     tokenizer: str | os.PathLike[str] | None = None,
-    length: int | None = None,
+    length: Count | None = None,
 ) -> HiddenCosine:
     """Return an evaluation of the cosine of each token's W to the mean hidden state of a text.
 
@@ -121,8 +121,6 @@ def _ids_of(
     tokenizer: str | os.PathLike[str] | None,
     length: int | None,
 ) -> npt.NDArray[np.int64]:
-    if length is not None and length < 1:
-        raise InvalidArgument(f"length: got {length}, expected at least 1")
     ids = tokenize_file(Path(text), run_tokenizer(attributes, tokenizer)).ids[:length]
     if len(ids) <= prediction_offset(attributes):
         raise InvalidArgument(f"{text} has {len(ids)} tokens, too few to predict one; give more")

@@ -9,24 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from trajstore.errors import InvalidArgument
-
-__all__ = ["check_threads", "slower_threads", "torch_threads"]
+__all__ = ["slower_threads", "torch_threads"]
 
 _SIZE = 512  # rows of the matrix that is multiplied
 _WORTH = 1.2  # ratio of times that is worth a note
-
-
-def check_threads(number: int | None) -> None:
-    """Check a number of threads.
-
-    Raises
-    ------
-    InvalidArgument
-        If it is less than 1.
-    """
-    if number is not None and number < 1:
-        raise InvalidArgument(f"threads: got {number}, expected at least 1")
 
 
 @contextmanager

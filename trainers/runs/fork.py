@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound
@@ -28,7 +28,6 @@ from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.parameters import find_group
 from trajstore.trainers.recording.provenance import group_attributes, optimizer_attributes
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.recording.torch_threads import check_threads
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.fork_settings import (
     changed_fields,
@@ -68,7 +67,7 @@ def fork(
     overwrite: bool = False,
     fsync: bool = True,
     strict_numerics: bool = False,
-    threads: int | None = None,
+    threads: Count | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -138,7 +137,6 @@ def fork(
     >>> changed.values.tolist()
     [False, False, False, True, True]
     """
-    check_threads(threads)
     source = _Source.open(run, at)
     config, _ = with_products(forked_config(source.config, settings))
     source.check_step(at, config)

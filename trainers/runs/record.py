@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.metadata.stretches import recorded_threads
@@ -20,7 +20,7 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
-from trajstore.trainers.recording.torch_threads import check_threads, slower_threads, torch_threads
+from trajstore.trainers.recording.torch_threads import slower_threads, torch_threads
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
@@ -52,7 +52,7 @@ def record(
     resume: bool = False,
     fsync: bool = True,
     strict_numerics: bool = False,
-    threads: int | None = None,
+    threads: Count | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_products: Callable[[str], None] | None = None,
@@ -135,7 +135,6 @@ def record(
         raise InvalidArgument(
             "got both resume and overwrite; use either resume or overwrite, not both"
         )
-    check_threads(threads)
     if strict_numerics:
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # first, because an existing run would hide this error

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Positive, checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
-from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.matrix_runs import planned_runs
@@ -77,7 +77,7 @@ def time_steps(
     *,
     corpus: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    seconds: float = 4.0,
+    seconds: Positive = 4.0,
 ) -> TimedSteps:
     """Train a few steps of a configuration on this machine, and measure their duration.
 
@@ -106,8 +106,6 @@ def time_steps(
     >>> timed.facts(steps=3000, rows=3001)["seconds"] > 3000 * timed.step_seconds
     True
     """
-    if not seconds > 0:
-        raise InvalidArgument(f"seconds: got {seconds}, expected more than 0")
     device = find_device(config.training.device)
     config, _ = with_products(config)
     if device.type == "cpu":

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import signal
-import sys
-from collections.abc import Callable
-from typing import ParamSpec
-
-import click
-from rich.text import Text
 
 from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
 
-__all__ = ["sentences"]
-
-P = ParamSpec("P")
+__all__ = ["print_error"]
 
 
-def sentences(command: Callable[P, None]) -> Callable[P, None]:
-    """Print expected errors as one sentence, and exit with their code."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except (TrajstoreError, OSError, MemoryError, KeyboardInterrupt) as error:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            sentence, code = _in_words(error)
-            err.print(Text(f"trajstore: {sentence}"))
-            sys.exit(code)
-
-    return wrapped
+def print_error(error: BaseException) -> int:
+    """Print an expected error as one sentence, and return the exit code of the command."""
+    sentence, code = _in_words(error)
+    err.print(f"trajstore: {sentence}")
+    return code
 
 
 def _in_words(error: BaseException) -> tuple[str, int]:

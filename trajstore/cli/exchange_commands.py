@@ -12,10 +12,9 @@ import click
 from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import ENCODING, JSON, RUNS
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
-from trajstore.cli.tables import out, print_json, print_notes, print_table, table
+from trajstore.cli.tables import out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ _MEMORY = partial(
 @_MEMORY(help="Memory of the row buffer, for zarr and run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @JSON
-@sentences
 def export(
     runs: tuple[str, ...], format_name: str | None, output: str, as_json: bool, **options: Any
 ) -> None:
@@ -132,7 +130,6 @@ def _format_of(output: str) -> str:
 @click.option("--dry-run", is_flag=True, help="Print how FILE would be imported; write nothing.")
 @click.option(
     "--map",
-    "mapped",
     metavar="KIND=NAME",
     multiple=True,
     help="Array to use for a variable, such as W=embedding_history; ignore=NAME skips an array. "
@@ -167,16 +164,8 @@ def _format_of(output: str) -> str:
 @_MEMORY(help="Memory for the write buffer.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @JSON
-@sentences
 def import_(
-    file: str | None,
-    output: str | None,
-    dry_run: bool,
-    mapped: tuple[str, ...],
-    labels: str | None,
-    bits: tuple[str, ...],
-    as_json: bool,
-    **options: Any,
+    file: str | None, output: str | None, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
     """Import a file as a run, or as several if it holds several. Without FILE, list the formats.
 
@@ -193,11 +182,12 @@ def import_(
         _print_importable(as_json=as_json)
         return
     kinds: dict[str, tuple[str, ...]] = {}
-    for kind, name in map(_assignment, mapped):
+    for kind, name in map(_assignment, options.pop("map")):
         kinds[kind] = (*kinds.get(kind, ()), name)
+    labels = options.pop("labels")
     labelled = dict([_assignment(labels)]) if labels else None
     writing = {name: options.pop(name) for name in ("block_rows", "overwrite")}
-    given = options | {"map": kinds, "labels": labelled, "bits": _bits(bits)}
+    given = options | {"map": kinds, "labels": labelled, "bits": _bits(options["bits"])}
     if output is None and not dry_run:
         raise InvalidArgument("no output given; add -o NAME.zarr or --dry-run")
     from trajstore.exchange.importing.import_file import import_file, preview_import
@@ -209,10 +199,7 @@ def import_(
             done = import_file(file, output, on_progress=progress.show, **writing, **given)
     runs = (done, *done.others)
     if as_json:
-        facts = [
-            dataclasses.asdict(one) | {"path": one.path and str(one.path), "others": []}
-            for one in runs
-        ]
+        facts = [dataclasses.asdict(one) | {"others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
     _print_matches(done.table)
@@ -246,12 +233,18 @@ def _bits(texts: tuple[str, ...]) -> dict[str, str]:
 
 def _print_matches(lines: Iterable[Detection]) -> None:
     """Print how each array and number of a file is imported."""
-    printed = table("", "in the file", "type", "shape", "imported as", "reason", words=range(5))
-    for line in lines:
-        shape = "×".join(map(str, line.shape)) or "—"
-        kind = Text(line.kind) if line.kind else Text("omitted", style="dim")
-        printed.add_row(Text(line.name), line.dtype, shape, kind, Text(line.why))
-    print_table(printed)
+    rows = [
+        [
+            line.name,
+            line.dtype,
+            "×".join(map(str, line.shape)) or "—",
+            line.kind or Text("omitted", style="dim"),
+            line.why,
+        ]
+        for line in lines
+    ]
+    columns = ("in the file", "type", "shape", "imported as", "reason")
+    print_table("", columns, rows, words=range(5))
 
 
 def _print_importable(*, as_json: bool) -> None:
@@ -274,23 +267,24 @@ def _print_importable(*, as_json: bool) -> None:
         return
     out.print("Formats", style="bold")
     for name, what in FORMATS.items():
-        out.print(Text(f"  {name}: {what}"))
-    printed = table("Arrays", "variable", "dimensions", "known names", words=range(3))
-    for kind in ARRAY_KINDS.values():
-        names = [name for name in kind.names if name != "steps_of_the_names"]
-        printed.add_row(kind.name, ", ".join(kind.dims), Text(", ".join(names)))
-    print_table(printed)
-    out.print(
-        Text(
-            "Names ignore case. They may have the prefix run_0_, dead_ or live_ (rows of some "
-            "tokens), and the suffix _history, _bits, _E, _W or _U. A single array of "
-            "(step, token, hidden) can have any name. uint16 values are read as bfloat16 bits."
+        out.print(f"  {name}: {what}")
+    columns = ("variable", "dimensions", "known names")
+    rows = [
+        (
+            kind.name,
+            ", ".join(kind.dims),
+            ", ".join(name for name in kind.names if name != "steps_of_the_names"),
         )
+        for kind in ARRAY_KINDS.values()
+    ]
+    print_table("Arrays", columns, rows, words=range(3))
+    out.print(
+        "Names ignore case. They may have the prefix run_0_, dead_ or live_ (rows of some "
+        "tokens), and the suffix _history, _bits, _E, _W or _U. A single array of "
+        "(step, token, hidden) can have any name. uint16 values are read as bfloat16 bits."
     )
-    printed = table("Numbers", "name", "known names", "stored as", words=range(3))
-    for scalar in SCALARS.values():
-        printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
-    print_table(printed)
+    rows = [(one.name, ", ".join(one.names), ".".join(one.paths[0])) for one in SCALARS.values()]
+    print_table("Numbers", ("name", "known names", "stored as"), rows, words=range(3))
     of_runs = [name for name in EXPORT_LAYOUTS if name not in MASKS]
-    out.print(Text(f"Layouts for export and import: {', '.join(of_runs)}"))
-    out.print(Text(f"Layouts of masks, for export and --masks: {', '.join(MASKS)}"))
+    out.print(f"Layouts for export and import: {', '.join(of_runs)}")
+    out.print(f"Layouts of masks, for export and --masks: {', '.join(MASKS)}")

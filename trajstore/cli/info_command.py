@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import click
-from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON, RUNS
 from trajstore.cli.tables import (
     counted,
@@ -41,7 +39,6 @@ _WIDE = 100  # terminal width at which tables show all columns
     "corrects. Reads every chunk of W, the gradient and the moments.",
 )
 @JSON
-@sentences
 def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
     """Print what a run holds: rows, arrays, sizes, configuration, origin.
 
@@ -73,7 +70,7 @@ def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
     if corrections:
         raise InvalidArgument(f"--corrections takes one run, got {len(paths)}")
     from trajstore.store.reading.run_settings import differing_settings
-    from trajstore.store.reading.run_table import final_loss  # imports xarray
+    from trajstore.store.reading.run_table import final_loss, run_table  # imports xarray
 
     found = {}
     for run in paths:
@@ -94,7 +91,7 @@ def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
             ]
         )
     elif found:
-        print_runs(found)
+        print_table("", *run_table(found), words=(0, 1), fold=True)
     if len(found) < len(paths):
         sys.exit(1)
 
@@ -113,22 +110,28 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
     )
-    out.print(Text(f"Run {facts['runs'][-1][1]}"))
-    out.print(Text(f"content digest {facts['content_digest']}"))
-    out.print(Text(f"fingerprint    {facts['fingerprint']}"))
+    out.print(f"Run {facts['runs'][-1][1]}")
+    out.print(f"content digest {facts['content_digest']}")
+    out.print(f"fingerprint    {facts['fingerprint']}")
     columns = ("array", "shape", "type", "native", "on disk", "ratio", "chunk")
     # A narrow terminal omits the last column instead of cutting the others.
     shown = len(columns) - (out.width < _WIDE)
-    printed = table("", *columns[:shown])
+    rows = [
+        (
+            name,
+            _shape(array["shape"]),
+            "text" if array["native_dtype"].startswith("String") else array["native_dtype"],
+            *_sizes(array),
+            _shape(array["chunk"]),
+        )[:shown]
+        for name, array in facts["arrays"].items()
+    ]
+    printed = table("", columns[:shown], rows)
     for column in printed.columns:
         column.no_wrap = True
-    for name, array in facts["arrays"].items():
-        kind = "text" if array["native_dtype"].startswith("String") else array["native_dtype"]
-        row = (name, _shape(array["shape"]), kind, *_sizes(array), _shape(array["chunk"]))
-        printed.add_row(*row[:shown])
     printed.add_section()
     printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
-    print_table(printed)
+    out.print(printed, soft_wrap=False)
     if facts.get("parameters"):
         _print_parameters(facts["parameters"])
     if facts["encoding"] == "replay":
@@ -137,14 +140,14 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         if isinstance(facts.get(section), dict) and facts[section]:
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
-                out.print(Text(f"  {name} = {value}"))
+                out.print(f"  {name} = {value}")
         if section == "config" and (lines := _stretches(facts)):
             out.print("stretches", style="bold")
             for line in lines:
-                out.print(Text(f"  {line}"))
+                out.print(f"  {line}")
     if facts["populations"]:
         named = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
-        out.print(Text(f"Populations: {', '.join(named)}."))
+        out.print(f"Populations: {', '.join(named)}.")
     print_notes(advice["sentence"] for advice in facts["advice"])
     print_notes(f"{note['note']} {_steps_of(note)}" for note in facts["notes"])
     print_notes(without_tokens(facts["populations"]))
@@ -158,15 +161,15 @@ def _steps_of(note: dict[str, Any]) -> str:
 
 def _print_parameters(parameters: list[dict[str, Any]]) -> None:
     """Print the parameters of the model, the variable that holds each, and its optimizer group."""
-    printed = table("Parameters", "parameter", "shape", "type", "in", "group")
+    rows = []
     for entry in parameters:
         group = "none" if entry["group"] is None else str(entry["group"])
         if not entry["requires_grad"]:
             group = "not trained"
         name = ", ".join([entry["name"], *entry.get("tied", [])])
         shape = _shape(entry["shape"]) or "scalar"
-        printed.add_row(name, shape, entry["dtype"], entry["variable"], group)
-    print_table(printed)
+        rows.append((name, shape, entry["dtype"], entry["variable"], group))
+    print_table("Parameters", ("parameter", "shape", "type", "in", "group"), rows)
 
 
 def _print_forms(facts: dict[str, Any]) -> None:
@@ -182,17 +185,16 @@ def _print_forms(facts: dict[str, Any]) -> None:
             rule(facts, types, lambda note: print_notes([note]))
     if "corrections" not in facts:
         return
-    printed = table(
-        "Chunks", "array", "computed", "predicted", "differences", "corrected", "of elements"
-    )
+    rows = []
     for name, counts in facts["corrections"].items():
         own = str(counts["chunks"] - counts["differences"])
         forms = (own, "") if "elements" in counts else ("", own)
         elements = [
             f"{counts[key]:,}" if key in counts else "" for key in ("corrected", "elements")
         ]
-        printed.add_row(name, *forms, str(counts["differences"]), *elements)
-    print_table(printed)
+        rows.append((name, *forms, counts["differences"], *elements))
+    columns = ("array", "computed", "predicted", "differences", "corrected", "of elements")
+    print_table("Chunks", columns, rows)
 
 
 def _stretches(facts: dict[str, Any]) -> list[str]:
@@ -210,19 +212,6 @@ def _stretches(facts: dict[str, Any]) -> list[str]:
         for each, config, end in zip(stretches, flat, ends, strict=True)
         if names
     ]
-
-
-def print_runs(found: dict[str, dict[str, Any]]) -> None:
-    """Print a table with one line per run."""
-    from trajstore.store.reading.run_table import run_table
-
-    columns, rows = run_table(found)
-    printed = table("", *columns, words=(0, 1))
-    for row in rows:
-        printed.add_row(*row)
-    printed.columns[0].no_wrap = False  # wrap a path instead of cutting it
-    printed.columns[0].overflow = "fold"
-    print_table(printed)
 
 
 def _shape(sizes: Iterable[int]) -> str:

@@ -8,13 +8,11 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import BytesProgress, StepsProgress
-from trajstore.cli.tables import counted, out, print_json, print_notes, print_table, table
+from trajstore.cli.tables import counted, out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.schema import STEP
 
@@ -54,16 +52,7 @@ __all__ = ["repair", "verify"]
     help="With --gradients: folder of the run's tokenizer. Default: as recorded.",
 )
 @JSON
-@sentences
-def verify(
-    run: str,
-    with_replay: bool,
-    gradients: bool,
-    steps: str | None,
-    corpus: str | None,
-    tokenizer: str | None,
-    as_json: bool,
-) -> None:
+def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **chosen: Any) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
 
     RUN may be the common name of the two runs of untied weights. Exits with 1 if it finds a
@@ -77,7 +66,6 @@ def verify(
     """
     if gradients and not with_replay:
         raise InvalidArgument("--gradients needs --replay; give both")
-    chosen = {"steps": steps, "corpus": corpus, "tokenizer": tokenizer}
     for name, value in chosen.items():
         if value is not None and not gradients:
             raise InvalidArgument(f"--{name} needs --gradients; leave it out or give both")
@@ -132,7 +120,6 @@ def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
 @RUN
 @click.option("--yes", is_flag=True, help="Apply the repair. Without it, print what it would do.")
 @JSON
-@sentences
 def repair(run: str, yes: bool, as_json: bool) -> None:
     """Restore a damaged run to its last complete commit.
 
@@ -165,23 +152,21 @@ def print_replay(facts: dict[str, Any]) -> None:
         + f": {facts['differing']:,} values differ."
     )
     if facts["variables"]:
-        printed = table("", "variable", "steps", "differ", "first at", "largest, ulp")
+        rows = []
         for name, compared in facts["variables"].items():
             first = compared["first"] or {}
             place = ", ".join(f"{key} {at}" for key, at in first.items() if at is not None)
             ulps = "" if compared["ulps"] is None else f"{compared['ulps']:,}"
-            printed.add_row(
-                name, f"{compared['steps']:,}", f"{compared['differing']:,}", place, ulps
-            )
-        print_table(printed)
+            rows.append((name, f"{compared['steps']:,}", f"{compared['differing']:,}", place, ulps))
+        print_table("", ("variable", "steps", "differ", "first at", "largest, ulp"), rows)
     if facts["rebuilt"]:
         out.print(f"Rebuilt from row 0 because not recorded: {', '.join(facts['rebuilt'])}.")
     for finding in facts["findings"]:
-        out.print(Text(f"Problem: {finding['sentence']}."))
+        out.print(f"Problem: {finding['sentence']}.")
     if facts["total_findings"] > len(facts["findings"]):
         out.print(f"{facts['total_findings'] - len(facts['findings']):,} more problems.")
     for part in facts["unreplayed"]:
-        out.print(Text(f"Not checked: {part['sentence']}."))
+        out.print(f"Not checked: {part['sentence']}.")
     print_notes(facts["notes"])
 
 
@@ -191,19 +176,19 @@ def print_proof(facts: dict[str, Any]) -> None:
         f"Trained {facts['proven'] + facts['differing']:,} of {counted(facts['steps'], 'step')} "
         f"again: {facts['proven']:,} agree in every bit, {facts['differing']:,} differ."
     )
-    out.print(Text(f"Compared: {', '.join(facts['variables'])}."))
+    out.print(f"Compared: {', '.join(facts['variables'])}.")
     if facts["differences"]:
         columns = ("step", "variable", "parameter", "elements", "largest, ulp")
-        printed = table("", *columns, words=(0, 1, 2))
+        rows = []
         for one in facts["differences"]:
             ulps = "" if one["ulps"] is None else f"{one['ulps']:,}"
-            name = Text(one["parameter"] or "")
-            printed.add_row(str(one["step"]), one["variable"], name, f"{one['elements']:,}", ulps)
-        print_table(printed)
+            name = one["parameter"] or ""
+            rows.append((one["step"], one["variable"], name, f"{one['elements']:,}", ulps))
+        print_table("", columns, rows, words=(0, 1, 2))
     if facts["total"] > len(facts["differences"]):
         out.print(f"{facts['total'] - len(facts['differences']):,} more differences.")
     for part in facts["unproven"]:
-        out.print(Text(f"Not checked: {part['sentence']}."))
+        out.print(f"Not checked: {part['sentence']}.")
     print_notes(facts["notes"])
 
 
@@ -212,33 +197,27 @@ def print_verification(found: Verification) -> None:
     from trajstore.store.storage.remote_path import key_within
 
     if found.problems:
-        printed = table("Problems", "array", "block", "bytes", "file", "problem", words=(0, 3, 4))
+        columns = ("array", "block", "bytes", "file", "problem")
+        rows = []
         for problem in found.problems:
             span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
-            printed.add_row(
-                problem.array or "",
-                "" if problem.block is None else str(problem.block),
-                span,
-                Text(key_within(problem.path, found.path.parent)),
-                Text(problem.message),
-            )
-        print_table(printed)
+            file = key_within(problem.path, found.path.parent)
+            rows.append((problem.array, problem.block, span, file, problem.message))
+        print_table("Problems", columns, rows, words=(0, 3, 4))
     print_notes(found.notes)
     verdict = "sound" if found.clean else f"{counted(len(found.problems), 'problem')}"
     out.print(
-        Text(
-            f"{found.path.name}: {verdict}; checked {counted(found.rows, 'row')} in "
-            f"{counted(found.shards, 'shard')}, {counted(found.chunks, 'chunk')}, "
-            f"{format_bytes(found.bytes)}."
-        )
+        f"{found.path.name}: {verdict}; checked {counted(found.rows, 'row')} in "
+        f"{counted(found.shards, 'shard')}, {counted(found.chunks, 'chunk')}, "
+        f"{format_bytes(found.bytes)}."
     )
     run = shlex.quote(str(found.path))
     if any(problem.remedy != "none" for problem in found.problems):
-        out.print(Text(f"Print what a repair would do: trajstore repair {run}"))
+        out.print(f"Print what a repair would do: trajstore repair {run}")
     damaged = {problem.array for problem in found.problems if problem.remedy == "cut"}
     if damaged and STEP.name not in damaged:
         copy = f"trajstore export {run} --format run --fill-damaged -o COPY.zarr"
-        out.print(Text(f"Copy all rows, with NaN for what is damaged: {copy}"))
+        out.print(f"Copy all rows, with NaN for what is damaged: {copy}")
 
 
 def print_repair(found: Repair) -> None:
@@ -246,28 +225,28 @@ def print_repair(found: Repair) -> None:
     from trajstore.store.storage.remote_path import RemotePath
 
     if not found.actions and not found.unrepaired:
-        out.print(Text(f"{found.path.name} is sound; nothing to repair."))
+        out.print(f"{found.path.name} is sound; nothing to repair.")
         return
     if found.damaged:
         damaged = (f"{name}, {where}" if where else name for name, where in found.damaged.items())
-        out.print(Text(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(found.whole)}."))
+        out.print(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(found.whole)}.")
     if found.actions:
-        out.print(Text("Repaired:" if found.done else "Planned repair:"))
+        out.print("Repaired:" if found.done else "Planned repair:")
     for action in found.actions:
-        out.print(Text(f"  {action}."))
+        out.print(f"  {action}.")
     if found.unrepaired:
-        out.print(Text("Cannot be repaired, because no other copy exists:"))
+        out.print("Cannot be repaired, because no other copy exists:")
     for sentence in found.unrepaired:
-        out.print(Text(f"  {sentence}."))
+        out.print(f"  {sentence}.")
     if found.done:
         return
     run, remote = shlex.quote(str(found.path)), isinstance(found.path, RemotePath)
     if found.exports:
-        out.print(Text("To keep more, copy the run instead:"))
+        out.print("To keep more, copy the run instead:")
         for options in found.exports:
-            out.print(Text(f"  trajstore export {run} --format run {options} -o COPY.zarr"))
+            out.print(f"  trajstore export {run} --format run {options} -o COPY.zarr")
     if found.rows < found.rows_before and not remote:
         copy = shlex.quote(f"{found.path}.copy")
-        out.print(Text(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}"))
+        out.print(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}")
     if found.actions:
-        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {run} --yes"))
+        out.print(f"Nothing was changed. To repair, run: trajstore repair {run} --yes")

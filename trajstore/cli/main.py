@@ -7,10 +7,13 @@ Commands of this package and of others are found through the entry points of the
 from __future__ import annotations
 
 import functools
+import sys
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import click
 
+from trajstore.errors import TrajstoreError
 from trajstore.nearest_name import did_you_mean
 from trajstore.version import __version__
 
@@ -66,6 +69,17 @@ class _Commands(click.Group):
                 f"There is no command {name!r}{did_you_mean(name, self._entry_points)}.", ctx
             )
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; an expected error becomes one sentence and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except (TrajstoreError, OSError, MemoryError, KeyboardInterrupt) as error:
+            if ctx.params.get("debug"):
+                raise
+            from trajstore.cli.errors import print_error
+
+            sys.exit(print_error(error))
 
 
 def _broken(point: EntryPoint, error: Exception) -> click.Command:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ __all__ = [
     "given_populations",
     "opened",
     "runs_and_names",
+    "without_none",
 ]
 
 
@@ -124,6 +125,11 @@ def file_stem(given: Sequence[str], runs: Sequence[str]) -> str:
     shares_name = len(given) == 1 and not os.path.exists(given[0]) and not glob.has_magic(given[0])
     names = given if shares_name else runs
     return Path(names[0].rstrip("/")).name.removesuffix(".zarr") if len(names) == 1 else "runs"
+
+
+def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given; the others have the defaults of the function they are for."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def given_populations(assignments: Sequence[str]) -> dict[str, Any]:

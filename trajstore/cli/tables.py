@@ -9,11 +9,12 @@ import json
 import math
 import os
 from collections.abc import Container, Iterable, Mapping
+from pathlib import PurePath
 from typing import IO, Any
 
 import click
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -85,9 +86,10 @@ class PlainConsole(Console):
 class PlainTable(Table):
     """A table whose cells are printed without markup."""
 
-    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row with rich; strings are made printable."""
-        super().add_row(*map(_shown, cells), **options)
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Add a row with rich; numbers become text, and strings are made printable."""
+        texts = (str(cell) if isinstance(cell, int) else cell for cell in cells)
+        super().add_row(*map(_shown, texts), **options)
 
 
 def _shown(shown: Any) -> Any:
@@ -113,23 +115,37 @@ for _console in (out, err):
         _console.width = 160  # no wrapping in a file or a pipe
 
 
-def table(title: str, *columns: str, words: Container[int] = (0,)) -> PlainTable:
-    """Empty table. Columns in `words` are left-aligned; the first column is never cut."""
+def table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[Any]],
+    *,
+    words: Container[int] = (0,),
+    fold: bool = False,
+) -> PlainTable:
+    """Table. Columns in `words` are left-aligned; the first is cut only if `fold` wraps it."""
     made = PlainTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        made.add_column(column, justify="left" if number in words else "right", no_wrap=number == 0)
+    for at, column in enumerate(columns):
+        made.add_column(
+            column,
+            justify="left" if at in words else "right",
+            no_wrap=at == 0 and not fold,
+            overflow="fold" if fold and at == 0 else "ellipsis",
+        )
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
-def print_table(printed: PlainTable) -> None:
-    """Print a table at the width of the terminal; long cells wrap."""
-    out.print(printed, soft_wrap=False)
+def print_table(*parts: Any, **options: Any) -> None:
+    """Print a `table` at the width of the terminal; long cells wrap."""
+    out.print(table(*parts, **options), soft_wrap=False)
 
 
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes about a result, one per line."""
     for note in notes:
-        out.print(Text(f"Note: {note}."))
+        out.print(f"Note: {note}.")
 
 
 def without_tokens(populations: Mapping[str, int]) -> list[str]:
@@ -143,11 +159,13 @@ def print_json(facts: Any) -> None:
 
 
 def json_value(value: Any) -> Any:
-    """The value with NaN and infinities replaced by None."""
+    """The value with None in place of NaN and infinities, and paths as strings."""
     if isinstance(value, dict):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

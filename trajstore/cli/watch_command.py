@@ -13,7 +13,6 @@ import click
 from rich.console import RenderableType
 from rich.live import Live
 
-from trajstore.cli.errors import sentences
 from trajstore.cli.options import RUNS
 from trajstore.cli.progress import stopped_by_signals
 from trajstore.cli.tables import PlainConsole, json_value, out
@@ -40,7 +39,6 @@ _LINES_INTERVAL = 10.0
 )
 @click.option("--once", is_flag=True, help="Print the current state and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print every update as a line of JSON.")
-@sentences
 def watch(runs: tuple[str, ...], interval: float | None, once: bool, as_json: bool) -> None:
     """Follow a run during recording: progress, loss, gradients, unchanged tokens.
 

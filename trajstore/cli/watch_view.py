@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +76,7 @@ def overview(looks: Mapping[str, Look], width: int) -> Table:
             Text(printable(run), style="bold"),
             Text(_STATUSES[look.status], style=_status_color(look)),
             "" if look.status == "absent" else _step(look),
-            _Bar(look) if look.steps else "",
+            _bar(look),
             f"loss {_number('loss', loss.last)}" if loss is not None else "",
             _left(look),
         )
@@ -141,16 +141,9 @@ def _height(mean: float, *, log: bool) -> float:
     return math.log10(mean) if mean > 0 else (-math.inf if mean == 0 else math.nan)
 
 
-class _Bar:
-    """A progress bar that fills the rest of its line."""
-
-    def __init__(self, look: Look) -> None:
-        self._look = look
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        total = self._look.steps or None
-        done = self._look.step if total else 0
-        yield ProgressBar(total=total or 1, completed=done, width=options.max_width)
+def _bar(look: Look) -> ProgressBar | str:
+    """A progress bar that fills the rest of its line; nothing if the number of steps is unknown."""
+    return ProgressBar(total=look.steps, completed=look.step) if look.steps else ""
 
 
 def _title(run: str, look: Look) -> Text:
@@ -175,7 +168,7 @@ def _progress(look: Look, width: int) -> Table:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True)
     done = f"{min(look.step * 100 // look.steps, 100)}%" if look.steps else ""
-    grid.add_row(_step(look), _Bar(look) if look.steps else "", f"{done}  {_left(look)}".strip())
+    grid.add_row(_step(look), _bar(look), f"{done}  {_left(look)}".strip())
     return grid
 
 

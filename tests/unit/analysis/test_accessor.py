@@ -43,7 +43,7 @@ def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
     pytest.importorskip("matplotlib")
     ds = open_run(small_run[0])
     shown = pydoc.plain(pydoc.render_doc(ds.traj.freeze))
-    assert "freeze(min_unchanged: 'int' = 50, lattice: 'str' = 'native', per: " in shown
+    assert "freeze(min_unchanged: 'Count' = 50, lattice: 'str' = 'native', per: " in shown
     assert (
         "Last motion of each token, and the fraction of tokens that are frozen at each step."
         in shown

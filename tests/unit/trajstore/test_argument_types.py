@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import xarray as xr
 
-from trajstore.argument_types import checks_types
+from trajstore.argument_types import Bound, Positive, checks_types
 from trajstore.errors import InvalidArgument
 
 
@@ -33,6 +33,8 @@ def ask(
     ds: xr.Dataset | None = None,
     k: int = 1,
     share: float = 0.5,
+    window: Annotated[int, Bound("of at least", 2)] | None = None,
+    above: Positive = 1.0,
     name: str | None = None,
     steps: Sequence[int] | int | None = None,
     levels: Sequence[float] = (),
@@ -57,6 +59,7 @@ def ask(
         {"k": np.array(3)},
         {"k": xr.DataArray([4, 5])[1]},
         {"share": 1},
+        {"window": 2, "above": 1e-9},
         {"share": Fraction(1, 3)},
         {"share": np.float32(0.5)},
         {"name": np.str_("dead")},
@@ -91,6 +94,10 @@ def test_what_fits(given):
         ({"k": True}, "got k=True, expected a whole number$"),
         ({"k": None}, "got k=None, expected a whole number$"),
         ({"k": np.array([1])}, r"got k=ndarray of shape \(1,\) and type int64, expected a whole"),
+        ({"window": 1}, "got window=1, expected a whole number of at least 2 or None$"),
+        ({"window": 2.0}, "got window=2.0, expected a whole number of at least 2"),
+        ({"above": 0}, "got above=0, expected a number above 0$"),
+        ({"above": np.nan}, "got above=nan, expected a number above 0$"),
         ({"share": "0.5"}, "got share='0.5', expected a number$"),
         ({"name": ["dead"]}, r"got name=\['dead'\], expected a string or None"),
         ({"steps": slice(3)}, "expected a list of whole numbers or a whole number or None"),

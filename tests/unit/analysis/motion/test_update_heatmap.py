@@ -55,7 +55,7 @@ def test_invalid_options(make_run, walk):
     ds = make_run(walk(9, 5, 4))
     with pytest.raises(InvalidArgument, match="expected 'regime' or 'hop'"):
         analysis.heatmap(ds, "speed")
-    with pytest.raises(InvalidArgument, match="expected at least 1 each"):
+    with pytest.raises(InvalidArgument, match="expected a whole number of at least 1"):
         analysis.heatmap(ds, most_groups=0)
     with pytest.raises(InvalidArgument, match="at least 2 rows"):
         analysis.heatmap(ds.isel(step=[0]))

@@ -175,7 +175,7 @@ def test_missing_inputs_are_reported():
         InvalidArgument, match=r"freeze_attribution.*step 6 is followed by step 8.*every=1"
     ):
         analysis.freeze_attribution(ds.drop_isel(step=7))
-    with pytest.raises(InvalidArgument, match="window=0, expected at least 1"):
+    with pytest.raises(InvalidArgument, match="window=0, expected a whole number of at least 1"):
         analysis.freeze_attribution(ds, window=0)
     with pytest.raises(InvalidArgument, match="SGD"):
         analysis.freeze_attribution(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})

@@ -200,4 +200,4 @@ def test_a_run_of_changes_alone_has_a_summary_without_centroids(tmp_path: Path) 
             writer.append(step, delta=np.full((3, 2), float(step), "f4"))
     page = Page(write_report(run, tmp_path / "page.html").read_text())
     assert "Displacement from step 0 to 3" in page.shown
-    assert "centroid at" not in page.shown
+    assert "Norm of the centroid" not in page.shown

@@ -121,7 +121,7 @@ def test_steps_of_a_constructed_model_merge_with_the_run(own: Any, tmp_path: Pat
 def test_impossible_calls(own: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     options: Any = {"constructor": OwnModel}
-    with pytest.raises(InvalidArgument, match="every: got 0"):
+    with pytest.raises(InvalidArgument, match="got every=0"):
         evaluate(own.path, norm, out, every=0, **options)
     with pytest.raises(StepNotFound, match="step 9 was not recorded"):
         evaluate(own.path, norm, out, steps=9, **options)

@@ -183,6 +183,6 @@ def test_threads_are_recorded_and_used_again(text: Path, tmp_path: Path) -> None
 
 
 def test_a_number_of_threads_that_cannot_be(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="threads: got 0, expected at least 1"):
+    with pytest.raises(InvalidArgument, match="got threads=0, expected a whole number"):
         record(config_of("trainer"), tmp_path / "run.zarr", corpus=text, threads=0)
     assert not (tmp_path / "run.zarr").exists()

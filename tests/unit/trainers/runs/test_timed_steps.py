@@ -60,5 +60,5 @@ def test_what_the_device_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_time_is_no_time() -> None:
-    with pytest.raises(InvalidArgument, match="seconds: got 0, expected more than 0"):
+    with pytest.raises(InvalidArgument, match="got seconds=0, expected a number above 0"):
         time_steps(preset("gatsby"), seconds=0)
