@@ -12,8 +12,8 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure, over_hidden, rows_before
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.block_tasks import Points, measure, table
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -31,49 +31,35 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def _cosines(vectors: Array, others: Array) -> Wide:
-    """Cosine of each vector with its partner, or with that of its row, (row, token).
-
-    NaN for zero vectors.
-    """
-    result = np.empty(vectors.shape[:2])
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        for row, (these, those) in enumerate(zip(vectors, others, strict=True)):
-            one, other = these.astype(np.float64), those.astype(np.float64)
-            lengths = vector_norm(one) * vector_norm(other)
-            result[row] = hidden_sum(one * other) / lengths
-    return np.clip(result, -1, 1)  # rounding may exceed the range; NaN is kept
+    """Cosine of each vector with its partner, or with the only one; NaN for zero vectors."""
+    one, other = vectors.astype(np.float64), others.astype(np.float64)
+    cosines = hidden_sum(one * other) / (vector_norm(one) * vector_norm(other))
+    return np.clip(cosines, -1, 1)  # rounding may exceed the range; NaN is kept
 
 
-def _change(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Wide:
-    """Change from the previous row, (row, token, hidden); NaN without one."""
-    before = np.concatenate([boundary, block[:-1]])
-    with np.errstate(invalid="ignore"):
-        change = np.subtract(block, before, dtype=np.float64)
-    change[~start.ravel()] = np.nan
-    return np.asarray(change)
+def _change(now: Array, before: Array, known: np.bool_) -> Wide:
+    """Change from the previous row; NaN without one."""
+    return np.where(known, np.subtract(now, before, dtype=np.float64), np.nan)
 
 
-def _earlier(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Array:
-    """Previous row of each row, (row, token, hidden); NaN without one."""
-    before = np.concatenate([boundary, block[:-1]])
-    before[~start.ravel()] = np.nan
-    return before
+def _earlier(now: Array, before: Array, known: np.bool_) -> Array:
+    """The previous row; NaN without one."""
+    return np.where(known, before, np.nan)
 
 
 def _statistics(
-    cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide, record: np.dtype[Any]
-) -> npt.NDArray[np.void]:
-    """Number, mean and quantiles over tokens with a cosine, (row, population)."""
-    result = np.empty((len(cosines), len(groups)), record)
-    result["alignment"] = result["alignment_quantiles"] = np.nan
-    for row, number in np.ndindex(result.shape):
-        known = cosines[row, groups[number]]
-        known = np.sort(known[~np.isnan(known)])
-        result["aligned_tokens"][row, number] = known.size
-        if known.size:
-            result["alignment"][row, number] = known.mean()
-            result["alignment_quantiles"][row, number] = np.quantile(known, levels)
-    return result
+    cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide
+) -> dict[str, npt.NDArray[Any]]:
+    """Number, mean and quantiles over tokens with a cosine, (population)."""
+    known = [np.sort(each[~np.isnan(each)]) for each in (cosines[group] for group in groups)]
+    none = np.full(levels.size, np.nan)
+    return {
+        "aligned_tokens": np.array([each.size for each in known]),
+        "alignment": np.array([each.mean() if each.size else np.nan for each in known]),
+        "alignment_quantiles": np.stack(
+            [np.quantile(each, levels) if each.size else none for each in known]
+        ),
+    }
 
 
 @quantity()
@@ -140,26 +126,23 @@ def alignment(
         "alignment_quantiles": Fact(f"({levels.size},)f8", f"quantiles of the {label}"),
         "aligned_tokens": Fact("i8", "tokens with a cosine"),
     }
-    table = measure(
+    found = measure(
         _statistics,
         "sp",
         cosines.rechunk({1: -1}),
         groups=groups,
         levels=levels,
-        record=record_of(facts),
-        dtype=record_of(facts),
+        dtype=facts,
         sizes={"p": len(groups)},
+        by_row=True,
     )
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     angle = own.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
         long_name=f"angle between {of} and {with_}", units="degree"
     )
-    dims = ("step", "population", "quantile")
-    of_populations = named(table, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
-    result = xr.Dataset(
-        {"cosine": own, "angle": angle, **of_populations},
-        {"step": scan.ds["step"], "population": names, "quantile": levels},
-    )
+    coords = {"step": scan.ds["step"], "population": names, "quantile": levels}
+    statistics = table(found, facts, ("step", "population", "quantile"), coords)
+    result = xr.Dataset({"cosine": own, "angle": angle, **statistics})
     return result.sel(population=population) if population is not None else result
 
 
@@ -168,12 +151,12 @@ def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
     if name != "delta":
         return scan.aligned(like, name)
     blocks = scan.aligned(like, "W")
-    return measure(_change, "sth", *_with_rows_before(blocks), dtype=np.float64)
+    return measure(_change, "sth", *_with_rows_before(blocks), dtype=np.float64, by_row=True)
 
 
 def _with_rows_before(blocks: da.Array) -> tuple[Any, ...]:
-    """Blocks, the row before each, and whether each row has a row before."""
-    return blocks, rows_before(blocks), np.arange(len(blocks)) > 0
+    """Rows and the row before each, and whether there is one."""
+    return Points(variable="", type="", blocks=blocks), np.arange(len(blocks)) > 0
 
 
 def _with_partner(
@@ -181,12 +164,13 @@ def _with_partner(
 ) -> da.Array:
     """Cosines, (step, token)."""
     if with_ in ("grad", "delta"):
-        other = _of_tokens(scan, with_, like)
+        other: Any = _of_tokens(scan, with_, like)
     elif with_ == "previous":
-        other = measure(_earlier, "sth", *_with_rows_before(vectors), dtype=vectors.dtype)
+        sources = _with_rows_before(vectors)
+        other = measure(_earlier, "sth", *sources, dtype=vectors.dtype, by_row=True)
     else:
-        other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
-    return over_hidden(_cosines, vectors, other, dtype=np.float64)
+        other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1)), "sh"
+    return measure(_cosines, "st", vectors, other, dtype=np.float64, by_row=True)
 
 
 def _of_steps(scan: Scan, name: str, population: str | None) -> da.Array:

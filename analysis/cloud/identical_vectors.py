@@ -7,14 +7,15 @@ bits instead.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import chunks_of, in_halves, measure, rows_before
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.block_tasks import Points, in_halves, measure, table
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -76,16 +77,13 @@ def _smallest_members(group: Numbers, count: int, labels: Numbers) -> Numbers:
     return least[group]
 
 
-def _membership(block: Any, labels: Numbers, members: Numbers) -> Numbers:
-    """Group of each token, (row, token); −1 for tokens outside `members`."""
-    parts = chunks_of(block)
-    result = np.full((len(parts[0]), len(labels)), -1, np.int64)
-    for row in range(len(result)):
-        vectors = np.concatenate([part[row] for part in parts])
+def _membership(vectors: Array, labels: Numbers, members: Numbers) -> Numbers:
+    """Group of each token, (token); −1 for tokens outside `members`."""
+    result = np.full(len(labels), -1, np.int64)
+    if members.size:
         vectors = vectors if members.size == len(labels) else vectors[members]
-        if members.size:
-            first, group = divide(vectors)
-            result[row, members] = _smallest_members(group, first.size, labels[members])
+        first, group = divide(vectors)
+        result[members] = _smallest_members(group, first.size, labels[members])
     return result
 
 
@@ -96,16 +94,17 @@ def _sizes(ids: Numbers) -> Numbers:
     return np.asarray(np.sort(np.diff(starts, append=ids.size))[::-1])
 
 
-def _facts(ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]) -> Array:
-    """Group statistics of each population, (row, population)."""
-    result = np.zeros((len(ids), len(groups)), record)
+def _facts(
+    ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]
+) -> npt.NDArray[np.void]:
+    """Group statistics of each population, (population)."""
+    result = np.zeros(len(groups), record)
     result["herfindahl"] = np.nan
     ranks = record["group_sizes"].shape[0]
-    for row, number in np.ndindex(result.shape):
-        sizes = _sizes(ids[row, groups[number]])
+    for one, group in zip(result, groups, strict=True):
+        sizes = _sizes(ids[group])
         if not sizes.size:
             continue
-        one = result[row, number]
         several = sizes[sizes > 1]
         one["groups"], one["singles"] = several.size, sizes.size - several.size
         one["group_sizes"][: several[:ranks].size] = several[:ranks]
@@ -150,33 +149,24 @@ def _events_of_row(before: Numbers, now: Numbers) -> list[int]:
     return [birth, merge, fission, death]
 
 
-def _events(
-    ids: Numbers, boundary: Numbers, start: Numbers, groups: npt.NDArray[np.bool_]
-) -> Numbers:
-    """`EVENTS` of each population, (row, population, event); −1 without a previous row."""
-    before = np.concatenate([boundary, ids[:-1]])
-    result = np.full((len(ids), len(groups), len(EVENTS)), -1, np.int64)
-    for row, number in np.ndindex(result.shape[:2]):
-        if start[row, 0, 0]:
-            group = groups[number]
-            result[row, number] = (
-                _events_of_row(before[row, group], ids[row, group]) if group.any() else 0
-            )
-    return result
+def _events(now: Numbers, before: Numbers, known: bool, groups: npt.NDArray[np.bool_]) -> Numbers:
+    """`EVENTS` of each population, (population, event); −1 without a previous row."""
+    if not known:
+        return np.full((len(groups), len(EVENTS)), -1)
+    return np.array([_events_of_row(before[group], now[group]) for group in groups])
 
 
-def _moves(ids: Numbers, boundary: Numbers, start: Numbers, leaving: bool) -> Numbers:
-    """Group that each token left or joined, (row, token); −1 if none."""
-    before = np.concatenate([boundary, ids[:-1]])
-    result = np.full(ids.shape, -1, np.int64)
-    for row in np.nonzero(start[:, 0, 0] & (before != ids).any(1))[0]:
-        inside = np.nonzero(ids[row] >= 0)[0] if (ids[row] < 0).any() else slice(None)
-        old, new, sizes, bond = _bonds(before[row][inside], ids[row][inside])
-        owner = old if leaving else new
-        stays = _largest(owner, sizes)[bond]
-        mine = (before if leaving else ids)[row][inside]
-        _, group, members = np.unique(mine, return_inverse=True, return_counts=True)
-        result[row, inside] = np.where((members[group] > 1) & ~stays, mine, -1)
+def _moves(now: Numbers, before: Numbers, known: bool, leaving: bool) -> Numbers:
+    """Group that each token left or joined, (token); −1 if none."""
+    result = np.full(now.shape, -1, np.int64)
+    if not known or np.array_equal(before, now):
+        return result
+    inside = np.nonzero(now >= 0)[0] if (now < 0).any() else slice(None)
+    old, new, sizes, bond = _bonds(before[inside], now[inside])
+    stays = _largest(old if leaving else new, sizes)[bond]
+    mine = (before if leaving else now)[inside]
+    _, group, members = np.unique(mine, return_inverse=True, return_counts=True)
+    result[inside] = np.where((members[group] > 1) & ~stays, mine, -1)
     return result
 
 
@@ -247,8 +237,9 @@ def clusters(
         members=members,
         dtype=np.int64,
         sizes={"u": labels.size},
+        by_row=True,
     )
-    pairs = ids, rows_before(ids), np.arange(scan.rows) > 0
+    pairs = replace(points, blocks=ids), np.arange(scan.rows) > 0
     result = {
         "cluster": scan.wrap(ids, points.variable).assign_attrs(
             long_name="group of bit-identical tokens, by its smallest token",
@@ -256,7 +247,7 @@ def clusters(
         )
     }
     for name, leaving in (("left", True), ("joined", False)):
-        moved = measure(_moves, "st", *pairs, leaving=leaving, dtype=np.int64)
+        moved = measure(_moves, "st", *pairs, leaving=leaving, dtype=np.int64, by_row=True)
         result[name] = scan.wrap(moved, points.variable).assign_attrs(
             long_name=f"group that the token {name}", **flag_attributes({-1: "none"})
         )
@@ -268,24 +259,31 @@ def clusters(
 
 
 def _of_populations(
-    pairs: tuple[Any, ...], groups: npt.NDArray[np.bool_], ranks: int
-) -> dict[str, xr.DataArray]:
+    pairs: tuple[Points, Any], groups: npt.NDArray[np.bool_], ranks: int
+) -> dict[Any, xr.DataArray]:
     """Variables of each population, (step, population)."""
-    table = {
+    known = {
         "groups": Fact("i8", "groups of two or more identical tokens"),
         "singles": Fact("i8", "tokens with a unique vector"),
         "herfindahl": Fact("f8", "probability that two random tokens are identical"),
         "group_sizes": Fact(f"({ranks},)i8", "tokens of the largest groups"),
     }
-    record, sizes = record_of(table), {"p": len(groups)}
-    facts = measure(_facts, "sp", pairs[0], groups=groups, record=record, dtype=record, sizes=sizes)
-    sizes["e"] = len(EVENTS)
-    events = measure(_events, "spe", *pairs, groups=groups, dtype=np.int64, sizes=sizes)
-    result = named(
-        facts,
-        table,
-        lambda data: xr.DataArray(data, dims=("step", "population", "rank")[: data.ndim]),
+    record, sizes = record_of(known), {"p": len(groups)}
+    facts = measure(
+        _facts,
+        "sp",
+        pairs[0].blocks,
+        groups=groups,
+        record=record,
+        dtype=record,
+        sizes=sizes,
+        by_row=True,
     )
+    sizes["e"] = len(EVENTS)
+    events = measure(
+        _events, "spe", *pairs, groups=groups, dtype=np.int64, sizes=sizes, by_row=True
+    )
+    result = dict(table(facts, known, ("step", "population", "rank"), {}).data_vars)
     result["events"] = xr.DataArray(
         events,
         dims=("step", "population", "event"),

@@ -15,8 +15,8 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, measure, whole_rows
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.block_tasks import field, measure, table, whole_rows
+from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -156,7 +156,7 @@ def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numb
 
 def _adjacency_of_row(
     values: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
-) -> tuple[Array, Numbers, Numbers]:
+) -> dict[str, Array]:
     """Facts about each population, and degree and component of each token of the last one."""
     points = ordinal(values, native)
     # −0 and +0 are one cell, and thus one vertex.
@@ -180,7 +180,7 @@ def _adjacency_of_row(
     least = np.full(first.size, np.iinfo(np.int64).max)
     np.minimum.at(least, labels[-1, vector[members]], names[members])
     component[members] = least[labels[-1, vector[members]]]
-    return facts, own, component
+    return {"facts": facts, "degree": own, "connected_component": component}
 
 
 def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
@@ -198,16 +198,6 @@ def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, .
         sizes[largest],
         tokens[largest],
     )
-
-
-def _adjacency_kernel(
-    block: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
-) -> Array:
-    """A record per row, with the facts of all populations and the numbers of all tokens."""
-    result = np.empty(len(block), record)
-    for row, values in enumerate(block):
-        result[row] = _adjacency_of_row(values, native, groups, names, k, record["facts"].base)
-    return result
 
 
 @quantity()
@@ -281,25 +271,22 @@ def adjacency(
         ]
     )
     found = measure(
-        _adjacency_kernel,
+        _adjacency_of_row,
         "s",
         blocks,
         native=points.type,
         groups=members,
         names=token_labels(scan.ds),
         k=k,
-        record=record,
+        record=record["facts"].base,
         dtype=record,
+        by_row=True,
     )
     per_group = field(found, "facts")[:, : len(names)]
     coords = {"step": scan.ds["step"][rows], "population": names}
-    result = named(
-        per_group,
-        _OF_POPULATIONS,
-        lambda data: xr.DataArray(data, dims=("step", "population"), coords=coords),
-    )
-    result |= named(found, _OF_TOKENS, lambda data: scan.wrap(data, points.variable, rows=rows))
-    ds = with_lattice_attributes(xr.Dataset(result), lattice, units="1")
+    result = table(per_group, _OF_POPULATIONS, ("step", "population"), coords)
+    result = result.merge(scan.of_tokens(found, _OF_TOKENS, points.variable, rows=rows))
+    ds = with_lattice_attributes(result, lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
 
 

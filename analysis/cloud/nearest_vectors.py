@@ -16,6 +16,7 @@ import xarray as xr
 from trajstore.analysis.cloud.identical_vectors import divide
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import measure, whole_rows
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import one_population
@@ -81,20 +82,19 @@ def _entropy(distances: Wide, hidden: int) -> float:
     return hidden * float(np.log(distances).mean()) + ball + harmonic
 
 
-def _nearest_kernel(block: Array, members: Numbers) -> Wide:
-    """Distance of each token, followed by the entropy: (row, token + 1)."""
-    result = np.full((len(block), block.shape[1] + 1), np.nan)
-    for row, values in enumerate(block):
-        if not members.size:
-            continue
-        # −0 and +0 have distance 0.
-        wide = values[members].astype(np.float64) + 0.0
-        first, vector = divide(wide)
-        usable = np.isfinite(wide[first]).all(1)
-        distances = np.full(first.size, np.nan)
-        distances[usable] = _nearest(wide[first[usable]])
-        result[row, members] = distances[vector]
-        result[row, -1] = _entropy(distances[usable], wide.shape[1])
+def _nearest_kernel(values: Array, members: Numbers) -> Wide:
+    """Distance of each token, followed by the entropy: (token + 1)."""
+    result = np.full(len(values) + 1, np.nan)
+    if not members.size:
+        return result
+    # −0 and +0 have distance 0.
+    wide = values[members].astype(np.float64) + 0.0
+    first, vector = divide(wide)
+    usable = np.isfinite(wide[first]).all(1)
+    distances = np.full(first.size, np.nan)
+    distances[usable] = _nearest(wide[first[usable]])
+    result[members] = distances[vector]
+    result[-1] = _entropy(distances[usable], wide.shape[1])
     return result
 
 
@@ -139,17 +139,17 @@ def nearest_distance(
     blocks = whole_rows(scan.blocks("W"), rows)
     tokens = blocks.shape[1]
     members = np.nonzero(group)[0]
+    sizes = {"u": tokens + 1}
     found = measure(
-        _nearest_kernel, "su", blocks, members=members, dtype=np.float64, sizes={"u": tokens + 1}
+        _nearest_kernel, "su", blocks, members=members, dtype=np.float64, sizes=sizes, by_row=True
     )
-    entropy = xr.DataArray(found[:, tokens], dims="step", coords={"step": scan.ds["step"][rows]})
-    return xr.Dataset(
-        {
-            "nearest_distance": scan.wrap(found[:, :tokens], "W", rows=rows).assign_attrs(
-                long_name="distance to the nearest other vector", units=scan.units
-            ),
-            "nearest_entropy": entropy.assign_attrs(
-                long_name="differential entropy by nearest distances", units="nat"
-            ),
-        }
-    ).assign_attrs(population=population)
+    facts = {
+        "nearest_distance": Fact("f8", "distance to the nearest other vector", scan.units),
+        "nearest_entropy": Fact("f8", "differential entropy by nearest distances", "nat"),
+    }
+    variables = {
+        "nearest_distance": (("step", "token"), found[:, :tokens]),
+        "nearest_entropy": ("step", found[:, tokens]),
+    }
+    coords = scan.coords("W", ("step", "token"), rows)
+    return dataset(variables, facts, coords).assign_attrs(population=population)

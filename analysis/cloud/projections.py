@@ -14,6 +14,7 @@ import xarray as xr
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -27,8 +28,7 @@ Wide = npt.NDArray[np.float64]
 
 def _orthonormal(axes: Wide) -> Wide:
     """Orthonormal rows that span the same space; NaN if an axis is zero or not finite."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        unit = axes / vector_norm(axes)[:, None]
+    unit = axes / vector_norm(axes)[:, None]
     if not np.isfinite(unit).all():
         return np.full(axes.shape, np.nan)
     vectors, sizes, _ = np.linalg.svd(unit.T, full_matrices=False)
@@ -37,20 +37,12 @@ def _orthonormal(axes: Wide) -> Wide:
 
 def _project(W: Array, axes: Wide) -> Wide:
     """Coordinates of each vector along each axis, and the length of its orthogonal part."""
-    axes = np.broadcast_to(axes, (len(W), *axes.shape[1:]))
-    rows, tokens, _ = W.shape
-    count = axes.shape[1]
-    result = np.empty((rows, tokens, count + 1))
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        for row in range(rows):
-            wide = W[row].astype(np.float64)
-            for number, axis in enumerate(axes[row]):
-                result[row, :, number] = hidden_sum(wide * (axis / vector_norm(axis)))
-            # Twice, to remove the remaining rounding error along the axes.
-            for axis in (*_orthonormal(axes[row]),) * 2:
-                wide -= hidden_sum(wide * axis)[:, None] * axis
-            result[row, :, count] = vector_norm(wide)
-    return result
+    wide = W.astype(np.float64)
+    along = [hidden_sum(wide * (axis / vector_norm(axis))) for axis in axes]
+    # Twice, to remove the remaining rounding error along the axes.
+    for axis in (*_orthonormal(axes),) * 2:
+        wide -= hidden_sum(wide * axis)[:, None] * axis
+    return np.stack([*along, vector_norm(wide)], -1)
 
 
 Axes = str | npt.ArrayLike | xr.DataArray
@@ -92,26 +84,24 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     blocks = scan.blocks("W")
     directions = _directions(scan, axes)
     count = directions.sizes["axis"]
-    lengths = blocks.chunks[0] if "step" in directions.dims else (1,)
-    order = ("step", "axis", "hidden") if "step" in directions.dims else ("axis", "hidden")
-    data = directions.transpose(*order).data
-    if not isinstance(data, da.Array):
-        data = da.from_array(np.asarray(data, np.float64), chunks=-1)
-    data = data[None] if data.ndim == 2 else data
-    data = data.rechunk((lengths, -1, -1))
-    made = measure(_project, "stc", blocks, (data, "sah"), dtype=np.float64, sizes={"c": count + 1})
-    along = scan.wrap(made[..., :count], "W", dims=("step", "token", "axis"))
+    own = "sah" if "step" in directions.dims else "ah"
+    order = {"s": "step", "a": "axis", "h": "hidden"}
+    data = da.asarray(directions.transpose(*(order[letter] for letter in own)).data, np.float64)
+    data = data.rechunk((*([blocks.chunks[0]] if "s" in own else []), -1, -1))
+    sizes = {"c": count + 1}
+    made = measure(_project, "stc", blocks, (data, own), dtype=np.float64, sizes=sizes, by_row=True)
+    coords = scan.coords("W", ("step", "token"))
     if "axis" in directions.coords:
-        along = along.assign_coords(axis=directions["axis"])
-    unit = scan.units
-    return xr.Dataset(
-        {
-            "projection": along.assign_attrs(long_name="W along the axis", units=unit),
-            "across": scan.wrap(made[..., count], "W").assign_attrs(
-                long_name="length of W across all axes", units=unit
-            ),
-        }
-    )
+        coords["axis"] = directions["axis"]
+    facts = {
+        "projection": Fact("f8", "W along the axis", scan.units),
+        "across": Fact("f8", "length of W across all axes", scan.units),
+    }
+    found = {
+        "projection": (("step", "token", "axis"), made[..., :count]),
+        "across": (("step", "token"), made[..., count]),
+    }
+    return dataset(found, facts, coords)
 
 
 def _directions(scan: Scan, axes: Axes) -> xr.DataArray:

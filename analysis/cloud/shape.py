@@ -13,7 +13,7 @@ import xarray as xr
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import in_parts, measure, read_again
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
@@ -65,14 +65,13 @@ def _ranks(spectrum: Wide) -> tuple[float, float]:
 def _scatters(chunks: list[Array], members: Array) -> list[tuple[int, Wide, Wide]]:
     """Number, mean and scatter of the finite vectors of each row."""
     result = []
-    with np.errstate(invalid="ignore", over="ignore"):
-        for row in range(len(chunks[0])):
-            vectors = np.concatenate([chunk[row] for chunk in chunks])
-            vectors = vectors if members.size == len(vectors) else vectors[members]
-            if not np.isfinite(vectors).all():  # rare; the check is faster than a selection
-                vectors = vectors[np.isfinite(vectors).all(1)]
-            if len(vectors):
-                result.append((len(vectors), *_scatter(vectors)))
+    for row in range(len(chunks[0])):
+        vectors = np.concatenate([chunk[row] for chunk in chunks])
+        vectors = vectors if members.size == len(vectors) else vectors[members]
+        if not np.isfinite(vectors).all():  # rare; the check is faster than a selection
+            vectors = vectors[np.isfinite(vectors).all(1)]
+        if len(vectors):
+            result.append((len(vectors), *_scatter(vectors)))
     return result
 
 
@@ -83,9 +82,8 @@ def _gather(
 
     Rows are added in sequence, so that the sums do not depend on the blocks.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        for own in rows:
-            state = own if state is None else _both(state, own)
+    for own in rows:
+        state = own if state is None else _both(state, own)
     return state
 
 
@@ -118,16 +116,13 @@ def _with_first(made: Wide, first: Wide) -> Wide:
     return np.concatenate([made[:1], [variances], first[None], others[:-1]])
 
 
-def _scores(W: Array, axes: Wide, count: int, out: npt.DTypeLike) -> Array:
-    """Coordinates along the first axes about the mean, (step, token, component)."""
-    result = np.empty((*W.shape[:2], count), out)
-    along = np.empty(W.shape[1:])
-    with np.errstate(invalid="ignore", over="ignore"):
-        for row, vectors in enumerate(W):
-            about = np.subtract(vectors, axes[0], dtype=np.float64)
-            for number in range(count):
-                result[row, :, number] = hidden_sum(np.multiply(about, axes[2 + number], out=along))
-    return result
+def _scores(vectors: Array, axes: Wide, count: int) -> Wide:
+    """Coordinates along the first axes about the mean, (token, component)."""
+    about = np.subtract(vectors, axes[0], dtype=np.float64)
+    along = np.empty(about.shape)
+    return np.stack(
+        [hidden_sum(np.multiply(about, axis, out=along)) for axis in axes[2 : 2 + count]], -1
+    )
 
 
 def principal_axes(
@@ -211,7 +206,6 @@ def pca(
     if not 1 <= components <= hidden:
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
     made = principal_axes(scan, population, basis, first)
-    dtype = result_dtype(blocks.dtype)
     scores = measure(
         _scores,
         "stc",
@@ -219,28 +213,31 @@ def pca(
         read_again(blocks, made),
         (made, "ah"),
         count=components,
-        out=dtype,
-        dtype=dtype,
+        dtype=result_dtype(blocks.dtype),
         sizes={"c": components},
+        by_row=True,
     )
-    ranks = measure(_both_ranks, "r", (made[1], "h"), dtype=np.float64, sizes={"r": 2})
+    ranks = measure(_ranks, "r", (made[1], "h"), dtype=np.float64, sizes={"r": 2})
     unit = scan.units
     square = "1" if unit == "1" else f"({unit})^2"
-    result = {
-        "spectrum": (("principal",), made[1], "variance along each principal axis", square),
-        "effective_rank": ((), ranks[0], "effective rank of the covariance", "1"),
-        "participation_ratio": ((), ranks[1], "participation ratio of the spectrum", "1"),
-        "basis_mean": (("hidden",), made[0], "mean of the vectors of the basis", unit),
-        "basis": (("component", "hidden"), made[2 : 2 + components], "principal axes", "1"),
+    facts = {
+        "spectrum": Fact("f8", "variance along each principal axis", square),
+        "effective_rank": Fact("f8", "effective rank of the covariance"),
+        "participation_ratio": Fact("f8", "participation ratio of the spectrum"),
+        "basis_mean": Fact("f8", "mean of the vectors of the basis", unit),
+        "basis": Fact("f8", "principal axes"),
+        "scores": Fact("f8", "coordinate along the principal axis", unit),
     }
-    arrays = {
-        name: xr.DataArray(data, dims=dims, attrs={"long_name": long_name, "units": units})
-        for name, (dims, data, long_name, units) in result.items()
+    found: dict[str, tuple[Any, Any]] = {
+        "spectrum": ("principal", made[1]),
+        "effective_rank": ((), ranks[0]),
+        "participation_ratio": ((), ranks[1]),
+        "basis_mean": ("hidden", made[0]),
+        "basis": (("component", "hidden"), made[2 : 2 + components]),
+        "scores": (("step", "token", "component"), scores),
     }
-    arrays["scores"] = scan.wrap(scores, "W", dims=("step", "token", "component")).assign_attrs(
-        long_name="coordinate along the principal axis", units=unit
-    )
-    return xr.Dataset(arrays).assign_attrs(population=population)
+    coords = scan.coords("W", ("step", "token"))
+    return dataset(found, facts, coords).assign_attrs(population=population)
 
 
 def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
@@ -262,9 +259,15 @@ def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
     axes = np.concatenate(
         [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
     )
-    dtype = result_dtype(blocks.dtype)
     scores = measure(
-        _scores, "stc", blocks, axes=axes, count=count, out=dtype, dtype=dtype, sizes={"c": count}
+        _scores,
+        "stc",
+        blocks,
+        axes=axes,
+        count=count,
+        dtype=result_dtype(blocks.dtype),
+        sizes={"c": count},
+        by_row=True,
     )
     return scan.wrap(scores, "W", dims=("step", "token", "component"))
 
@@ -291,11 +294,7 @@ def _first_axis(scan: Scan, name: str, made: da.Array) -> da.Array:
     return (mean / da.linalg.norm(mean)).rechunk(-1)
 
 
-def _both_ranks(spectrum: Wide) -> Wide:
-    return np.array(_ranks(spectrum))
-
-
-def _inertia_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+def _inertia_kernel(now: Array) -> dict[str, Any]:
     _, scatter = _scatter(now)
     values, _ = _principal(scatter / len(now))
     return {"inertia": values, "inertia_rank": _ranks(values)[0]}

@@ -10,7 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.cloud.shape import principal_axes
 from trajstore.analysis.scan.block_tasks import measure, read_again
-from trajstore.analysis.scan.facts import Fact, record_of
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -19,26 +19,23 @@ from trajstore.values.token_norms import hidden_sum, vector_norm
 __all__ = ["sky"]
 
 Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
 
 
-@np.errstate(invalid="ignore", over="ignore")
-def _angles(
-    W: Array, axes: npt.NDArray[np.float64], *first: Array, record: np.dtype[Any]
-) -> npt.NDArray[np.void]:
-    """Angles of W, or of its change since the first row, in degrees, (row, token)."""
-    result = np.empty(W.shape[:2], record)
-    for row, vectors in enumerate(W):
-        wide = vectors.astype(np.float64)
-        for start in first:
-            wide -= start[0]
-        up = hidden_sum(wide * axes[2])
-        # The length across is small near the poles; a difference of squares would lose it.
-        across = wide - up[:, None] * axes[2]
-        east, north = (hidden_sum(across * axis) for axis in axes[3:5])
-        nothing = np.where(vector_norm(wide) > 0, 0, np.nan)
-        result["latitude"][row] = np.degrees(np.arctan2(up, vector_norm(across))) + nothing
-        result["longitude"][row] = np.degrees(np.arctan2(north, east)) + nothing
-    return result
+def _angles(W: Array, axes: Wide, *first: Array) -> dict[str, Wide]:
+    """Angles of W, or of its change since the first row, in degrees, of each token."""
+    wide = W.astype(np.float64)
+    for start in first:
+        wide -= start
+    up = hidden_sum(wide * axes[2])
+    # The length across is small near the poles; a difference of squares would lose it.
+    across = wide - up[:, None] * axes[2]
+    east, north = (hidden_sum(across * axis) for axis in axes[3:5])
+    nothing = np.where(vector_norm(wide) > 0, 0, np.nan)
+    return {
+        "latitude": np.degrees(np.arctan2(up, vector_norm(across))) + nothing,
+        "longitude": np.degrees(np.arctan2(north, east)) + nothing,
+    }
 
 
 @quantity()
@@ -98,9 +95,9 @@ def sky(
         # Read again after the axes are known. Otherwise all blocks would stay in memory.
         read_again(blocks, made),
         (made, "ah"),
-        *([blocks[:1]] if of == "displacement" else []),
-        dtype=record_of(facts),
-        record=record_of(facts),
+        *([(blocks[0], "th")] if of == "displacement" else []),
+        dtype=facts,
+        by_row=True,
     )
     axes = xr.DataArray(made[2:5], dims=("component", "hidden"))
     axes.attrs = {"long_name": "axis and directions across it", "units": "1"}

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.block_tasks import measure, table
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Positive
@@ -127,17 +127,15 @@ def explain_gradient(
         predicting=slice(None, -1) if targets == "shifted" else slice(None),
         denominator=denominator,
         precision=precision,
-        record=record_of(facts),
-        dtype=record_of(facts),
+        dtype=facts,
     )
-    dims = ("step", "token", "example")
-    result = named(found, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
+    result = table(found, facts, ("step", "token", "example"), {})
     result["by_share"] = result["by_share"].rename(example="rank")
     coordinates: dict[str, Any] = {"step": steps, "token": tokens}
     if "batch" in ds:
         batch = ds["batch"].isel(step=rows).transpose("step", "example")
         coordinates["batch"] = (("step", "example"), batch.data)
-    return xr.Dataset(result, coordinates)
+    return result.assign_coords(coordinates)
 
 
 def _explained(
@@ -149,8 +147,7 @@ def _explained(
     predicting: slice,
     denominator: float | None,
     precision: str,
-    record: np.dtype[Any],
-) -> npt.NDArray[np.void]:
+) -> dict[str, npt.NDArray[Any]]:
     """Facts of each gradient of one step, (1, explained token).
 
     Parameters
@@ -159,7 +156,6 @@ def _explained(
     weights : ndarray, (1, token, hidden)
     states : ndarray, (1, example, position, hidden)
     """
-    result = np.empty(gradients.shape[:2], record)
     (weights,), (recorded,), (states,) = weights, gradients.astype(np.float64), states
     made = [state[predicting] for state in states]
     made = [state[~np.isnan(state).all(-1)] for state in made]
@@ -167,17 +163,19 @@ def _explained(
     W = _rounded(weights, precision)
     parts = np.stack([_of_example(W, state, places, count, precision) for state in made])
     explained = parts.sum(0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        share = (parts * explained).sum(-1) / np.square(explained).sum(-1)
-        explained = _rounded(explained, precision)
-        norms = np.linalg.norm(explained, axis=-1), np.linalg.norm(recorded, axis=-1)
-        result["explained"], result["recorded"] = norms
-        result["relative_error"] = np.linalg.norm(explained - recorded, axis=-1) / norms[1]
-        result["cosine"] = (explained * recorded).sum(-1) / (norms[0] * norms[1])
+    share = (parts * explained).sum(-1) / np.square(explained).sum(-1)
     share[[not len(state) for state in made]] = np.nan
-    result["share"] = share.T
-    result["by_share"] = _largest_first(share.T)
-    return result
+    explained = _rounded(explained, precision)
+    norms = np.linalg.norm(explained, axis=-1), np.linalg.norm(recorded, axis=-1)
+    found = {
+        "explained": norms[0],
+        "recorded": norms[1],
+        "relative_error": np.linalg.norm(explained - recorded, axis=-1) / norms[1],
+        "cosine": (explained * recorded).sum(-1) / (norms[0] * norms[1]),
+        "share": share.T,
+        "by_share": _largest_first(share.T),
+    }
+    return {name: values[None] for name, values in found.items()}
 
 
 def _of_example(

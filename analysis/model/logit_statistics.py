@@ -9,8 +9,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.block_tasks import measure, table
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -29,26 +29,24 @@ _FACTS = {
 
 def _statistics(
     logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None = None
-) -> npt.NDArray[np.void]:
+) -> dict[str, npt.NDArray[Any]]:
     """Statistics over the tokens, (row)."""
-    result = np.full(len(logits), np.nan, record_of(_FACTS))
-    with np.errstate(invalid="ignore", over="ignore"):
-        wide = logits.astype(np.float64)
-        largest = wide.max(-1, keepdims=True)
-        shifted = wide - largest
-        weights = np.exp(shifted)
-        total = weights.sum(-1, keepdims=True)
-        probabilities = weights / total
-        # 0 · log 0 is 0.
-        entropy = np.log(total[:, 0]) - np.where(
-            probabilities == 0, 0, probabilities * shifted
-        ).sum(-1)
-        result["logit_min"], result["logit_max"] = low, high = wide.min(-1), largest[:, 0]
-        result["logit_range"], result["logit_std"] = high - low, wide.std(-1)
-        result["entropy"] = entropy
-        if dead is not None:
-            result["dead_mass"] = probabilities[:, dead].sum(-1)
-    return result
+    wide = logits.astype(np.float64)
+    low, high = wide.min(-1), wide.max(-1)
+    shifted = wide - high[:, None]
+    weights = np.exp(shifted)
+    total = weights.sum(-1, keepdims=True)
+    probabilities = weights / total
+    # 0 · log 0 is 0.
+    products = np.where(probabilities == 0, 0, probabilities * shifted)
+    return {
+        "logit_min": low,
+        "logit_max": high,
+        "logit_range": high - low,
+        "logit_std": wide.std(-1),
+        "entropy": np.log(total[:, 0]) - products.sum(-1),
+        "dead_mass": low * np.nan if dead is None else probabilities[:, dead].sum(-1),
+    }
 
 
 @quantity()
@@ -86,9 +84,7 @@ def logit_stats(scan: Scan) -> xr.Dataset:
         )
     logits = logits.drop_attrs().transpose("step", "token").chunk({"token": -1})
     dead = np.asarray(ds["is_dead"].values, bool) if "is_dead" in ds.coords else None
-    found = measure(_statistics, "s", logits.data, dead=dead, dtype=record_of(_FACTS))
+    found = measure(_statistics, "s", logits.data, dead=dead, dtype=_FACTS)
     coords = {name: values for name, values in logits.coords.items() if "token" not in values.dims}
-    result = named(found, _FACTS, lambda data: xr.DataArray(data, coords, ("step",)))
-    if dead is None:
-        del result["dead_mass"]
-    return xr.Dataset(result)
+    result = table(found, _FACTS, ("step",), coords)
+    return result if dead is not None else result.drop_vars("dead_mass")

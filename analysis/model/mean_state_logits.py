@@ -11,8 +11,8 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure, over_hidden
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.block_tasks import measure, table
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -24,26 +24,16 @@ Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 
 
-@np.errstate(invalid="ignore", over="ignore")
-def _logits(block: Array, boundary: Array, states: Wide) -> Wide:
-    """Product of the row before with the state of each row, (row, token)."""
-    result = np.empty(block.shape[:2])
-    before = boundary[0]
-    for row, values in enumerate(block):
-        result[row] = hidden_sum(before.astype(np.float64) * states[row])
-        before = values
-    return result
+def _logits(now: Array, before: Array, state: Wide) -> Wide:
+    """Product of the previous row with the state."""
+    return hidden_sum(before.astype(np.float64) * state)
 
 
-def _top(
-    logits: Wide, labels: npt.NDArray[np.int64], k: int, record: np.dtype[Any]
-) -> npt.NDArray[np.void]:
-    """The k largest logits and their tokens, (row), NaN last."""
-    order = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
-    result = np.empty(len(logits), record)
-    result["top_logit"] = np.take_along_axis(logits, order, -1)
-    result["top_token"] = np.where(np.isnan(result["top_logit"]), -1, labels[order])
-    return result
+def _top(logits: Wide, labels: npt.NDArray[np.int64], k: int) -> dict[str, Array]:
+    """The k largest logits and their tokens, NaN last."""
+    order = np.argsort(-logits, kind="stable")[:k]
+    largest = logits[order]
+    return {"top_logit": largest, "top_token": np.where(np.isnan(largest), -1, labels[order])}
 
 
 @quantity()
@@ -87,17 +77,12 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
     if not 1 <= k <= tokens:
         raise InvalidArgument(f"got k={k}, expected 1 to {tokens}, the number of tokens")
     scan.require_rows(1, "mean_logits")
-    blocks = scan.blocks("W")
+    points = scan.rows_of("W")
     states = scan.ds["hidden_mean"].transpose("step", "hidden").astype(np.float64)
     follows = np.diff(scan.steps, prepend=scan.steps[:1]) == 1
     data = da.asarray(states.where(xr.DataArray(follows, dims="step")).data)
-    logits = over_hidden(
-        _logits,
-        blocks,
-        scan.boundaries("W"),
-        data.rechunk((blocks.chunks[0], -1))[:, None],
-        dtype=np.float64,
-    )
+    each = data.rechunk((points.blocks.chunks[0], -1))
+    logits = measure(_logits, "st", points, (each, "sh"), dtype=np.float64, by_row=True)
     facts = {
         "top_logit": Fact(f"({k},)f8", "largest logits of the mean hidden state", "nat"),
         "top_token": Fact(
@@ -107,11 +92,11 @@ def mean_logits(scan: Scan, k: int = 10) -> xr.Dataset:
             {-1: "unknown"},
         ),
     }
-    record, whole = record_of(facts), logits.rechunk({1: -1})
-    labels = token_labels(scan.ds)
-    top = measure(_top, "s", whole, labels=labels, k=k, record=record, dtype=record)
-    result = named(top, facts, lambda data: xr.DataArray(data, dims=("step", "rank")))
+    labels, whole = token_labels(scan.ds), logits.rechunk({1: -1})
+    top = measure(_top, "s", whole, labels=labels, k=k, dtype=facts, by_row=True)
+    coords = {"step": scan.ds["step"], "rank": np.arange(1, k + 1)}
+    result = table(top, facts, ("step", "rank"), coords)
     result["mean_logit"] = scan.wrap(logits, "W").assign_attrs(
         long_name="logit of the mean hidden state", units="nat"
     )
-    return xr.Dataset(result, {"step": scan.ds["step"], "rank": np.arange(1, k + 1)})
+    return result

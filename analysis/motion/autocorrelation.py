@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import in_parts, measure
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
@@ -79,14 +80,13 @@ def _copy(sums: _Sums) -> _Sums:
 def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> _Sums:
     """Sums after one more block of rows."""
     sums = _copy(state) if state else _Sums(first=block[0].astype(np.float64))
-    with np.errstate(invalid="ignore", over="ignore"):
-        for row in block:
-            wide = row.astype(np.float64)
-            if of == "position":
-                _take(sums, wide - sums.first, lags, centered=True)
-            elif sums.before is not None:
-                _take(sums, wide - sums.before, lags, centered=False)
-            sums.before = wide
+    for row in block:
+        wide = row.astype(np.float64)
+        if of == "position":
+            _take(sums, wide - sums.first, lags, centered=True)
+        elif sums.before is not None:
+            _take(sums, wide - sums.before, lags, centered=False)
+        sums.before = wide
     return sums
 
 
@@ -96,16 +96,15 @@ def _means(sums: _Sums, lags: Sequence[int]) -> Wide:
         return np.full((len(lags), len(sums.first)), np.nan)
     result = np.full(sums.products.shape, np.nan)
     mean = None if sums.total is None else sums.total / sums.rows
-    with np.errstate(invalid="ignore", over="ignore"):
-        for number, lag in enumerate(lags):
-            pairs = sums.rows - lag
-            if pairs <= 0:
-                continue
-            products = sums.products[number]
-            if sums.ends is not None and mean is not None:
-                products = products - hidden_sum(sums.ends[number] * mean)
-                products = products + pairs * hidden_sum(mean * mean)
-            result[number] = products / pairs
+    for number, lag in enumerate(lags):
+        pairs = sums.rows - lag
+        if pairs <= 0:
+            continue
+        products = sums.products[number]
+        if sums.ends is not None and mean is not None:
+            products = products - hidden_sum(sums.ends[number] * mean)
+            products = products + pairs * hidden_sum(mean * mean)
+        result[number] = products / pairs
     return result
 
 
@@ -162,26 +161,26 @@ def autocorrelation(
     blocks = _in_pieces(scan.blocks("W"))
     finish = functools.partial(_means, lags=every)
     means = fold(_follow, blocks, finish=finish, sizes=(len(every),), lags=every, of=of)
-    token = _ratio(means[1:], means[:1])
     names, groups = populations(scan.ds)
     whole = (means.rechunk({1: -1}), "lt")
     together = measure(
         _over_populations, "lp", whole, groups=groups, dtype=np.float64, sizes={"p": len(groups)}
     )
-    coords = {"lag": list(chosen), "lag_steps": ("lag", np.array(chosen) * spacing)}
-    own = scan.wrap(token, "W", dims=("lag", "token")).assign_coords(coords)
-    own.attrs |= {"long_name": f"autocorrelation of the {of} of a token", "units": "1"}
-    return xr.Dataset(
-        {
-            "token_autocorrelation": own,
-            "autocorrelation": xr.DataArray(
-                _ratio(together[1:], together[:1]),
-                dims=("lag", "population"),
-                coords={"population": names, **coords},
-                attrs={"long_name": f"autocorrelation of the {of}", "units": "1"},
-            ),
-        }
-    )
+    coords = {
+        **scan.coords("W", ("token",)),
+        "population": names,
+        "lag": list(chosen),
+        "lag_steps": ("lag", np.array(chosen) * spacing),
+    }
+    facts = {
+        "token_autocorrelation": Fact("f8", f"autocorrelation of the {of} of a token"),
+        "autocorrelation": Fact("f8", f"autocorrelation of the {of}"),
+    }
+    found = {
+        "token_autocorrelation": (("lag", "token"), _ratio(means)),
+        "autocorrelation": (("lag", "population"), _ratio(together)),
+    }
+    return dataset(found, facts, coords)
 
 
 def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:
@@ -216,23 +215,16 @@ def _in_pieces(blocks: da.Array) -> da.Array:
     return in_parts(blocks, most, axis=1)
 
 
-def _ratio(above: da.Array, below: da.Array) -> da.Array:
-    def divide(x: Wide, y: Wide) -> Wide:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(np.where(y > 0, x / y, np.nan))
+def _ratio(means: da.Array) -> da.Array:
+    """Mean product of each lag as a fraction of that of lag 0."""
+    return measure(_divide, "lt", (means[1:], "lt"), (means[:1], "lt"), dtype=np.float64)
 
-    return measure(divide, "lt", (above, "lt"), (below, "lt"), dtype=np.float64)
+
+def _divide(above: Wide, below: Wide) -> Wide:
+    return np.where(below > 0, above / below, np.nan)
 
 
 def _over_populations(means: Wide, groups: npt.NDArray[np.bool_]) -> Wide:
     """Mean over the tokens of each population, (lag, population)."""
-    with np.errstate(invalid="ignore"):
-        return np.stack(
-            [
-                np.ascontiguousarray(means[:, group]).sum(1) / group.sum()
-                if group.any()
-                else np.full(len(means), np.nan)
-                for group in groups
-            ],
-            -1,
-        )
+    sums = [np.ascontiguousarray(means[:, group]).sum(1) for group in groups]
+    return np.asarray(np.stack(sums, -1) / groups.sum(1))

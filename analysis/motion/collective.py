@@ -7,6 +7,7 @@ that sums do not depend on the chunks. A task holds one block of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dask.array as da
@@ -15,17 +16,16 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import (
-    chunks_of,
+    Points,
     in_halves,
     in_turn,
     measure,
-    over_hidden,
-    rows_before,
     shared,
+    table,
 )
 from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.facts import Fact, Facts, named, record_of
-from trajstore.analysis.scan.lattice_points import Points, with_lattice_attributes
+from trajstore.analysis.scan.facts import Fact, Facts, record_of
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
@@ -42,43 +42,28 @@ __all__ = [
 
 
 Array = npt.NDArray[Any]
-Kernel = Callable[[Array, Array, Array], dict[str, Any]]
-"""Function of (row, previous row, spacing) of one population that returns named numbers."""
+Kernel = Callable[..., dict[str, Any]]
+"""Function of a row of one population that returns named numbers. For motion, it is a function of
+(row, previous row, spacing)."""
 
 
-def _block_kernel(
-    block: Any,
-    boundary: Any,
-    spacing: Array,
-    groups: Array,
-    of_rows: Kernel,
-    record: np.dtype[Any],
-    are_changes: bool,
+def _of_groups(
+    now: Array, *motion: Any, groups: Array, kernel: Kernel, record: np.dtype[Any]
 ) -> npt.NDArray[np.void]:
-    parts = chunks_of(block)
-    first = np.concatenate([part[0] for part in chunks_of(boundary)])
-    rows = parts[0].shape[0]
-    result = np.empty((rows, len(groups)), record)
-    members = [slice(None) if group.all() else np.nonzero(group)[0] for group in groups]
-    before = [np.zeros_like(first[at]) if are_changes else first[at] for at in members]
-    for row in range(rows):
-        whole = np.concatenate([part[row] for part in parts])
-        for number, (group, at) in enumerate(zip(groups, members, strict=True)):
-            if not group.any():
-                result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
-                continue
-            now = whole[at]
-            # A NaN or an infinity is a valid result.
-            with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-                facts = of_rows(now, before[number], spacing[row, 0, 0])
-            result[row, number] = tuple(facts[name] for name in record.names or ())
-            before[number] = before[number] if are_changes else now
+    """Facts about each population, (population). An empty one has NaN, or 0 in integers."""
+    result = np.zeros(len(groups), record)
+    before, spacing = motion or (None, None)
+    for number, group in enumerate(groups):
+        at = slice(None) if group.all() else np.nonzero(group)[0]
+        if not group.any():
+            found = {name: np.nan for name in record.names or () if record[name].base.kind == "f"}
+        elif before is None:
+            found = kernel(now[at])
+        else:
+            found = kernel(now[at], before[at], spacing)
+        for name, value in found.items():
+            result[name][number] = value
     return result
-
-
-def _nothing(dtype: np.dtype[Any]) -> Any:
-    base = dtype.base
-    return np.full(dtype.shape, np.nan if base.kind == "f" else 0, base)
 
 
 def per_population(
@@ -113,33 +98,27 @@ def per_population(
     points = points or scan.recorded()
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
 
-    def of_block(boundary: da.Array, block: da.Array, spacing: Array) -> da.Array:
-        halves = in_halves(block)
+    members = shared(groups)
+
+    def of_block(block: Points, spacing: Array) -> da.Array:
+        halves = replace(block, blocks=in_halves(block.blocks))
         return measure(
-            _block_kernel,
+            _of_groups,
             "sp",
-            halves,
-            rows_before(halves, boundary),
-            spacing,
+            *((halves, spacing) if motion else (halves.blocks,)),
             groups=members,
-            of_rows=kernel,
+            kernel=kernel,
             record=record_of(facts),
-            are_changes=points.are_changes,
-            dtype=record_of(facts),
+            dtype=facts,
             sizes={"p": len(groups)},
+            by_row=True,
         )
 
-    members = shared(groups)
     rows = slice(1, None) if motion else slice(None)
-    measured = in_turn(of_block, points.boundaries, points.blocks, spacing)[rows]
-
-    def wrap(data: da.Array) -> xr.DataArray:
-        dims = ("step", "population", vector)[: data.ndim]
-        array = xr.DataArray(data, dims=dims, coords={"step": scan.ds["step"][rows]})
-        return array.isel(population=0) if isinstance(population, str) else array
-
-    coords = {"population": population if isinstance(population, str) else names}
-    return xr.Dataset(named(measured, facts, wrap)).assign_coords(coords)
+    measured = in_turn(of_block, points, spacing)[rows] if motion else of_block(points, spacing)
+    coords = {"step": scan.ds["step"][rows], "population": names}
+    result = table(measured, facts, ("step", "population", vector), coords)
+    return result.isel(population=0) if isinstance(population, str) else result
 
 
 def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
@@ -158,7 +137,7 @@ def _distances(tokens: int, center: Array, vectors: Callable[[slice], Array]) ->
     return np.concatenate([vector_norm(vectors(part) - center) for part in parts])
 
 
-def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+def _centroid_kernel(now: Array) -> dict[str, Any]:
     center = _mean(now.shape, lambda part: now[part].astype(np.float64))
     radii = _distances(len(now), center, lambda part: now[part].astype(np.float64))
     return {
@@ -212,9 +191,11 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
 
 def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     later, earlier = centroid.data[1:], centroid.data[:-1]
-    lengths = over_hidden(_displacement, later, earlier.rechunk(later.chunks), dtype=np.float64)
+    dims = "sph" if later.ndim == 3 else "sh"
+    pair = (later, dims), (earlier.rechunk(later.chunks), dims)
+    lengths = measure(_displacement, dims[:-1], *pair, dtype=np.float64)
     spacing = scan.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
-    none = da.full((1, *lengths.shape[1:]), np.nan)
+    none = da.full((min(1, len(centroid)), *lengths.shape[1:]), np.nan)
     data = da.concatenate([none, lengths / spacing]).rechunk(centroid.data.chunks[:-1])
     drift = centroid.isel(hidden=0).copy(data=data)
     return drift.assign_attrs(
@@ -223,8 +204,7 @@ def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
 
 
 def _displacement(later: Array, earlier: Array) -> Array:
-    with np.errstate(invalid="ignore", over="ignore"):
-        return vector_norm(later - earlier)
+    return vector_norm(later - earlier)
 
 
 def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
@@ -328,7 +308,7 @@ def coherence(scan: Scan, population: str | None = None) -> xr.DataArray:
     return result["coherence"]
 
 
-def _distinct_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+def _distinct_kernel(now: Array) -> dict[str, Any]:
     vectors = unsigned_view(np.ascontiguousarray(now))
     whole = vectors.view(f"V{vectors.shape[1] * vectors.itemsize}").ravel()
     _, counts = np.unique(whole, return_counts=True)

@@ -14,7 +14,7 @@ import xarray as xr
 from trajstore.analysis.motion.moving_elements import moved_elements
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
@@ -76,8 +76,7 @@ def _unchanged_fraction(
 ) -> npt.NDArray[Any]:
     """Fraction of each group that does not move, (row, population); NaN if the group is empty."""
     counts = (elements - moving.astype(np.int64)) @ groups.T.astype(np.int64)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(counts / groups.sum(-1) / elements)
+    return np.asarray(counts / groups.sum(-1) / elements)
 
 
 def _frozen_fraction(
@@ -92,19 +91,7 @@ def _frozen_fraction(
         for group in groups
     ]
     elements = math.prod(frozen_since.shape[1:])
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.stack(counts, -1) / (groups.sum(-1) * elements))
-
-
-def _moved(block: npt.NDArray[Any], boundary: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """True for elements that moved, (row, token, hidden)."""
-    result = np.empty(block.shape, bool)
-    before = np.ascontiguousarray(boundary[0])
-    for row, values in enumerate(block):
-        now = np.ascontiguousarray(values)
-        result[row] = moved_elements(before, now)
-        before = now
-    return result
+    return np.asarray(np.stack(counts, -1) / (groups.sum(-1) * elements))
 
 
 def _last_rows(moved: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -113,10 +100,6 @@ def _last_rows(moved: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> npt
     for row, moving in zip(rows.ravel(), moved, strict=True):
         result[0][moving] = row
     return result
-
-
-def _entries(rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return table[rows]
 
 
 def _lower_median(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -180,15 +163,16 @@ def freeze(
     """
     scan.require_rows(1, "freeze")
     steps = scan.steps
+    coords: dict[Any, Any] = {}
     found: dict[str, tuple[Any, da.Array]] = {}
     if per == "element":
         points = scan.points(lattice)
-        moved = measure(_moved, "sth", points.blocks, points.boundaries, dtype=np.bool_)
+        moved = measure(moved_elements, "sth", points, dtype=np.bool_, by_row=True)
         last = measure(
             _last_rows, "sth", moved, np.arange(scan.rows), dtype=np.int64, sizes={"s": 1}
         ).max(0)
         last_motion, since = (
-            measure(_entries, "th", (last, "th"), table=table, dtype=np.int64)
+            last.map_blocks(functools.partial(np.take, table), dtype=np.int64)
             for table in _by_last_row(steps, min_unchanged)
         )
         median = measure(_lower_median, "t", (last_motion, "th"), dtype=np.int64)
@@ -196,7 +180,7 @@ def freeze(
         moving = moved.sum(-1)[1:]
         motion = scan.wrap(moving, points.variable, rows=slice(1, None))
         elements = scan.ds.sizes["hidden"]
-        coords = {**scan.wrap(last, points.variable, dims=("token", "hidden")).coords}
+        coords = scan.coords(points.variable, ("token", "hidden"))
     else:
         motion = scan.moved(lattice).transpose("step", "token").chunk()
         last_motion, since, thaws, moves = fold(
@@ -210,7 +194,7 @@ def freeze(
             min_unchanged=min_unchanged,
         )
         found |= {"thaws": ("token", thaws), "moves": ("token", moves)}
-        moving, elements, coords = motion.data, 1, {}
+        moving, elements = motion.data, 1
     names, groups = populations(scan.ds)
     dims, sizes = ("token", "hidden")[: since.ndim], {"p": len(names)}
     unchanged = measure(
@@ -242,10 +226,7 @@ def freeze(
         "frozen_fraction": Fact("f8", f"fraction of {per}s that never move again"),
     }
     coords |= {name: values for name, values in motion.coords.items() if values.ndim < 2}
-    result = xr.Dataset(
-        {name: (*each, facts[name].attributes) for name, each in found.items()},
-        {**coords, "population": names},
-    )
+    result = dataset(found, facts, {**coords, "population": names})
     for name in {"frozen_since", "thaws", "frozen_fraction"} & set(found):
         result[name].attrs["min_unchanged"] = min_unchanged
     return with_lattice_attributes(result, lattice)

@@ -12,7 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
@@ -51,8 +51,7 @@ def _steps_of_both(state: tuple[Wide, ...], steps: Array) -> npt.NDArray[np.int6
 def _fraction_of_change(curves: Array, ends: Array) -> Wide:
     """Values as fractions of the change from the first to the last value, (row, curve)."""
     start = np.where(np.isnan(ends[0]), ends[1], ends[0]).astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray((curves - start) / (ends[2] - start))
+    return np.asarray((curves - start) / (ends[2] - start))
 
 
 @quantity()
@@ -160,18 +159,15 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": wanted}
     meaning = "as a fraction of its change" if of == "change" else "as a value"
-    return xr.Dataset(
-        {
-            f"{which}_crossing": xr.DataArray(
-                found[number],
-                dims=("level", *curve.dims[1:]),
-                coords=coords,
-                attrs={
-                    "long_name": f"{which} step at which {curve.name} crosses the level, {meaning}",
-                    "units": "1",
-                    **flag_attributes({-1: "never"}),
-                },
-            )
-            for number, which in enumerate(("first", "last"))
-        }
+    facts = {
+        f"{which}_crossing": Fact(
+            "i8",
+            f"{which} step at which {curve.name} crosses the level, {meaning}",
+            flags={-1: "never"},
+        )
+        for which in ("first", "last")
+    }
+    dims = ("level", *map(str, curve.dims[1:]))
+    return dataset(
+        {name: (dims, found[number]) for number, name in enumerate(facts)}, facts, coords
     )

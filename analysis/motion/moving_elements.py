@@ -108,13 +108,12 @@ def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
     stretches = measure(
         _last_moves,
         "st",
-        points.blocks,
-        points.boundaries,
+        points,
         scan.steps,
-        dtype=_NOTHING.dtype,
+        dtype=_FACTS,
         sizes={"s": 1},
     )
-    found = measure(_latest, "t", stretches.rechunk({0: -1}), dtype=_NOTHING.dtype)
+    found = measure(_latest, "t", stretches.rechunk({0: -1}), dtype=_FACTS)
     result = scan.of_tokens(found, _FACTS, points.variable, dims=("token",))
     result["last_moving_size"].attrs["units"] = scan.units
     return with_lattice_attributes(result, lattice)

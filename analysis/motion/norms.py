@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure, over_hidden
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.consecutive_rows import measure_rows
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
@@ -52,12 +52,11 @@ def order_label(order: float) -> str:
 
 
 def _measured(
-    scan: Scan, name: str, reference: da.Array | None = None, order: float = 2
+    scan: Scan, name: str, *reference: tuple[da.Array, str], order: float = 2
 ) -> xr.DataArray:
     blocks = scan.blocks(name)
     dtype = result_dtype(blocks.dtype)
-    arrays = [blocks] if reference is None else [blocks, reference]
-    data = over_hidden(measure_rows, *arrays, order=order, dtype=dtype)
+    data = measure(measure_rows, "st", blocks, *reference, order=order, dtype=dtype)
     return scan.wrap(data, name)
 
 
@@ -160,7 +159,7 @@ def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first"
         distance = (
             _by_changes(scan, row)
             if hold_only_changes(scan.ds)
-            else _measured(scan, "W", scan.blocks("W")[row])
+            else _measured(scan, "W", (scan.blocks("W")[row], "th"))
         )
         origin = f"step {since}"
     return distance.rename("displacement").assign_attrs(
@@ -172,5 +171,5 @@ def _by_changes(scan: Scan, row: int) -> xr.DataArray:
     """Distance from a row, computed from recorded changes."""
     changes = scan.recorded()
     places = _cumulated(changes.blocks)
-    data = over_hidden(measure_rows, places, places[row], order=2, dtype=np.float64)
+    data = measure(measure_rows, "st", places, (places[row], "th"), order=2, dtype=np.float64)
     return scan.wrap(data.astype(result_dtype(changes.blocks.dtype)), changes.variable)

@@ -6,13 +6,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
-from trajstore.analysis.scan.block_tasks import measure, rows_before
-from trajstore.analysis.scan.facts import Fact, record_of
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan
@@ -44,12 +45,11 @@ def _measure_lengths(
     lengths = np.empty(block.shape[:2])
     first, ends = int(rows[0, 0, 0]), {}
     before = boundary[0]
-    with np.errstate(invalid="ignore", over="ignore"):
-        for row, vectors in enumerate(block, first):
-            lengths[row - first] = vector_norm(np.subtract(vectors, before, dtype=np.float64))
-            if row % window == 0 or row == last:
-                ends[row] = vectors.copy()
-            before = vectors
+    for row, vectors in enumerate(block, first):
+        lengths[row - first] = vector_norm(np.subtract(vectors, before, dtype=np.float64))
+        if row % window == 0 or row == last:
+            ends[row] = vectors.copy()
+        before = vectors
     return _Stretch(first, lengths, ends)
 
 
@@ -57,18 +57,17 @@ def _walk(state: Any, stretch: _Stretch, window: int) -> tuple[Array, list[Wide]
     """First row of the current window, and displacement and path of each window, (2, token)."""
     start, done = state or (stretch.ends[0], [])
     done = list(done)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for row, length in enumerate(stretch.lengths, stretch.first):
-            if row == 0:
-                continue
-            if (row - 1) % window == 0:
-                done.append(np.zeros((2, len(length))))
-            moved, path = done[-1]
-            if row in stretch.ends:
-                end = stretch.ends[row]
-                moved = vector_norm(np.subtract(end, start, dtype=np.float64))
-                start = end
-            done[-1] = np.stack([moved, path + length])
+    for row, length in enumerate(stretch.lengths, stretch.first):
+        if row == 0:
+            continue
+        if (row - 1) % window == 0:
+            done.append(np.zeros((2, len(length))))
+        moved, path = done[-1]
+        if row in stretch.ends:
+            end = stretch.ends[row]
+            moved = vector_norm(np.subtract(end, start, dtype=np.float64))
+            start = end
+        done[-1] = np.stack([moved, path + length])
     return start, done
 
 
@@ -118,8 +117,8 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     starts = np.arange(0, scan.rows - 1, length)
     both = fold(
         functools.partial(_walk, window=length),
-        scan.blocks("W"),
-        scan.boundaries("W"),
+        scan.rows_of("W").blocks,
+        scan.rows_of("W").boundaries,
         np.arange(scan.rows),
         finish=_walked,
         sizes=(2, len(starts)),
@@ -128,52 +127,35 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         last=scan.rows - 1,
     )
     ends = np.minimum(starts + length, scan.rows - 1)
-    coords = {"window": steps[ends], "window_start": ("window", steps[starts])}
-
-    def straight(moved: Wide, path: Wide) -> Wide:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            # Rounding can make a straight displacement longer than its path.
-            return np.minimum(moved / path, 1.0)
-
-    efficiency = measure(straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
-    result = {
-        "path_efficiency": (efficiency, "displacement over length of the path", "1"),
-        "path_length": (both[1], "length of the path", scan.units),
+    coords = {
+        **scan.coords("W", ("token",)),
+        "window": steps[ends],
+        "window_start": ("window", steps[starts]),
     }
-    return xr.Dataset(
-        {
-            name: scan.wrap(data, "W", dims=("window", "token"))
-            .assign_coords(coords)
-            .assign_attrs(long_name=long_name, units=units)
-            for name, (data, long_name, units) in result.items()
-        }
-    )
+    facts = {
+        "path_efficiency": Fact("f8", "displacement over length of the path"),
+        "path_length": Fact("f8", "length of the path", scan.units),
+    }
+    efficiency = measure(_straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
+    results = zip(facts, (efficiency, both[1]), strict=True)
+    return dataset({name: (("window", "token"), data) for name, data in results}, facts, coords)
 
 
-def _split_motion(
-    now: Array,
-    boundary: Array,
-    spacing: Wide,
-    centers: Wide | None = None,
-    first: Wide | None = None,
-    *,
-    record: np.dtype[Any],
-) -> npt.NDArray[np.void]:
-    """Motion of each token along the outward direction, and across it, (row, token)."""
-    result = np.empty(now.shape[:2], record)
-    before = boundary[0]
-    for row, vectors in enumerate(now):
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            change = np.subtract(vectors, before, dtype=np.float64) / spacing[row]
-            place = before.astype(np.float64)
-            if centers is not None and first is not None:
-                place -= centers[row - 1] if row else first[0]
-            outward = place / vector_norm(place)[:, None]
-            along = hidden_sum(change * outward)
-            result["radial_speed"][row] = along
-            result["tangential_speed"][row] = vector_norm(change - along[:, None] * outward)
-        before = vectors
-    return result
+def _straight(moved: Wide, path: Wide) -> Wide:
+    # Rounding can make a straight displacement longer than its path.
+    return np.minimum(moved / path, 1.0)
+
+
+def _split_motion(now: Array, before: Array, spacing: float, *center: Wide) -> dict[str, Array]:
+    """Motion of each token along the outward direction, and across it."""
+    change = np.subtract(now, before, dtype=np.float64) / spacing
+    place = before.astype(np.float64)
+    for earlier in center:
+        place -= earlier
+    outward = place / vector_norm(place)[:, None]
+    along = hidden_sum(change * outward)
+    across = vector_norm(change - along[:, None] * outward)
+    return {"radial_speed": along, "tangential_speed": across}
 
 
 @quantity()
@@ -211,16 +193,17 @@ def radial_tangential(
     """
     chosen_populations(scan.ds, population)
     scan.require_rows(1, "radial_tangential")
-    blocks = scan.blocks("W")
+    points = scan.rows_of("W")
     spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
-    sources: list[Any] = [blocks, scan.boundaries("W"), spacing]
+    sources: list[Any] = [points, spacing]
     if about == "centroid":
-        center = centroid(scan, population)["centroid"].data.rechunk((blocks.chunks[0], -1))
-        sources += [(center, "sh"), (rows_before(center), "sh")]
-    kind, unit = result_dtype(blocks.dtype).str, f"{scan.units} per step"
+        center = centroid(scan, population)["centroid"].data
+        earlier = da.concatenate([center[:1], center[:-1]])
+        sources.append((earlier.rechunk((points.blocks.chunks[0], -1)), "sh"))
+    kind, unit = result_dtype(points.blocks.dtype).str, f"{scan.units} per step"
     facts = {
         "radial_speed": Fact(kind, f"velocity away from the {about}", unit),
         "tangential_speed": Fact(kind, f"velocity across the direction to the {about}", unit),
     }
-    found = measure(_split_motion, "st", *sources, record=record_of(facts), dtype=record_of(facts))
-    return scan.of_tokens(found, facts, "W", changes=True)
+    found = measure(_split_motion, "st", *sources, dtype=facts, by_row=True)
+    return scan.of_tokens(found[1:], facts, "W", rows=slice(1, None))

@@ -10,7 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.velocity import speed
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.facts import Fact
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Bound, Positive
@@ -37,10 +37,7 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
     floor = _LEAST_MOTION * finite.max(initial=0)
     if floor == 0:
         return scores
-    with np.errstate(invalid="ignore"):  # from one infinity to the next
-        change = np.diff(
-            np.log(np.where(np.isfinite(motion), motion, np.inf) + floor), prepend=np.nan
-        )
+    change = np.diff(np.log(np.where(np.isfinite(motion), motion, np.inf) + floor), prepend=np.nan)
     for row in range(1, motion.size):
         near = np.concatenate(
             [change[max(1, row - window) : row], change[row + 1 : row + 1 + window]]
@@ -95,16 +92,11 @@ def discontinuities(
     pace = pace.drop_attrs().transpose("step", "token").chunk({"token": -1})
     mean = measure(_mean, "s", pace.data, dtype=np.float64).rechunk(-1)
     score = measure(_scores, "s", mean, window=window, dtype=np.float64)
-    found = {
-        "mean_speed": (mean, "mean speed of all tokens", f"{scan.units} per step"),
-        "discontinuity_score": (score, "robust z-score of the change of log mean speed", "1"),
-        "discontinuity": (abs(score) > threshold, "abrupt change of pace", None),
+    facts = {
+        "mean_speed": Fact("f8", "mean speed of all tokens", f"{scan.units} per step"),
+        "discontinuity_score": Fact("f8", "robust z-score of the change of log mean speed"),
+        "discontinuity": Fact("bool", "abrupt change of pace", None),
     }
+    results = zip(facts, (mean, score, abs(score) > threshold), strict=True)
     coords = {name: values for name, values in pace.coords.items() if "token" not in values.dims}
-    return xr.Dataset(
-        {
-            name: ("step", data, Fact(str(data.dtype), long_name, units).attributes)
-            for name, (data, long_name, units) in found.items()
-        },
-        coords,
-    )
+    return dataset({name: ("step", data) for name, data in results}, facts, coords)

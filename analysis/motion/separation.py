@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.token_norms import vector_norm
@@ -19,17 +21,15 @@ Wide = npt.NDArray[np.float64]
 
 
 def _directions(vectors: Wide) -> Wide:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(vectors / vector_norm(vectors)[..., None])
+    return np.asarray(vectors / vector_norm(vectors)[..., None])
 
 
 def _pairs(vectors: Wide) -> Wide:
     """Distance and angle in degrees of each pair, (…, 2, population, population)."""
     unit = _directions(vectors)
-    with np.errstate(invalid="ignore"):
-        distance = vector_norm(vectors[..., :, None, :] - vectors[..., None, :, :])
-        apart = vector_norm(unit[..., :, None, :] - unit[..., None, :, :])
-        together = vector_norm(unit[..., :, None, :] + unit[..., None, :, :])
+    distance = vector_norm(vectors[..., :, None, :] - vectors[..., None, :, :])
+    apart = vector_norm(unit[..., :, None, :] - unit[..., None, :, :])
+    together = vector_norm(unit[..., :, None, :] + unit[..., None, :, :])
     # Accurate for all angles, unlike the arc cosine.
     return np.stack([distance, np.degrees(2 * np.arctan2(apart, together))], -3)
 
@@ -68,25 +68,20 @@ def separation(scan: Scan, of: Literal["centroid", "displacement"] = "centroid")
     scan.require_rows(1, "separation")
     center = centroid(scan)["centroid"]
     vectors = center if of == "centroid" else center - center[:1].drop_vars("step").squeeze("step")
-    options: dict[str, Any] = {"dask": "parallelized", "output_dtypes": [np.float64]}
-    count = vectors.sizes["population"]
-    pairs = xr.apply_ufunc(
-        _pairs,
-        vectors,
-        input_core_dims=[["population", "hidden"]],
-        output_core_dims=[["fact", "population", "other_population"]],
-        dask_gufunc_kwargs={"output_sizes": {"fact": 2, "other_population": count}},
-        **options,
-    ).assign_coords(other_population=vectors["population"].values)
-    direction = xr.apply_ufunc(_directions, vectors, **options)
-    return xr.Dataset(
-        {
-            "separation": pairs.isel(fact=0).assign_attrs(
-                long_name=f"distance between {of}s", units=scan.units
-            ),
-            "separation_angle": pairs.isel(fact=1).assign_attrs(
-                long_name=f"angle between {of}s", units="degree"
-            ),
-            "direction": direction.assign_attrs(long_name=f"direction of the {of}", units="1"),
-        }
-    )
+    names = vectors["population"].values
+    facts = {
+        "separation": Fact("f8", f"distance between {of}s", scan.units),
+        "separation_angle": Fact("f8", f"angle between {of}s", "degree"),
+        "direction": Fact("f8", f"direction of the {of}"),
+    }
+    data = vectors.data.rechunk({1: -1, 2: -1})
+    sizes = {"f": 2, "o": len(names)}
+    pairs = measure(_pairs, "sfpo", (data, "sph"), dtype=np.float64, sizes=sizes)
+    direction = measure(_directions, "sph", (data, "sph"), dtype=np.float64)
+    dims = ("step", "population", "other_population")
+    found = {
+        "separation": (dims, pairs[:, 0]),
+        "separation_angle": (dims, pairs[:, 1]),
+        "direction": (("step", "population", "hidden"), direction),
+    }
+    return dataset(found, facts, {**dict(vectors.coords), "other_population": names})

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.norms import check_order, order_label
-from trajstore.analysis.scan.block_tasks import over_hidden
+from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.consecutive_rows import REGIMES, regime_of_hops
-from trajstore.analysis.scan.facts import Fact, record_of
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import (
     chosen_type,
@@ -23,7 +23,6 @@ from trajstore.analysis.scan.lattice_points import (
 )
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
-from trajstore.analysis.scan.running_state import fold
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -123,18 +122,12 @@ def _spacing_on_lattice(
     return found
 
 
-def _ordinal_hops(
-    later: npt.NDArray[Any], earlier: npt.NDArray[Any], native: str
-) -> npt.NDArray[np.int64]:
-    wide = ordinal(np.ascontiguousarray(later), native).astype(np.int64)
-    wide -= ordinal(np.ascontiguousarray(earlier), native)
-    return wide
-
-
-def _ulp_hops(
-    later: npt.NDArray[Any], earlier: npt.NDArray[Any], native: str
-) -> npt.NDArray[np.float64]:
-    return ulp_hops(earlier, later, native)
+def _hops(
+    later: npt.NDArray[Any], earlier: npt.NDArray[Any], native: str, metric: str
+) -> npt.NDArray[Any]:
+    if metric == "ulp":
+        return ulp_hops(earlier, later, native)
+    return np.asarray(ordinal(later, native).astype(np.int64) - ordinal(earlier, native))
 
 
 @quantity()
@@ -187,14 +180,9 @@ def lattice_displacement(
         ordinal_dtype(chosen)
     unit = f"{chosen or lattice} {'spacings' if metric == 'ulp' else 'values'}"
     if ord is None:
-        kernel, dtype = (
-            (_ulp_hops, np.dtype("float64"))
-            if metric == "ulp"
-            else (_ordinal_hops, np.dtype("int64"))
-        )
-        hops = scan.between_rows(
-            scan.points(lattice), functools.partial(kernel, native=chosen), dtype
-        )
+        kernel = functools.partial(_hops, native=chosen, metric=metric)
+        dtype = np.float64 if metric == "ulp" else np.int64
+        hops = scan.between_rows(scan.points(lattice), kernel, dtype)
         label = "hop"
     else:
         order = check_order(ord)
@@ -318,44 +306,36 @@ def _by_thresholds(
             f"got neighbor={neighbor}, jump={least:g} and far={far}, expected positive numbers of "
             "cells that increase"
         )
-    found = over_hidden(
+    found = measure(
         _other_regimes,
-        points.blocks,
-        points.boundaries,
+        "st",
+        points,
         native=points.type,
         neighbor=neighbor,
         jump=least,
         far=np.inf if far is None else far,
         dtype=np.int8,
+        by_row=True,
     )
     names = [*REGIMES] if far is None else [*REGIMES, "far"]
     return usual.copy(data=found[1:]).assign_attrs(flag_attributes(names, np.int8)), names
 
 
 def _other_regimes(
-    block: npt.NDArray[Any], boundary: npt.NDArray[Any], native: str, **thresholds: float
+    now: npt.NDArray[Any], before: npt.NDArray[Any], native: str, **thresholds: float
 ) -> npt.NDArray[np.int8]:
-    result = np.empty(block.shape[:2], np.int8)
-    before = boundary[0]
-    for row, now in enumerate(block):
-        with np.errstate(invalid="ignore", over="ignore"):
-            result[row] = regime_of_hops(ulp_hops(before, now, native), **thresholds)
-        before = now
-    return result
+    return regime_of_hops(ulp_hops(before, now, native), **thresholds)
 
 
 def _exponents(
-    block: npt.NDArray[Any], boundary: npt.NDArray[Any], native: str
-) -> npt.NDArray[np.void]:
-    result = np.empty(block.shape[:2], record_of(_CROSSINGS))
-    before = binade(np.ascontiguousarray(boundary[0]), native)
-    for row, values in enumerate(block):
-        now = binade(np.ascontiguousarray(values), native)
-        known = np.isfinite(now) & np.isfinite(before)
-        result["exponent_up"][row] = (known & (now > before)).sum(-1)
-        result["exponent_down"][row] = (known & (now < before)).sum(-1)
-        before = now
-    return result
+    now: npt.NDArray[Any], before: npt.NDArray[Any], native: str
+) -> dict[str, npt.NDArray[np.int64]]:
+    earlier, later = binade(before, native), binade(now, native)
+    known = np.isfinite(earlier) & np.isfinite(later)
+    return {
+        "exponent_up": (known & (later > earlier)).sum(-1),
+        "exponent_down": (known & (later < earlier)).sum(-1),
+    }
 
 
 @quantity()
@@ -391,28 +371,21 @@ def exponent_crossings(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """
     scan.require_rows(1, "exponent_crossings")
     points = scan.points(lattice)
-    found = over_hidden(
-        _exponents,
-        points.blocks,
-        points.boundaries,
-        native=points.type,
-        dtype=record_of(_CROSSINGS),
-    )
-    result = scan.of_tokens(found, _CROSSINGS, points.variable, changes=True)
+    found = measure(_exponents, "st", points, native=points.type, dtype=_CROSSINGS, by_row=True)
+    result = scan.of_tokens(found[1:], _CROSSINGS, points.variable, rows=slice(1, None))
     return with_lattice_attributes(result, lattice)
 
 
 def _last_steps(
-    known: npt.NDArray[np.int64] | None,
-    regime: npt.NDArray[np.int8],
-    steps: npt.NDArray[np.int64],
+    regime: npt.NDArray[np.int8], steps: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Last step of each phase up to a block of rows, (phase, token); −1 means none."""
-    last = np.empty((len(_PHASES), regime.shape[1]), np.int64)
-    for number, phase in enumerate(_PHASES.values()):
-        inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
-        last[number] = np.where(inside[regime], steps[..., 0], -1).max(0, initial=-1)
-    return last if known is None else np.maximum(known, last)
+    """Last step of each phase in a block of rows, (1, phase, token); −1 means none."""
+    inside = (
+        [REGIMES[kind] in phase for kind in range(len(REGIMES))] for phase in _PHASES.values()
+    )
+    return np.stack(
+        [np.where(np.array(each)[regime], steps[..., 0], -1).max(0, initial=-1) for each in inside]
+    )[None]
 
 
 @quantity(measures=("regime",))
@@ -440,18 +413,16 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     array([13, 16])
     """
     regime = _regime(scan, lattice)
-    last = fold(
-        _last_steps,
-        regime.data,
-        scan.steps[1:],
-        finish=np.asarray,
-        sizes=(len(_PHASES),),
-        dtype=np.int64,
-    )
+    sizes = {"s": 1, "p": len(_PHASES)}
+    blocks = measure(_last_steps, "spt", regime.data, scan.steps[1:], dtype=np.int64, sizes=sizes)
+    last = blocks.max(0)
     coords = {name: values for name, values in regime.coords.items() if values.dims == ("token",)}
-    result = xr.Dataset(coords=coords)
-    for number, (name, phase) in enumerate(_PHASES.items()):
-        long_name = f"last step in the regime {' or '.join(phase)}"
-        fact = Fact("i8", long_name, flags={-1: "never"})
-        result[name] = "token", last[number], fact.attributes
+    result = dataset(
+        {name: ("token", last[number]) for number, name in enumerate(_PHASES)},
+        {
+            name: Fact("i8", f"last step in the regime {' or '.join(phase)}", flags={-1: "never"})
+            for name, phase in _PHASES.items()
+        },
+        coords,
+    )
     return with_lattice_attributes(result, lattice)

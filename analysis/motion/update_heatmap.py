@@ -11,9 +11,9 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
-from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import REGIMES
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Count
@@ -21,6 +21,11 @@ from trajstore.argument_types import Count
 __all__ = ["heatmap", "pool_heatmap"]
 
 Array = npt.NDArray[Any]
+
+_FACTS = {
+    "dead_fraction": Fact("f8", "fraction of dead tokens"),
+    "last_motion": Fact("i8", "last motion of any of its tokens", None, flags={-1: "never"}),
+}
 
 
 def _starts(length: int, most: int) -> npt.NDArray[np.intp]:
@@ -55,10 +60,12 @@ def _groups(values: Array, last: Array, rows: Array, columns: Array, regime: boo
     return (_most_common if regime else _mean)(sorted_, rows, columns)
 
 
-def _fractions(last: Array, members: Array, columns: Array) -> Array:
-    """Fraction of the tokens of each group that are members."""
-    sorted_ = members[None, np.argsort(last, kind="stable")]
-    return np.asarray(_mean(sorted_, np.zeros(1, np.intp), columns)[0])
+def _of_tokens(last: Array, columns: Array, members: Array) -> dict[str, Array]:
+    """Last motion of each group, and the fraction of its tokens that are members."""
+    order = np.argsort(last, kind="stable")
+    ends = np.append(columns[1:], last.size) - 1
+    fraction = _mean(members[None, order], np.zeros(1, np.intp), columns)[0]
+    return {"last_motion": last[order][ends], "dead_fraction": fraction}
 
 
 @takes_scan
@@ -133,62 +140,37 @@ def pool_heatmap(
     rows = _starts(values.sizes["step"], most_steps)
     columns = _starts(values.sizes["token"], most_groups)
     dtype = np.int8 if regime else np.float64
-    of_tokens = (_whole(last), "t")
     sizes = {"r": rows.size, "g": columns.size}
     data = measure(
         _groups,
         "rg",
         _whole(values.transpose("step", "token")),
-        of_tokens,
+        (_whole(last), "t"),
         rows=rows,
         columns=columns,
         regime=regime,
         dtype=dtype,
         sizes=sizes,
     )
-    ends = np.append(columns[1:], values.sizes["token"]) - 1
-    last_motion = measure(
-        lambda block: np.sort(block)[ends],
+    dead = values.coords.get("is_dead", xr.zeros_like(last, bool)).values
+    of_tokens = measure(
+        _of_tokens,
         "g",
-        of_tokens,
-        dtype=np.int64,
+        (_whole(last), "t"),
+        columns=columns,
+        members=dead,
+        dtype=_FACTS,
         sizes={"g": columns.size},
     )
-    facts = {}
-    if "is_dead" in values.coords:
-        fraction = measure(
-            _fractions,
-            "g",
-            of_tokens,
-            members=values["is_dead"].values,
-            columns=columns,
-            dtype=np.float64,
-            sizes={"g": columns.size},
-        )
-        facts["dead_fraction"] = (
-            "group",
-            fraction,
-            {"long_name": "fraction of dead tokens", "units": "1"},
-        )
-    return xr.Dataset(
-        facts
-        | {
-            "update_size": (("step", "group"), data, values.attrs),
-            "last_motion": (
-                "group",
-                last_motion,
-                {
-                    "long_name": "last motion of any of its tokens",
-                    **flag_attributes({-1: "never"}),
-                },
-            ),
-        },
-        coords={
-            "step": values["step"].values[rows],
-            "steps": ("step", np.diff(rows, append=values.sizes["step"])),
-            "tokens": ("group", np.diff(columns, append=values.sizes["token"])),
-        },
-    )
+    coords = {
+        "step": values["step"].values[rows],
+        "steps": ("step", np.diff(rows, append=values.sizes["step"])),
+        "tokens": ("group", np.diff(columns, append=values.sizes["token"])),
+    }
+    result = table(of_tokens, _FACTS, ("group",), coords)
+    result["update_size"] = ("step", "group"), data, values.attrs
+    names = ["dead_fraction"] * ("is_dead" in values.coords) + ["update_size", "last_motion"]
+    return result[names]
 
 
 def _whole(values: xr.DataArray) -> da.Array:

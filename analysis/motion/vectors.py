@@ -9,6 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
+from trajstore.analysis.motion.velocity import displacements
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.scan import Scan
@@ -29,7 +30,7 @@ OF_POPULATIONS = ("centroid", "largest_cluster")
 VECTORS = (*OF_TOKENS, "hidden_mean", *OF_POPULATIONS)
 
 
-def _largest_cluster_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+def _largest_cluster_kernel(now: Array) -> dict[str, Any]:
     bits = unsigned_view(np.ascontiguousarray(now))
     whole = bits.view(f"V{bits.shape[1] * bits.itemsize}").ravel()
     _, first, sizes = np.unique(whole, return_index=True, return_counts=True)
@@ -107,14 +108,9 @@ def vectors(ds: xr.Dataset, of: str, population: str | None = None) -> xr.Datase
 def _per_token(scan: Scan, of: str) -> xr.DataArray:
     if of == "delta" and of not in scan.ds:
         points = scan.recorded()
-        return scan.between_rows(points, _change, np.float64).assign_attrs(units=scan.units)
+        return scan.between_rows(points, displacements, np.float64).assign_attrs(units=scan.units)
     input_checks.variables(scan.ds, of)
     return scan.variable(of)
-
-
-def _change(later: Array, earlier: Array) -> Array:
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.subtract(later, earlier, dtype=np.float64))
 
 
 def _per_step(scan: Scan, of: str, population: str | None) -> tuple[xr.DataArray, dict[str, Any]]:

@@ -14,20 +14,21 @@ from trajstore.values.token_norms import result_dtype
 
 __all__ = [
     "acceleration",
+    "displacements",
     "speed",
     "velocity",
 ]
 
 
-def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.subtract(later, earlier, dtype=np.float64))
+def displacements(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Change between two rows, for `Scan.between_rows`."""
+    return np.asarray(np.subtract(later, earlier, dtype=np.float64))
 
 
 def _velocity(scan: Scan) -> xr.DataArray:
     """Velocity in float64, (step, token, hidden)."""
     spacing = scan.spacing()
-    return scan.between_rows(scan.recorded(), _difference, np.float64) / spacing
+    return scan.between_rows(scan.recorded(), displacements, np.float64) / spacing
 
 
 def _result(da: xr.DataArray, scan: Scan, name: str, long_name: str) -> xr.DataArray:

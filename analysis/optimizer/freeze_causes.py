@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, in_turn, measure, over_hidden
+from trajstore.analysis.scan.block_tasks import field, in_turn, measure
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.optimizer_rule import OptimizerRule, next_weights
 from trajstore.values.rounding import cast
@@ -103,10 +105,8 @@ def _update_kernel(
         W = _earlier(block, boundary, part)
         change = rule.change(W, exp_avg[:, part], second[:, part], lr, step, native)
         if in_ulp:
-            with np.errstate(over="ignore", invalid="ignore"):
-                change = change / spacing(W, native).astype(np.float64)
-        with np.errstate(over="ignore"):
-            result[:, part] = change
+            change = change / spacing(W, native).astype(np.float64)
+        result[:, part] = change
     if in_ulp or (rule.weight_decay and rule.decoupled):
         # The W before the step was not recorded.
         result[~follows[:, 0, 0]] = np.nan
@@ -155,38 +155,34 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
     scan.require_rows(1, "adam_update")
     rule = input_checks.adam_rule(scan.ds, optimizer)
-    native = native_dtype(scan.ds["W"])
-    blocks = scan.blocks("W")
-    dtype = result_dtype(blocks.dtype)
+    points = scan.rows_of("W")
 
-    def update(in_ulp: bool) -> xr.DataArray:
+    def update(in_ulp: bool) -> tuple[Any, da.Array]:
         data = measure(
             _update_kernel,
             "sth",
-            blocks,
-            scan.boundaries("W"),
+            points,
             scan.aligned("W", "exp_avg"),
             _second_moment(scan, rule),
             _learning_rates(scan),
             steps_taken(scan, "adam_update"),
             _follows(scan),
             rule=rule,
-            native=native,
+            native=points.type,
             in_ulp=in_ulp,
-            dtype=dtype,
+            dtype=result_dtype(points.blocks.dtype),
         )
-        return scan.wrap(data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden"))
+        return dims, data[1:]
 
-    return xr.Dataset(
-        {
-            "adam_update": update(False).assign_attrs(
-                long_name="update before rounding", units=scan.units
-            ),
-            "adam_update_ulp": update(True).assign_attrs(
-                long_name="update before rounding, in spacings of W", units=f"{native} spacings"
-            ),
-        }
-    )
+    dims = ("step", "token", "hidden")
+    facts = {
+        "adam_update": Fact("f8", "update before rounding", scan.units),
+        "adam_update_ulp": Fact(
+            "f8", "update before rounding, in spacings of W", f"{points.type} spacings"
+        ),
+    }
+    found = {name: update(in_ulp) for name, in_ulp in zip(facts, (False, True), strict=True)}
+    return dataset(found, facts, scan.coords("W", dims, slice(1, None)))
 
 
 def _unchanged(before: Array, after: Array) -> npt.NDArray[np.bool_]:
@@ -336,23 +332,19 @@ def freeze_cause(
     lr = _learning_rates(scan)
     W = scan.points()
     evidence = in_turn(
-        lambda boundary, block, *others: over_hidden(
+        functools.partial(
+            measure,
             _evidence_kernel,
-            block,
-            boundary,
-            *others,
+            "st",
             rule=rule,
             native=W.type,
             chosen=scan.lattice_type(lattice),
             dtype=_EVIDENCE,
         ),
-        W.boundaries,
-        W.blocks,
+        W,
         scan.aligned("W", "grad"),
-        scan.aligned("W", "exp_avg"),
-        scan.boundaries("exp_avg", like="W"),
-        scan.aligned("W", "exp_avg_sq"),
-        scan.boundaries("exp_avg_sq", like="W"),
+        scan.rows_of("exp_avg", like="W"),
+        scan.rows_of("exp_avg_sq", like="W"),
         _second_moment(scan, rule),
         lr,
         steps_taken(scan, "freeze_cause"),

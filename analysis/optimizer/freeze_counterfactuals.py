@@ -12,15 +12,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import (
-    chunks_of,
-    last_rows,
-    measure,
-    over_hidden,
-    waiting,
-)
+from trajstore.analysis.scan.block_tasks import chunks_of, measure
 from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
@@ -124,31 +118,31 @@ def freeze_attribution(
     rule = input_checks.adam_rule(scan.ds, optimizer)
     facts = _facts(recurrence, rule, window)[0]
     attribution = measure(_outcome_kernel, "tc", (facts, "tf"), dtype=np.int8, sizes={"c": _KINDS})
-
-    def per_token(data: da.Array, *dims: str) -> xr.DataArray:
-        return scan.wrap(data, "W", dims=(*dims, "token"))
-
-    flags = per_token(attribution.T, "counterfactual")
-    native = native_dtype(scan.ds["W"])
-    result = xr.Dataset(
-        {
-            "attribution": flags.assign_attrs(
-                long_name="outcome of the counterfactual",
-                **flag_attributes(OUTCOMES, np.int8),
-            ),
-            "attribution_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
-                long_name="largest update of the computed steps",
-                units=f"{native} spacings; of float32 for float32_weights",
-            ),
-            "attribution_steps": per_token(facts[:, _TRIED].astype(np.int64)).assign_attrs(
-                long_name="computed steps after the last motion", units="1"
-            ),
-            "attribution_counts": count_by_population(
-                flags, len(OUTCOMES), "outcome_name"
-            ).assign_attrs(long_name="number of tokens", units="1"),
-        }
+    counts = count_by_population(
+        scan.wrap(attribution.T, "W", dims=("counterfactual", "token")),
+        len(OUTCOMES),
+        "outcome_name",
     )
-    return result.assign_coords(counterfactual=list(COUNTERFACTUALS), outcome_name=list(OUTCOMES))
+    units = f"{native_dtype(scan.ds['W'])} spacings; of float32 for float32_weights"
+    known = {
+        "attribution": Fact("i1", "outcome of the counterfactual", None, OUTCOMES),
+        "attribution_margin": Fact("f8", "largest update of the computed steps", units),
+        "attribution_steps": Fact("i8", "computed steps after the last motion"),
+        "attribution_counts": Fact("i8", "number of tokens"),
+    }
+    found = {
+        "attribution": (("counterfactual", "token"), attribution.T),
+        "attribution_margin": (("counterfactual", "token"), facts[:, _MARGIN].T),
+        "attribution_steps": ("token", facts[:, _TRIED].astype(np.int64)),
+        "attribution_counts": (counts.dims, counts.data),
+    }
+    coords = {
+        **scan.coords("W", ("token",)),
+        "population": counts["population"],
+        "counterfactual": list(COUNTERFACTUALS),
+        "outcome_name": list(OUTCOMES),
+    }
+    return dataset(found, known, coords)
 
 
 def _check_lattice(scan: Scan, lattice: str) -> None:
@@ -176,45 +170,36 @@ def _facts(recurrence: Recurrence, rule: OptimizerRule, window: int) -> da.Array
         recurrence.taken,
         np.arange(lr.size) > 0,  # the first row has no previous row
     )
-    blocks, boundaries = recurrence.with_rows_before("W")
+    points = recurrence.rows_of("W")
     recorded = {moment: recurrence.recorded(moment) for moment in MOMENTS}
     live = _live_moments(recurrence, recorded)
-    exact = {moment: recurrence.first(moment) for moment in MOMENTS}
-    facts = da.from_array(
+    nothing = da.from_array(
         np.tile(_NOTHING, (1, gradient.shape[1], 1)),
         chunks=((1,), gradient.chunks[1], (_NOTHING.size,)),
     )
-    start = 0
-    for number, rows in enumerate(gradient.chunks[0]):
-        exact = {
-            moment: recurrence.exact_block(moment, number, exact[moment]) for moment in MOMENTS
-        }
-        facts = measure(
+    ends = np.cumsum(gradient.chunks[0])[:-1]
+
+    def compute(number: int, exact: Mapping[str, da.Array], known: list[da.Array]) -> da.Array:
+        return measure(
             _fold_kernel,
             "ztf",
-            blocks.blocks[number],
-            (facts, "ztf"),
-            boundaries.blocks[number],
+            points.blocks.blocks[number],
+            ([nothing, *known][-1], "ztf"),
+            points.boundaries.blocks[number],
             *(recorded[moment].blocks[number] for moment in MOMENTS),
             *(exact[moment] for moment in MOMENTS),
             *(live[moment].blocks[number] for moment in MOMENTS),
-            *(values[start : start + rows] for values in by_row),
+            *(np.split(values, ends)[number] for values in by_row),
             rule=rule,
             native=native_dtype(ds["W"]),
             peak=peak if np.isfinite(peak) else np.nan,
             window=window,
             dtype=np.float64,
         )
-        # The next block waits until this one is computed.
-        exact = {
-            moment: waiting(last_rows(rows_of_block), facts)
-            for moment, rows_of_block in exact.items()
-        }
-        start += rows
-    return facts
+
+    return recurrence.in_turn(compute)[-1]
 
 
-@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _fold_kernel(
     W: Array,
     known: Array,
@@ -312,7 +297,7 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
         )
         return dict.fromkeys(MOMENTS, nothing)
     grad = recurrence.recorded("grad")
-    norms = over_hidden(token_norm, grad, dtype=result_dtype(grad.dtype))
+    norms = measure(token_norm, "st", grad, dtype=result_dtype(grad.dtype))
     whole = norms.rechunk({1: -1})
     typical = measure(_typical_kernel, "s", whole, live=live, dtype=np.int64)[:, None, None]
     return {

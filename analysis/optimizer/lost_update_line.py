@@ -12,6 +12,7 @@ import xarray as xr
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
@@ -24,14 +25,18 @@ Array = npt.NDArray[Any]
 
 _EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
 _LEVELS = (0.05, 0.5, 0.95)
+_FACTS = {
+    "count": Fact("i8", "elements"),
+    "elsewhere": Fact("i8", "elements outside the classes"),
+    "threshold": Fact("f8", "|m| below which an update is lost", "nat"),
+}
 
 
 def _counts(first: Array, second: Array, groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Elements of each population, (population, class of √v, class of |m|)."""
     classes = _EDGES.size - 1
     result = np.empty((len(groups), classes, classes), np.int64)
-    with np.errstate(invalid="ignore"):
-        root, size = np.sqrt(second.astype(np.float64)), np.abs(first.astype(np.float64))
+    root, size = np.sqrt(second.astype(np.float64)), np.abs(first.astype(np.float64))
     for number, group in enumerate(groups):
         result[number] = np.histogram2d(
             root[group].ravel(), size[group].ravel(), bins=(_EDGES, _EDGES)
@@ -128,26 +133,18 @@ def moment_plane(
         dtype=np.float64,
         sizes={"q": len(_LEVELS), "r": classes},
     )
-    total = xr.DataArray(groups.sum(-1) * ds.sizes["hidden"], dims="population")
-    count = xr.DataArray(counts, dims=("population", "root_class", "size_class"))
-    return xr.Dataset(
-        {
-            "count": count.assign_attrs(long_name="elements", units="1"),
-            "elsewhere": (total - count.sum(("root_class", "size_class"))).assign_attrs(
-                long_name="elements outside the classes", units="1"
-            ),
-            "threshold": (
-                ("quantile", "root_class"),
-                thresholds,
-                {"long_name": "|m| below which an update is lost", "units": "nat"},
-            ),
-        },
-        coords={
-            "step": at,
-            "population": names,
-            "quantile": list(_LEVELS),
-            "root": ("root_class", middle),
-            "lower": ("root_class", _EDGES[:-1]),
-            "upper": ("root_class", _EDGES[1:]),
-        },
-    )
+    elsewhere = groups.sum(-1) * ds.sizes["hidden"] - counts.sum((1, 2))
+    found = {
+        "count": (("population", "root_class", "size_class"), counts),
+        "elsewhere": ("population", elsewhere),
+        "threshold": (("quantile", "root_class"), thresholds),
+    }
+    coords = {
+        "step": at,
+        "population": names,
+        "quantile": list(_LEVELS),
+        "root": ("root_class", middle),
+        "lower": ("root_class", _EDGES[:-1]),
+        "upper": ("root_class", _EDGES[1:]),
+    }
+    return dataset(found, _FACTS, coords)

@@ -12,9 +12,9 @@ import xarray as xr
 from trajstore.analysis.optimizer.exact_recurrence import intended_change
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import measure, over_hidden
+from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
@@ -43,7 +43,6 @@ _COUNTS = np.dtype(
 """Counts of elements per variable, and squares of the update of W, per token and step."""
 
 
-@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _count_kernel(
     gradient: Array,
     exp_avg: Array,
@@ -87,22 +86,21 @@ def _count_kernel(
     return result
 
 
-@np.errstate(all="ignore")  # a fraction of nothing is NaN
 def _fraction_kernel(
     counts: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
-) -> npt.NDArray[np.void]:
-    """Results of `moment_stuck` for whole rows: (row, population)."""
-    result = np.empty((len(counts), len(groups)), record_of(_FACTS))
-    for number, group in enumerate(groups):
-        members = counts[:, group]
-        meant, left = members["meant"].sum(1), members["left"].sum(1)
-        intended, lost = (
-            np.ascontiguousarray(members[name]).sum(-1) for name in ("intended", "lost")
-        )
-        result["meant_fraction"][:, number] = meant / np.float64(group.sum() * hidden)
-        result["stuck_fraction"][:, number] = left / meant
-        result["update_lost"][:, number] = np.sqrt(lost / intended)
-    return result
+) -> dict[str, Array]:
+    """Results of `moment_stuck`, (population)."""
+    members = [counts[group] for group in groups]
+    meant, left, intended, lost = (
+        np.stack([np.ascontiguousarray(each[name]).sum(0) for each in members])
+        for name in _COUNTS.names or ()
+    )
+    elements = np.float64(hidden) * groups.sum(-1, keepdims=True)
+    return {
+        "meant_fraction": meant / elements,
+        "stuck_fraction": left / meant,
+        "update_lost": np.sqrt(lost / intended),
+    }
 
 
 @quantity()
@@ -149,10 +147,11 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     ds = scan.ds
     input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(scan, optimizer, "moment_stuck")
-    counts = over_hidden(
+    counts = measure(
         _count_kernel,
+        "st",
         recurrence.gradient,
-        *(array for name in _VARIABLES for array in recurrence.with_rows_before(name)),
+        *(recurrence.rows_of(name) for name in _VARIABLES),
         np.asarray(ds["lr"].values, np.float64),
         steps_taken(recurrence.scan, "moment_stuck"),
         recurrence.taken,
@@ -166,10 +165,9 @@ def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
         counts.rechunk({1: -1}),
         groups=groups,
         hidden=ds.sizes["hidden"],
-        dtype=record_of(_FACTS),
+        dtype=_FACTS,
         sizes={"p": len(groups)},
+        by_row=True,
     )[1:]
-    dims = ("step", "population", "variable")
-    result = named(found, _FACTS, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
     coords = {"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)}
-    return xr.Dataset(result, coords)
+    return table(found, _FACTS, ("step", "population", "variable"), coords)

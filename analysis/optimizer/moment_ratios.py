@@ -17,9 +17,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_rows, measure, over_hidden, waiting
+from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.facts import Fact, named, record_of
+from trajstore.analysis.scan.facts import Fact, Facts
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
@@ -103,7 +103,6 @@ def quantiles_of_counts(counts: Array, levels: npt.NDArray[np.float64]) -> npt.N
     return result
 
 
-@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _count_kernel(
     recorded: Array, exact: npt.NDArray[np.float64], group: Array, groups: int
 ) -> npt.NDArray[np.int64]:
@@ -121,7 +120,6 @@ def _count_kernel(
     return result
 
 
-@np.errstate(all="ignore")
 def _squares_kernel(recorded: Array, exact: npt.NDArray[np.float64]) -> npt.NDArray[np.void]:
     rows, tokens, hidden = recorded.shape
     result = np.empty((rows, tokens), _SQUARES)
@@ -148,30 +146,24 @@ def _disjoint(
     return members.astype(np.int64), kind.reshape(-1)
 
 
-@np.errstate(all="ignore")
 def _error_kernel(
     counts: npt.NDArray[np.int64],
     squares: npt.NDArray[np.void],
     groups: npt.NDArray[np.bool_],
     members: npt.NDArray[np.int64],
     levels: npt.NDArray[np.float64],
-    record: np.dtype[Any],
-) -> npt.NDArray[np.void]:
-    """Ratio of norms and quantiles for whole rows: (row, population)."""
-    rows = len(counts)
-    result = np.empty((rows, len(groups)), record)
-    result["norm_ratio"] = result["ratio_quantiles"] = np.nan
-    counts = np.einsum("pd,rdc->rpc", members, counts.reshape(rows, -1, CLASSES))
-    for number, group in enumerate(groups):
-        if group.any():
-            numerator, denominator = (
-                np.sqrt(np.ascontiguousarray(squares[name][:, group]).sum(-1))
-                for name in ("recorded", "exact")
-            )
-            nothing = (numerator == 0) & (denominator == 0)
-            result["norm_ratio"][:, number] = np.where(nothing, 1, numerator / denominator)
-            result["ratio_quantiles"][:, number] = quantiles_of_counts(counts[:, number], levels)
-    return result
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Ratio of norms and quantiles, (population)."""
+    numerator, denominator = (
+        np.sqrt([np.ascontiguousarray(squares[name][group]).sum() for group in groups])
+        for name in ("recorded", "exact")
+    )
+    ratio = np.where((numerator == 0) & (denominator == 0), 1, numerator / denominator)
+    whole = members @ counts.reshape(-1, CLASSES)
+    return {
+        "norm_ratio": np.where(groups.any(1), ratio, np.nan),
+        "ratio_quantiles": quantiles_of_counts(whole, levels),
+    }
 
 
 @quantity()
@@ -222,55 +214,51 @@ def moment_error(
             f"({levels.size},)f8", "quantiles of the recorded over the exact moment, by element"
         ),
     }
-    errors = da.stack(_errors(recurrence, groups, levels, record_of(facts)), axis=2)
+    errors = da.concatenate(_errors(recurrence, groups, levels, facts))
     dims = ("step", "population", "moment", "quantile")
-    result = named(errors, facts, lambda data: xr.DataArray(data, dims=dims[: data.ndim]))
     coords = (scan.ds["step"], names, list(MOMENTS), levels)
-    return xr.Dataset(result, dict(zip(dims, coords, strict=True)))
+    return table(errors, facts, dims, dict(zip(dims, coords, strict=True)))
 
 
 def _errors(
     recurrence: Recurrence,
     groups: npt.NDArray[np.bool_],
     levels: npt.NDArray[np.float64],
-    record: np.dtype[Any],
+    facts: Facts,
 ) -> list[da.Array]:
-    """For both moments: ratio of norms and quantiles, (step, population)."""
+    """Ratio of norms and quantiles in each block of rows, (step, population, moment)."""
     by_token = recurrence.gradient.chunks[1]
     members, kind = _disjoint(groups)
     kinds = members.shape[1]
     group = da.from_array(kind[None, :, None], chunks=((1,), by_token, (1,)))
-    before = [recurrence.first(moment) for moment in MOMENTS]
-    errors: list[list[da.Array]] = [[] for _ in MOMENTS]
-    for number in range(recurrence.gradient.numblocks[0]):
-        for at, moment in enumerate(MOMENTS):
-            recorded = recurrence.recorded(moment).blocks[number]
-            exact = recurrence.exact_block(moment, number, before[at])
-            counts = measure(
-                _count_kernel,
-                "stc",
-                recorded,
-                exact,
-                (group, "ztx"),
-                groups=kinds,
-                dtype=np.int64,
-                sizes={"t": 1, "c": kinds * CLASSES},
-            )
-            squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
-            before[at] = last_rows(exact)
-            error = measure(
-                _error_kernel,
-                "sp",
-                (counts.sum(axis=1), "sc"),
-                squares.rechunk({1: -1}),
-                groups=groups,
-                members=members,
-                levels=levels,
-                record=record,
-                dtype=record,
-                sizes={"p": len(groups)},
-            )
-            errors[at].append(error)
-        # The next block waits until this one is computed.
-        before = [waiting(row, *(blocks[-1] for blocks in errors)) for row in before]
-    return [da.concatenate(blocks) for blocks in errors]
+
+    def of_moment(recorded: da.Array, exact: da.Array) -> da.Array:
+        counts = measure(
+            _count_kernel,
+            "stc",
+            recorded,
+            exact,
+            (group, "ztx"),
+            groups=kinds,
+            dtype=np.int64,
+            sizes={"t": 1, "c": kinds * CLASSES},
+        )
+        squares = measure(_squares_kernel, "st", recorded, exact, dtype=_SQUARES)
+        return measure(
+            _error_kernel,
+            "sp",
+            (counts.sum(axis=1), "sc"),
+            squares.rechunk({1: -1}),
+            groups=groups,
+            members=members,
+            levels=levels,
+            dtype=facts,
+            sizes={"p": len(groups)},
+            by_row=True,
+        )
+
+    def compute(number: int, exact: Mapping[str, da.Array], _: list[da.Array]) -> da.Array:
+        pairs = ((recurrence.recorded(name).blocks[number], exact[name]) for name in MOMENTS)
+        return da.stack([of_moment(*pair) for pair in pairs], axis=2)
+
+    return recurrence.in_turn(compute)

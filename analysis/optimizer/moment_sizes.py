@@ -11,8 +11,8 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden
-from trajstore.analysis.scan.facts import Fact, record_of
+from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
@@ -29,18 +29,19 @@ _FACTS = {
 }
 
 
-@np.errstate(all="ignore")  # NaN and infinity are valid results
-def _sizes(first: Array, second: Array, step: Array, rule: OptimizerRule) -> npt.NDArray[np.void]:
-    result = np.empty(first.shape[:2], record_of(_FACTS))
-    for row, (by_first, by_second) in enumerate(np.transpose(rule.corrections(step.ravel()))):
-        size = np.abs(first[row].astype(np.float64)) / by_first
-        root = np.sqrt(second[row].astype(np.float64)) / by_second
-        nothing = (size == 0) & (root == 0)
-        ratio = np.where(nothing, 0, size / root)
-        result["first_moment_size"][row] = hidden_sum(size) / size.shape[1]
-        result["second_moment_root"][row] = hidden_sum(root) / size.shape[1]
-        result["moment_ratio"][row] = hidden_sum(ratio) / (~nothing).sum(-1)
-    return result
+def _sizes(
+    first: Array, second: Array, step: int, rule: OptimizerRule
+) -> dict[str, npt.NDArray[np.float64]]:
+    by_first, by_second = rule.corrections(step)
+    size = np.abs(first.astype(np.float64)) / by_first
+    root = np.sqrt(second.astype(np.float64)) / by_second
+    nothing = (size == 0) & (root == 0)
+    ratio = np.where(nothing, 0, size / root)
+    return {
+        "first_moment_size": hidden_sum(size) / size.shape[1],
+        "second_moment_root": hidden_sum(root) / size.shape[1],
+        "moment_ratio": hidden_sum(ratio) / (~nothing).sum(-1),
+    }
 
 
 @quantity()
@@ -82,12 +83,14 @@ def moment_sizes(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.D
     input_checks.variables(scan.ds, *MOMENTS)
     rule = input_checks.adam_rule(scan.ds, optimizer)
     first, second = MOMENTS
-    found = over_hidden(
+    found = measure(
         _sizes,
+        "st",
         scan.blocks(first),
         scan.aligned(first, second),
         steps_taken(scan, "moment_sizes"),
         rule=rule,
-        dtype=record_of(_FACTS),
+        dtype=_FACTS,
+        by_row=True,
     )
     return scan.of_tokens(found, _FACTS, first)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from trajstore.analysis.optimizer.exact_recurrence import follow
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_row, measure
+from trajstore.analysis.scan.block_tasks import Points, last_row, last_rows, measure, waiting
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
@@ -97,24 +97,24 @@ class Recurrence:
         chunks = (by_step, _split(by_token, max(by_step) * sum(by_hidden)), by_hidden)
         gradient = read.rechunk(chunks)
         if rule.coupled_decay or rule.maximize or (clip[taken] != 1).any():
-            before: tuple[da.Array, ...] = ()
+            sources: list[Any] = [gradient, clip]
             if rule.coupled_decay:
-                before = _with_rows_before(scan, "W", chunks)
+                W = scan.rows_of("W")
+                sources.append(replace(W, blocks=W.blocks.rechunk(chunks)))
             dtype = np.dtype(np.float64) if rule.coupled_decay else gradient.dtype
             native = native_dtype(ds["grad"])
             gradient = read = measure(
-                _gradient_kernel, "sth", gradient, clip, *before,
-                rule=rule, native=native, dtype=dtype,
-            )  # fmt: skip
+                _gradient_kernel, "sth", *sources, rule=rule, native=native, dtype=dtype
+            )
         return cls(scan=scan, rule=rule, gradient=gradient, read=read, taken=taken)
 
     def recorded(self, name: str) -> da.Array:
         """Blocks of a matrix with the chunks of the gradient."""
         return self.scan.blocks(name).rechunk(self.gradient.chunks)
 
-    def with_rows_before(self, name: str) -> tuple[da.Array, da.Array]:
-        """Blocks of a matrix, and the row before each, with the chunks of the gradient."""
-        return _with_rows_before(self.scan, name, self.gradient.chunks)
+    def rows_of(self, name: str) -> Points:
+        """Rows of a matrix, and the row before each, with the chunks of the gradient."""
+        return replace(self.scan.rows_of(name), blocks=self.recorded(name))
 
     def exact(self) -> dict[str, da.Array]:
         """Moments after each step without rounding, float64 (step, token, hidden).
@@ -163,6 +163,28 @@ class Recurrence:
             rule=self.rule, moment=moment, dtype=np.float64,
         )  # fmt: skip
 
+    def in_turn(
+        self, compute: Callable[[int, dict[str, da.Array], list[da.Array]], da.Array]
+    ) -> list[da.Array]:
+        """Results of all blocks of rows, each computed after the previous one.
+
+        Parameters
+        ----------
+        compute : callable
+            Function of the number of a block, its exact moments, and the previous results.
+        """
+        before = {moment: self.first(moment) for moment in MOMENTS}
+        results: list[da.Array] = []
+        for number in range(self.gradient.numblocks[0]):
+            exact = {
+                moment: self.exact_block(moment, number, row) for moment, row in before.items()
+            }
+            results.append(compute(number, exact, results))
+            before = {
+                moment: waiting(last_rows(block), results[-1]) for moment, block in exact.items()
+            }
+        return results
+
     def first(self, moment: str) -> da.Array:
         """Moment at the first row, (1, token, hidden)."""
         _, by_token, by_hidden = self.gradient.chunks
@@ -193,11 +215,6 @@ def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, sli
     for block, size in enumerate(by_token):
         stops = np.cumsum(_split((size,), elements)).tolist()
         yield from ((block, slice(*ends)) for ends in itertools.pairwise((0, *stops)))
-
-
-def _with_rows_before(scan: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
-    before = scan.boundaries(name, like="grad")
-    return scan.blocks(name).rechunk(chunks), before.rechunk({1: chunks[1]})
 
 
 def _taken(scan: Scan) -> npt.NDArray[np.bool_]:
@@ -251,7 +268,6 @@ def _require_known_factors(
         )
 
 
-@np.errstate(all="ignore")  # NaN and infinity are valid results
 def _gradient_kernel(
     grad: Array,
     clip: Array,

@@ -1,7 +1,7 @@
 """One pass over the rows of a run.
 
 ``block_tasks``
-    Kernels applied to blocks of rows, last rows, and the order of tasks.
+    Kernels applied to blocks of rows or to single rows, last rows, and the order of tasks.
 ``consecutive_rows``
     One pass over a block of rows for all measures of the change between rows.
 ``facts``

@@ -1,23 +1,29 @@
-"""Kernels applied to blocks of rows, last rows, and the order of tasks."""
+"""Kernels applied to blocks of rows or to single rows, last rows, and the order of tasks."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import string
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
+import xarray as xr
 from dask._task_spec import DataNode, Task, TaskRef, convert_legacy_graph
 from dask.base import clone_key
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
+from trajstore.analysis.scan.facts import Facts, dataset, record_of
+
 __all__ = [
+    "Points",
     "chunks_of",
     "field",
     "in_halves",
@@ -26,11 +32,11 @@ __all__ = [
     "last_row",
     "last_rows",
     "measure",
-    "over_hidden",
     "per_row",
     "read_again",
     "rows_before",
     "shared",
+    "table",
     "waiting",
     "whole_rows",
 ]
@@ -41,52 +47,103 @@ Array = npt.NDArray[Any]
 _PAIRS_OF_A_TASK = 1 << 24
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Points:
+    """A matrix whose rows are positions, or displacements between them, and the row before each.
+
+    Attributes
+    ----------
+    variable : str
+        Source of the values, such as ``W``, ``cells`` or ``delta``.
+    type : str
+        Type that defines the lattice of the values.
+    blocks : dask Array, (step, token, hidden)
+    are_changes : bool
+        True if a row is the displacement from the previous row, not a position.
+    first : dask Array, (1, token, hidden), optional
+        Row before the first block. Default: its own first row.
+    """
+
+    variable: str
+    type: str
+    blocks: da.Array
+    are_changes: bool = False
+    first: da.Array | None = None
+
+    @functools.cached_property
+    def boundaries(self) -> da.Array:
+        """Row before each block, (1 per block, token, hidden); see `rows_before`."""
+        return rows_before(self.blocks, self.first)
+
+
 def measure(
-    kernel: Callable[..., Array],
+    kernel: Callable[..., Any],
     dims: str,
-    *sources: da.Array | Array | tuple[da.Array, str],
-    dtype: npt.DTypeLike,
+    /,
+    *sources: Points | da.Array | Array | tuple[da.Array, str],
+    dtype: npt.DTypeLike | Facts,
     sizes: Mapping[str, int] | None = None,
+    by_row: bool = False,
     **options: Any,
 ) -> da.Array:
-    """Apply a function block by block.
+    """Apply a function block by block, or row by row, without floating-point warnings.
 
     Parameters
     ----------
     kernel : callable
-        Function of a block of every source. Along a dimension that the result lacks, a source has
-        one chunk, or the kernel gets nested lists of chunks. `dask.array.map_blocks` with
-        ``drop_axis`` would copy every such block to concatenate them.
+        Function of a block of every source that returns an array, or a mapping with an array for
+        each of the facts. Along a dimension that the result lacks, a source has one chunk, or the
+        kernel gets nested lists of chunks. `dask.array.map_blocks` with ``drop_axis`` would copy
+        every such block to concatenate them.
     dims : str
         One letter per dimension of the result: s for step, t for token, h for hidden, or any other.
-    *sources : dask Array, ndarray, or tuple of dask Array and str
-        The first is a dask Array with all its chunks. Along each dimension, others have as many
-        chunks, of any length, or one. The string holds their dimensions; default: the first letters
-        of "sth". An ndarray has one value per row, and its blocks are (row, 1, 1).
-    dtype : dtype
-        Type of the result.
+    *sources : Points, dask Array, ndarray, or tuple of dask Array and str
+        The first has all its chunks. Along each dimension, others have as many chunks, of any
+        length, or one. The string holds their dimensions; default: the first letters of "sth". An
+        ndarray has one value per row, and its blocks are (row, 1, 1). For `Points` the kernel gets
+        two arguments: a block, and the row before it.
+    dtype : dtype, or mapping of str to Fact
+        Type of the result, or the facts that it holds.
     sizes : mapping of str to int, optional
         Length of each dimension that only the result has, or of each block of the result.
+    by_row : bool
+        True for a kernel of one row of each source; with all tokens, if the result has none. A
+        source without steps is passed whole, an ndarray as one number. For `Points` the kernel gets
+        the row and the row before it, which is zero for changes.
     **options
         Passed to `kernel`. Arrays become one task each, not a copy in each task.
     """
     arrays: list[da.Array] = []
     letters: list[str] = []
+    kinds: list[str] = []
     for source in sources:
         array, own = source if isinstance(source, tuple) else (source, "sth")
-        if isinstance(array, np.ndarray):
-            array, own = per_row(arrays[0], array), "sTH"
-        arrays.append(array)
-        letters.append(own[: array.ndim])
-    known = set("".join(letters))
+        parts = [(array, "row" if own[0] == "s" else "whole")]
+        if isinstance(array, Points):
+            parts = [(array.blocks, "row"), (array.boundaries, "row_before")]
+            if by_row and array.are_changes:
+                parts = [(array.blocks, "change")]
+        elif isinstance(array, np.ndarray):
+            parts, own = [(per_row(arrays[0], array), "number")], "sTH"
+        for part, kind in parts:
+            arrays.append(part)
+            letters.append(own[: part.ndim])
+            kinds.append(kind)
+    known = "".join(letters)
     changed = dict(sizes or {})
+    record = record_of(cast(Facts, dtype)) if isinstance(dtype, Mapping) else np.dtype(dtype)
+    run: Callable[..., Array] = functools.partial(_of_blocks, kernel, record, len(dims))
+    if by_row:
+        lengths = [
+            changed[letter] if letter in changed else _place(letter, letters) for letter in dims[1:]
+        ]
+        run = functools.partial(_row_by_row, kernel, record, lengths, kinds)
     return da.blockwise(
-        _of_only_blocks,
+        run,
         dims,
         *itertools.chain(*zip(arrays, letters, strict=True)),
-        kernel=kernel,
-        dtype=dtype,
-        meta=np.empty((0,) * len(dims), dtype),
+        dtype=record,
+        meta=np.empty((0,) * len(dims), record),
         align_arrays=False,
         new_axes={letter: size for letter, size in changed.items() if letter not in known},
         adjust_chunks={letter: size for letter, size in changed.items() if letter in known},
@@ -97,39 +154,23 @@ def measure(
     )
 
 
-def over_hidden(
-    kernel: Callable[..., Array],
-    first: da.Array,
-    *others: da.Array | Array,
-    dtype: npt.DTypeLike,
-    **options: Any,
-) -> da.Array:
-    """Apply a function of whole vectors. The result has no hidden dimension.
-
-    Parameters
-    ----------
-    kernel : callable
-        Function of a block of every array.
-    first : dask Array, (…, hidden)
-        With one chunk along hidden.
-    *others : dask Array or ndarray
-        With the last dimensions of `first`, or values per row, as for `measure`.
-    dtype : dtype
-        Type of the result.
-    **options
-        Passed to `kernel`.
-    """
-    dims = "sthabcdef"[: first.ndim]
-    sources = [
-        each if isinstance(each, np.ndarray) else (each, dims[-each.ndim :])
-        for each in (first, *others)
-    ]
-    return measure(kernel, dims[:-1], *sources, dtype=dtype, **options)
+def _place(letter: str, letters: Sequence[str]) -> tuple[int, int]:
+    """Array, and its dimension, with the given letter."""
+    return next((at, own.index(letter)) for at, own in enumerate(letters) if letter in own)
 
 
-def _of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
-    """Call the kernel with the only blocks: `dask.array.blockwise` passes nested lists."""
-    return kernel(*map(_only_block, blocks), **options)
+def _of_blocks(
+    kernel: Callable[..., Any], record: np.dtype[Any], ndim: int, /, *blocks: Any, **options: Any
+) -> Array:
+    """Result of a kernel of the only blocks: `dask.array.blockwise` passes nested lists."""
+    with np.errstate(all="ignore"):  # NaN and infinity are valid results
+        found = kernel(*map(_only_block, blocks), **options)
+    if not isinstance(found, Mapping):
+        return np.asarray(found)
+    result = np.empty(found[next(iter(found))].shape[:ndim], record)
+    for name, values in found.items():
+        result[name] = values
+    return result
 
 
 def _only_block(nested: Any) -> Any:
@@ -137,6 +178,55 @@ def _only_block(nested: Any) -> Any:
     while isinstance(nested, list) and len(nested) == 1:
         (nested,) = nested
     return nested
+
+
+@np.errstate(all="ignore")
+def _row_by_row(
+    kernel: Callable[..., Any],
+    record: np.dtype[Any],
+    lengths: Sequence[int | tuple[int, int]],
+    kinds: Sequence[str],
+    /,
+    *blocks: Any,
+    **options: Any,
+) -> Array:
+    """Results of a kernel of single rows."""
+    values: list[Iterable[Any]] = []
+    for at, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
+        if kind == "whole":
+            values.append(itertools.repeat(_only_block(block)))
+        elif kind == "number":
+            values.append(_only_block(block)[:, 0, 0])
+        elif kind == "row_before":
+            values.append(itertools.chain(_rows(block), _rows(blocks[at - 1])))
+        else:
+            values.append(_rows(block))
+        if kind == "change":
+            values.append(map(np.zeros_like, _rows(block)))
+    shape = (
+        size if isinstance(size, int) else chunks_of(blocks[size[0]])[0].shape[size[1]]
+        for size in lengths
+    )
+    result = np.empty((len(chunks_of(blocks[0])[0]), *shape), record)
+    # The first array ends first: the row before the next block is not the last one.
+    for row, given in enumerate(zip(*values, strict=False)):
+        found = kernel(*given, **options)
+        if isinstance(found, Mapping):
+            for name, each in found.items():
+                result[name][row] = each
+        else:
+            result[row] = found
+    return result
+
+
+def _rows(nested: Any) -> Iterable[Array]:
+    """Rows of a block with all tokens, contiguous."""
+    first, *others = chunks_of(nested)
+    return (
+        map(np.concatenate, zip(first, *others, strict=True))
+        if others
+        else map(np.ascontiguousarray, first)
+    )
 
 
 def field(measured: da.Array, name: str) -> da.Array:
@@ -162,6 +252,24 @@ def field(measured: da.Array, name: str) -> da.Array:
 
 def _field(measured: npt.NDArray[np.void], name: str) -> Array:
     return np.ascontiguousarray(measured[name])
+
+
+def table(
+    measured: da.Array, facts: Facts, dims: Sequence[str], coords: Mapping[Any, Any]
+) -> xr.Dataset:
+    """Dataset of measured facts, with their attributes.
+
+    Parameters
+    ----------
+    measured : dask Array of `record_of` these facts
+    facts : mapping of str to Fact
+    dims : sequence of str
+        Dimensions of the array, and the one that a type with a shape adds.
+    coords : mapping
+    """
+    arrays = {name: field(measured, name) for name in facts}
+    variables = {name: (dims[: data.ndim], data) for name, data in arrays.items()}
+    return dataset(variables, facts, coords)
 
 
 def shared(values: Array) -> Any:
@@ -270,35 +378,41 @@ def _call_after(_: Any, function: Callable[..., Any], *args: Any, **options: Any
 
 
 def in_turn(
-    measure: Callable[..., da.Array],
-    boundaries: da.Array,
-    first: da.Array,
-    *others: da.Array | Array,
+    measure: Callable[..., da.Array], points: Points, *others: Points | da.Array | Array
 ) -> da.Array:
-    """Measure blocks of rows in sequence: the boundary of each waits for the previous result.
+    """Measure blocks of rows in sequence: the row before each waits for the previous result.
 
     Otherwise dask may read a block early for its last row, and hold all of it in memory.
 
     Parameters
     ----------
     measure : callable
-        From the row before a block, (1, token, hidden), and a block of each array, to one block of
-        the result.
-    boundaries : dask Array, (1 per block, token, hidden)
-    first : dask Array
-    *others : dask Array or ndarray
-        An ndarray has one value per row, and is split as the first.
+        From a block of each source to one block of the result.
+    points : Points
+        Its boundaries wait.
+    *others : Points, dask Array or ndarray
+        An ndarray has one value per row, and is split as `points`.
     """
-    ends = np.cumsum(first.chunks[0])[:-1]
-    parts = [
-        np.split(each, ends) if isinstance(each, np.ndarray) else each for each in (first, *others)
-    ]
+    ends = np.cumsum(points.blocks.chunks[0])[:-1]
     measured: list[da.Array] = []
-    for number in range(boundaries.numblocks[0]):
-        row = waiting(boundaries.blocks[number], *measured[-1:])
-        own = (each[number] if isinstance(each, list) else each.blocks[number] for each in parts)
-        measured.append(measure(row, *own))
+    for number in range(points.blocks.numblocks[0]):
+        own = [
+            np.split(each, ends)[number]
+            if isinstance(each, np.ndarray)
+            else _block_of(each, number)
+            for each in others
+        ]
+        part = _block_of(points, number)
+        waited = replace(part, first=waiting(part.first, *measured[-1:]))
+        measured.append(measure(waited, *own))
     return da.concatenate(measured)
+
+
+def _block_of(source: Any, number: int) -> Any:
+    if not isinstance(source, Points):
+        return source.blocks[number]
+    first = source.boundaries.blocks[number]
+    return replace(source, blocks=source.blocks.blocks[number], first=first)
 
 
 def chunks_of(nested: Any) -> list[Array]:

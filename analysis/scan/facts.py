@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import field
 from trajstore.analysis.scan.flags import flag_attributes
 
-__all__ = ["Fact", "Facts", "named", "record_of"]
+__all__ = ["Fact", "Facts", "dataset", "record_of"]
 
 
 class Fact(NamedTuple):
@@ -51,19 +49,12 @@ def record_of(facts: Facts) -> np.dtype[Any]:
     return np.dtype([(name, fact.type) for name, fact in facts.items()])
 
 
-def named(
-    measured: da.Array, facts: Facts, wrap: Callable[[da.Array], xr.DataArray]
-) -> dict[str, xr.DataArray]:
-    """Variables by name, with their attributes.
-
-    Parameters
-    ----------
-    measured : dask Array of `record_of` these facts
-    facts : mapping of str to Fact
-    wrap : callable
-        Adds the dimensions and coordinates.
-    """
-    return {
-        name: wrap(field(measured, name)).assign_attrs(fact.attributes)
-        for name, fact in facts.items()
-    }
+def dataset(
+    variables: Mapping[str, tuple[Any, Any]],
+    facts: Facts,
+    coords: Mapping[Any, Any],
+) -> xr.Dataset:
+    """Dataset of variables, given as dimensions and data, with the attributes of their facts."""
+    return xr.Dataset(
+        {name: (*each, facts[name].attributes) for name, each in variables.items()}, coords
+    )

@@ -6,7 +6,6 @@ values that the forward pass uses under autocast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -23,7 +22,6 @@ from trajstore.values.rounding import cast, is_of_type, is_within
 from trajstore.values.ulp_lattice import lattice_type
 
 __all__ = [
-    "Points",
     "chosen_type",
     "lattice_attributes",
     "on_lattice",
@@ -32,30 +30,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Points:
-    """A matrix whose values are points of a lattice, or displacements between them.
-
-    Attributes
-    ----------
-    variable : str
-        Source of the values: ``W``, ``cells`` or ``delta``.
-    type : str
-        Type that defines the lattice.
-    blocks : dask Array, (step, token, hidden)
-    boundaries : dask Array, (1 per block, token, hidden)
-        Row before each block.
-    are_changes : bool
-        True if a row is the displacement from the previous row, not a position.
-    """
-
-    variable: str
-    type: str
-    blocks: da.Array
-    boundaries: da.Array
-    are_changes: bool = False
 
 
 def chosen_type(lattice: str, native: str) -> str:

@@ -19,7 +19,8 @@ Array = npt.NDArray[Any]
 
 
 def _call(kernel: Callable[..., Any], options: dict[str, Any], *blocks: Any) -> Any:
-    return kernel(*blocks, **options)
+    with np.errstate(all="ignore"):  # NaN and infinity are valid results
+        return kernel(*blocks, **options)
 
 
 def fold(
@@ -86,7 +87,12 @@ def fold(
                 blocks, own = [prepared], {}
             tasks[f"state-{name}", number, at] = (_call, kernel, own, last, *blocks)
             last = (f"state-{name}", number, at)
-        tasks[(name, *(0 for _ in sizes), *(() if whole_rows else (at,)))] = (finish, last)
+        tasks[(name, *(0 for _ in sizes), *(() if whole_rows else (at,)))] = (
+            _call,
+            finish,
+            {},
+            last,
+        )
     graph = HighLevelGraph.from_collections(name, tasks, arrays)
     chunks = (*((size,) for size in sizes), *(() if whole_rows else (first.chunks[1],)))
     return da.Array(graph, name, chunks, dtype=dtype)

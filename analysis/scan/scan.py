@@ -7,8 +7,8 @@ chunk is read once.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import dask.array as da
@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import field, measure, over_hidden, rows_before
+from trajstore.analysis.scan import block_tasks, input_checks
+from trajstore.analysis.scan.block_tasks import Points, field, measure, table
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
-from trajstore.analysis.scan.facts import Facts, named
+from trajstore.analysis.scan.facts import Facts
 from trajstore.analysis.scan.input_checks import (
     check_every_step,
     check_single_run,
     hold_only_changes,
     with_own_attributes,
 )
-from trajstore.analysis.scan.lattice_points import Points, chosen_type, place_on_lattice
+from trajstore.analysis.scan.lattice_points import chosen_type, place_on_lattice
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.masks import check_dataset
@@ -48,16 +48,6 @@ def native_dtype(array: xr.DataArray) -> str:
     This is the attribute ``native_dtype``, or the type of the array if it is missing.
     """
     return str(array.attrs.get("native_dtype", array.dtype.name))
-
-
-def _apply_between_rows(
-    block: Array, boundary: Array, of: Callable[[Array, Array], Array]
-) -> Array:
-    return np.concatenate([of(block[:1], boundary), of(block[1:], block[:-1])])
-
-
-def _apply_to_changes(block: Array, of: Callable[[Array, Array], Array]) -> Array:
-    return of(block, np.zeros_like(block))
 
 
 def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
@@ -125,8 +115,6 @@ class Scan:
                 dict.fromkeys((*known, *given))
             )
         self._blocks: dict[str, da.Array] = {}
-        self._boundaries: dict[tuple[str, str], da.Array] = {}
-        self._points: dict[str, Points] = {}
         self._measured: dict[tuple[str, tuple[str, ...]], tuple[str, da.Array]] = {}
 
     @property
@@ -205,16 +193,14 @@ class Scan:
         """Blocks of a matrix, with the chunks of another."""
         return self.blocks(name).rechunk(self.blocks(like).chunks)
 
-    def boundaries(self, name: str, like: str | None = None) -> da.Array:
-        """Row before each block, (1 per block, token, hidden).
+    def rows_of(self, name: str, like: str | None = None) -> Points:
+        """Rows of a matrix, and the row before each, with the chunks of itself or another.
 
-        For the first block this is its own first row, so that nothing moves in row 0. Results
-        leave out row 0.
+        The first row counts as its own previous row, so that nothing moves in row 0. Results leave
+        out row 0.
         """
-        key = name, like or name
-        if key not in self._boundaries:
-            self._boundaries[key] = rows_before(self.aligned(like or name, name))
-        return self._boundaries[key]
+        native = native_dtype(self.variable(name))
+        return Points(variable=name, type=native, blocks=self.aligned(like or name, name))
 
     def points(self, lattice: str = "native") -> Points:
         """W, rounded to a lattice of `trajstore.schema.LATTICES`.
@@ -229,16 +215,11 @@ class Scan:
         InvalidArgument
             For an unknown lattice; when computed, if a value is not of the native type.
         """
-        lattice = self._own_name(lattice)
-        if lattice not in self._points:
-            chosen = self.lattice_type(lattice)
-            name = "cells" if chosen and "W" not in self.ds else "W"
-            native = native_dtype(self.variable(name))
-            blocks = place_on_lattice(self.blocks(name), name, native, chosen)
-            self._points[lattice] = Points(
-                variable=name, type=chosen, blocks=blocks, boundaries=rows_before(blocks)
-            )
-        return self._points[lattice]
+        chosen = self.lattice_type(self._own_name(lattice))
+        name = "cells" if chosen and "W" not in self.ds else "W"
+        native = native_dtype(self.variable(name))
+        blocks = place_on_lattice(self.blocks(name), name, native, chosen)
+        return Points(variable=name, type=chosen, blocks=blocks)
 
     def recorded(self) -> Points:
         """W as stored, of any type; without W, the recorded changes.
@@ -250,21 +231,10 @@ class Scan:
         InvalidArgument
             If the run holds only changes and steps are missing.
         """
-        if hold_only_changes(self.ds):
-            check_every_step(self.steps)
-            return Points(
-                variable="delta",
-                type=native_dtype(self.variable("delta")),
-                blocks=self.blocks("delta"),
-                boundaries=self.boundaries("delta"),
-                are_changes=True,
-            )
-        return Points(
-            variable="W",
-            type=native_dtype(self.variable("W")),
-            blocks=self.blocks("W"),
-            boundaries=self.boundaries("W"),
-        )
+        if not hold_only_changes(self.ds):
+            return self.rows_of("W")
+        check_every_step(self.steps)
+        return replace(self.rows_of("delta"), are_changes=True)
 
     def lattice_type(self, lattice: str) -> str:
         """Type that defines a lattice; empty if the run holds neither W nor ``cells``.
@@ -315,10 +285,10 @@ class Scan:
         measures = measures if measure in measures else (measure,)
         if (lattice, measures) not in self._measured:
             points = self.recorded() if measures == ("step_norm",) else self.points(lattice)
-            measured = over_hidden(
+            measured = block_tasks.measure(
                 measure_pairs,
-                points.blocks,
-                points.boundaries,
+                "st",
+                points,
                 measures=measures,
                 native=points.type,
                 dtype=pair_dtype(measures, points.blocks.dtype),
@@ -337,13 +307,14 @@ class Scan:
     ) -> xr.DataArray:
         """DataArray with those coordinates of a variable that have dimensions in `dims`."""
         dims = tuple(dims)
-        kept = self.variable(like).isel(step=rows)
-        coords = {
-            name: coordinate
-            for name, coordinate in kept.coords.items()
-            if set(coordinate.dims) <= set(dims)
-        }
-        return xr.DataArray(data, dims=dims, coords=coords)
+        return xr.DataArray(data, self.coords(like, dims, rows), dims)
+
+    def coords(
+        self, like: str, dims: Sequence[str], rows: slice | npt.NDArray[np.int64] = slice(None)
+    ) -> dict[Any, xr.DataArray]:
+        """Coordinates of a variable that have only the given dimensions."""
+        kept = self.variable(like).isel(step=rows).coords.items()
+        return {name: values for name, values in kept if set(values.dims) <= set(dims)}
 
     def of_tokens(
         self,
@@ -351,8 +322,8 @@ class Scan:
         facts: Facts,
         like: str,
         *,
-        changes: bool = False,
-        dims: Iterable[str] = _DIMS[:2],
+        rows: slice | npt.NDArray[np.int64] = slice(None),
+        dims: Sequence[str] = _DIMS[:2],
     ) -> xr.Dataset:
         """Variables of each token, from the results of a kernel.
 
@@ -362,16 +333,12 @@ class Scan:
         facts : mapping of str to Fact
         like : str
             Variable with their coordinates.
-        changes : bool
-            True if the facts describe changes between rows, so that row 0 has none.
-        dims : iterable of str
+        rows : slice or ndarray of int
+            Its rows that have a result.
+        dims : sequence of str
             Dimensions of the result.
         """
-        rows = slice(1, None) if changes else slice(None)
-        if changes:
-            measured = measured[rows]
-        variables = named(measured, facts, lambda data: self.wrap(data, like, rows=rows, dims=dims))
-        return xr.Dataset(variables)
+        return table(measured, facts, dims, self.coords(like, dims, rows))
 
     @property
     def units(self) -> str:
@@ -403,7 +370,7 @@ class Scan:
         """Measure of each recorded change, except that of the first row."""
         self.require_rows(1, "a quantity of motion")
         points = self.recorded()
-        measured = over_hidden(kernel, points.blocks, dtype=dtype)
+        measured = measure(kernel, "st", points.blocks, dtype=dtype)
         return self.wrap(measured[1:], points.variable, rows=slice(1, None))
 
     def ulp_l1(self, lattice: str = "native") -> xr.DataArray:
@@ -448,7 +415,7 @@ class Scan:
         points : Points
             Values of W.
         kernel : callable
-            Function of (later, earlier), both (row, token, hidden).
+            Function of (later, earlier), both (token, hidden).
         dtype : dtype
             Type of its result.
 
@@ -458,11 +425,5 @@ class Scan:
             One row fewer than the Dataset.
         """
         self.require_rows(1, "a quantity of motion")
-        apply, arrays = (
-            (_apply_to_changes, (points.blocks,))
-            if points.are_changes
-            else (_apply_between_rows, (points.blocks, points.boundaries))
-        )
-        apply = functools.partial(apply, of=kernel)
-        data = measure(apply, "sth", *arrays, dtype=dtype)[1:]
+        data = measure(kernel, "sth", points, dtype=dtype, by_row=True)[1:]
         return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import over_hidden
+from trajstore.analysis.scan.block_tasks import measure, table
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.several.differences import (
     DIFFERENCE,
@@ -96,64 +97,56 @@ def _of_common_steps(ds: xr.Dataset, other: xr.Dataset) -> tuple[xr.Dataset, xr.
 def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
     scans = [Scan(run) for run in runs]
     names, groups = populations(scans[0].ds)
-    members = da.from_array(groups, chunks=groups.shape)  # one task, not a copy in each task
     first = scans[0].blocks("W")
+    unit = scans[0].units
+    facts = {
+        "distance": Fact("f8", "L2 distance of W from that of the first run", unit),
+        "mean_distance": Fact(
+            "f8", "mean distance of the tokens from those of the first run", unit
+        ),
+        "differing": Fact(
+            "f8", "fraction of the elements that differ in any bit from the first run"
+        ),
+    }
     tables = []
     for scan in scans:
         blocks = scan.blocks("W")
         widest = np.result_type(blocks.dtype, first.dtype)
-        pieces = over_hidden(
+        pieces = measure(
             differences,
+            "st",
             blocks.astype(widest).rechunk(first.chunks),
             first.astype(widest),
             dtype=DIFFERENCE,
         )
-        tables.append(_by_group(pieces.rechunk({1: -1}), members, first.shape[-1]))
-    table = xr.DataArray(
-        da.stack(tables),
-        dims=("run", "step", "population", "measure"),
-        coords={"step": scans[0].ds["step"], "population": names},
-    )
-    long_names = {
-        "distance": "L2 distance of W from that of the first run",
-        "mean_distance": "mean distance of the tokens from those of the first run",
-        "differing": "fraction of the elements that differ in any bit from the first run",
-    }
-    units = dict.fromkeys(long_names, scans[0].units) | {"differing": "1"}
-    measures = {
-        name: table.isel(measure=at).assign_attrs(long_name=text, units=units[name])
-        for at, (name, text) in enumerate(long_names.items())
-    }
-    differs = (measures["differing"] > 0).any("population")
-    return xr.Dataset({**measures, "first_difference": first_step(differs)})
-
-
-def _by_group(pieces: da.Array, members: da.Array, hidden: int) -> da.Array:
-    """Distance, mean distance and differing fraction of each group, (row, group, 3)."""
-    return da.blockwise(
-        _measures,
-        "sgm",
-        pieces,
-        "st",
-        members,
-        "gt",
-        new_axes={"m": 3},
-        concatenate=True,
-        align_arrays=False,
-        hidden=hidden,
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
-    )
+        tables.append(
+            measure(
+                _measures,
+                "sg",
+                pieces.rechunk({1: -1}),
+                groups=groups,
+                hidden=first.shape[-1],
+                dtype=facts,
+                sizes={"g": len(groups)},
+                by_row=True,
+            )
+        )
+    coords = {"step": scans[0].ds["step"], "population": names}
+    result = table(da.stack(tables), facts, ("run", "step", "population"), coords)
+    return result.assign(first_difference=first_step((result["differing"] > 0).any("population")))
 
 
 def _measures(
     pieces: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
-) -> npt.NDArray[np.float64]:
-    result = np.full((pieces.shape[0], len(groups), 3), np.nan)
-    for number, group in enumerate(groups):
-        if group.any():
-            squares = np.ascontiguousarray(pieces["square"][:, group])
-            result[:, number, 0] = np.sqrt(squares.sum(-1))
-            result[:, number, 1] = np.sqrt(squares).mean(-1)
-            result[:, number, 2] = pieces["differing"][:, group].mean(-1) / hidden
-    return result
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Distance, mean distance and differing fraction of each group, (group)."""
+    squares = [np.ascontiguousarray(pieces["square"][group]) for group in groups]
+    sizes = groups.sum(-1)
+    distances = np.sqrt([each.sum() for each in squares])
+    means = np.array([np.sqrt(each).sum() for each in squares]) / sizes
+    differing = np.array([pieces["differing"][group].sum() for group in groups]) / sizes / hidden
+    return {
+        "distance": np.where(sizes > 0, distances, np.nan),
+        "mean_distance": means,
+        "differing": differing,
+    }

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import field, over_hidden
+from trajstore.analysis.scan.block_tasks import field, measure
 from trajstore.analysis.several.differences import (
     DIFFERENCE,
     check_comparable,
@@ -54,13 +54,11 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     widest = np.result_type(x.dtype, y.dtype)  # the narrower type would round differences away
     first = x.data.astype(widest).rechunk({last: -1})
     second = y.data.astype(widest).rechunk(first.chunks)
-    pieces = over_hidden(differences, first, second, dtype=DIFFERENCE)
-    if pieces.ndim == 1:
-        return pieces
-    others = list(range(1, pieces.ndim))
-    return pieces.rechunk(dict.fromkeys(others, -1)).map_blocks(
-        _over_rows, drop_axis=others, dtype=DIFFERENCE, meta=np.empty(0, DIFFERENCE)
-    )
+    letters = "stabcdef"[:last]
+    pair = (first, letters + "h"), (second, letters + "h")
+    pieces = measure(differences, letters, *pair, dtype=DIFFERENCE)
+    whole = pieces.rechunk(dict.fromkeys(range(1, last), -1))
+    return measure(_over_rows, "s", (whole, letters), dtype=DIFFERENCE)
 
 
 @checks_types

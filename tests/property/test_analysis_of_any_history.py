@@ -81,18 +81,6 @@ def test_regimes_are_a_partition_that_agrees_with_motion(
 
 
 @several
-@given(histories())
-def test_ordinal_hops_lead_from_each_row_to_the_next(
-    history: tuple[np.ndarray, xr.Dataset],
-) -> None:
-    bits, ds = history
-    hops = analysis.lattice_displacement(ds, metric="ordinal").values
-    magnitude = (bits & 0x7FFF).astype(np.int64)
-    place = np.where(bits >> 15, -magnitude, magnitude)
-    np.testing.assert_array_equal(place[:-1] + hops, place[1:])
-
-
-@several
 @given(histories(), histories())
 def test_comparing_finds_the_first_difference(
     history: tuple[np.ndarray, xr.Dataset], other: tuple[np.ndarray, xr.Dataset]

@@ -159,13 +159,6 @@ def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
             assert got[name].values[token] == expected
 
 
-def test_frozen_agrees_with_freeze(bits, make_run):
-    ds = make_run(bits)
-    frozen = (analysis.regimes(ds).regime == 0).mean("token")
-    still = analysis.freeze(ds).unchanged_fraction.sel(population="all")
-    np.testing.assert_allclose(frozen, still)
-
-
 def test_ulp_upward_is_the_distance_to_the_next_larger_number():
     bits = np.arange(1 << 16, dtype="u2")
     values = bits[bits & 0x7F80 != 0x7F80].view(ml_dtypes.bfloat16)

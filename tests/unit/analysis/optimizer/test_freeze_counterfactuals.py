@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import dask
-import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
 from adam_runs import attributed_by_hand, trained
 from bits_and_calls import nightly_but
-from dask.callbacks import Callback
+from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis, open_run
 from trajstore.analysis import COUNTERFACTUALS, OUTCOMES
@@ -196,71 +191,19 @@ def test_other_lattices_are_refused():
             compute()
 
 
-def test_each_chunk_is_read_once():
-    reads: Counter = Counter()
-
-    def read(block, name, block_info):
-        if block_info:
-            reads[name, tuple(block_info[0]["chunk-location"])] += 1
-        return block
-
-    lazy = resting("AdamW, bfloat16").chunk({"step": 10, "token": 4})
-    counted = {
-        name: lazy[name].copy(
-            data=lazy[name].data.map_blocks(
-                lambda block, name=name, block_info=None: read(block, name, block_info),
-                dtype=np.float32,
-                meta=np.empty((0, 0, 0), np.float32),
-                name=f"source-{name}",
-            )
-        )
-        for name in ("W", "grad", "exp_avg", "exp_avg_sq")
-    }
-    with dask.config.set(scheduler="sync"):
-        analysis.compute(lazy.assign(counted), ["freeze_attribution", "freeze"]).compute()
-    assert len(reads) == 3 * 2 * 4
-    assert set(reads.values()) == {1}
-
-
-def held_at_most(quantity: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int:
-    """Largest bytes of arrays in memory, for a run in blocks of two rows."""
-    shape = (rows, 8, 16)
-    block = da.ones(shape, chunks=(2, -1, -1), dtype=np.float32)
-    dims, attrs = ("step", "token", "hidden"), {"native_dtype": "bfloat16"}
-    ds = xr.Dataset(
-        {
-            name: (dims, block.map_blocks(np.copy, token=f"of-{name}"), attrs)
-            for name in ("W", "grad", "exp_avg", "exp_avg_sq")
-        },
-        coords={"step": np.arange(rows), "is_dead": ("token", np.arange(8) % 2 == 0)},
-        attrs=trained("AdamW", {}, "bfloat16", rows=2).attrs,
-    ).assign(clip_coef=("step", np.ones(rows)), lr=("step", np.full(rows, 1e-3)))
-    largest = 0
-
-    def look(key: Any, result: Any, dsk: Any, state: dict[str, Any], worker: Any) -> None:
-        nonlocal largest
-        held = {}
-        for value in state["cache"].values():
-            if isinstance(value, np.ndarray):
-                whole = value
-                while isinstance(whole.base, np.ndarray):
-                    whole = whole.base
-                held[id(whole)] = whole.nbytes
-        largest = max(largest, sum(held.values()))
-
-    with Callback(posttask=look), dask.config.set(scheduler="sync"):
-        quantity(ds).compute()
-    return largest
-
-
 @pytest.mark.parametrize(
     "quantity",
     [analysis.freeze_attribution, pytest.param(analysis.moment_error, marks=pytest.mark.nightly)],
 )
 def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
-    # Two tokens per task, so that a block has several tasks.
-    monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * 2 * 2 * 16)
-    assert held_at_most(quantity, 40) < 1.3 * held_at_most(quantity, 10)
+    # A block has several tasks.
+    monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * BLOCK // 16)
+    attrs = trained("AdamW", {}, "bfloat16", rows=2).attrs
+    few, many = (
+        held_at_most(lambda rows=rows: quantity(made_of_blocks(rows).assign_attrs(attrs)).compute())
+        for rows in (10, 40)
+    )
+    assert many < 1.3 * few
 
 
 @pytest.mark.nightly

@@ -244,6 +244,7 @@ def test_together_each_chunk_is_read_once():
         for name in names
     }
     quantities = ["exact_moments", "moment_error", "moment_stuck", "freeze_cause"]
+    quantities += ["freeze", "freeze_attribution"]
     with dask.config.set(scheduler="sync"):
         analysis.compute(lazy.assign(counted), quantities).compute()
     assert len(reads) == 4 * 2 * 4

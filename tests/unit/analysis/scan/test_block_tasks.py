@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from trajstore.analysis.scan.block_tasks import (
+    Points,
     chunks_of,
     in_turn,
     measure,
-    over_hidden,
     read_again,
-    rows_before,
+    table,
 )
+from trajstore.analysis.scan.facts import Fact
 
 
 @pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
@@ -26,10 +27,11 @@ def test_a_kernel_gets_one_block_of_every_array(chunks: tuple[int, ...]) -> None
         assert block.shape[1:] == weight.shape
         return (block * weight * factor).sum(-1) + offset
 
-    result = over_hidden(
+    result = measure(
         kernel,
+        "st",
         da.from_array(values, chunks=chunks),
-        da.from_array(weights, chunks=chunks[1:]),
+        (da.from_array(weights, chunks=chunks[1:]), "th"),
         da.from_array(factors, chunks=(chunks[0], 1, 1)),
         dtype=np.float64,
         offset=1.0,
@@ -64,6 +66,25 @@ def test_a_kernel_gets_lists_of_chunks_that_its_result_does_not_divide() -> None
     np.testing.assert_array_equal(result.compute(), expected)
 
 
+@pytest.mark.parametrize("are_changes", [False, True])
+def test_a_kernel_of_rows_gets_whole_rows_and_the_row_before(are_changes: bool) -> None:
+    values, weights = np.arange(42.0).reshape(7, 3, 2) ** 2, np.arange(1.0, 3)
+    facts = {"sum": Fact("f8", "weighted sum", "nat"), "change": Fact("(2,)f8", "change")}
+
+    def kernel(now, before, number, weight):  # type: ignore[no-untyped-def]
+        return {"sum": (now * weight).sum() + number, "change": (now - before).sum(0)}
+
+    blocks = da.from_array(values, chunks=(3, 2, 2))
+    points = Points(variable="W", type="float64", blocks=blocks, are_changes=are_changes)
+    sources = points, np.arange(7), (da.from_array(weights, chunks=-1), "h")
+    measured = measure(kernel, "s", *sources, dtype=facts, by_row=True)
+    found = table(measured, facts, ("step", "hidden"), {"step": range(7)})
+    np.testing.assert_array_equal(found["sum"], (values * weights).sum((1, 2)) + np.arange(7))
+    change = values if are_changes else np.diff(values, axis=0, prepend=values[:1])
+    np.testing.assert_array_equal(found["change"], change.sum(1))
+    assert found["sum"].attrs == {"long_name": "weighted sum", "units": "nat"}
+
+
 def test_a_block_of_the_result_may_be_shorter_than_that_of_the_array() -> None:
     blocks = da.from_array(np.arange(14).reshape(7, 2), chunks=(3, 1))
     last = measure(lambda block: block[-1:], "st", blocks, dtype=np.int64, sizes={"s": 1})
@@ -83,7 +104,7 @@ def test_blocks_are_not_copied() -> None:
         return made[block_id[0]]
 
     blocks = da.map_blocks(make, chunks=((2, 2), (3,), (2,)), dtype=float, meta=made[0][:0])
-    over_hidden(kernel, blocks, dtype=np.float64).compute(scheduler="sync")
+    measure(kernel, "st", blocks, dtype=np.float64).compute(scheduler="sync")
     assert seen == [True, True]
 
 
@@ -107,9 +128,8 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
         make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
     )
     result = in_turn(
-        lambda row, block: over_hidden(kernel, block, row, dtype=np.float64),
-        rows_before(blocks),
-        blocks,
+        lambda points: measure(kernel, "st", points, dtype=np.float64),
+        Points(variable="W", type="float64", blocks=blocks),
     )
     sums = result[1:].compute(scheduler="sync")
     np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)
