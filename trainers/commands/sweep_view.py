@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.live import Live
 from rich.text import Text
 
-from trajstore.cli.tables import PlainConsole, err, out, print_table, table
+from trajstore.cli.tables import err, out, print_table, table
 from trajstore.durations import format_duration
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from trajstore.trainers.sweeps.process_queue import Job
 
-__all__ = ["SweepProgress", "print_jobs", "sweep_facts"]
+__all__ = ["print_jobs", "status_lines", "sweep_facts"]
 
 _STATES = {
     "busy": "waiting: another process writes to this run",
@@ -28,63 +23,31 @@ _STATES = {
 }
 
 
-class SweepProgress:
-    """Status of the runs while the ``with`` block runs: a table on a terminal, else lines.
+def status_lines(jobs: Sequence[Job]) -> Callable[[], None]:
+    """Return a function that prints the runs whose status has changed since its last call."""
+    shown = ["waiting"] * len(jobs)
 
-    Parameters
-    ----------
-    jobs : sequence of Job
-    rows : sequence of int
-        Planned rows of each run.
-    """
+    def show() -> None:
+        for number, job in enumerate(jobs):
+            if job.state != shown[number]:
+                shown[number] = job.state
+                err.print(Text(f"{job.run.name}: {_status_line(job)}"))
 
-    def __init__(self, jobs: Sequence[Job], rows: Sequence[int]) -> None:
-        self._jobs = jobs
-        self._rows = rows
-        self._shown = ["waiting"] * len(jobs)
-        self._live: Live | None = None
-        if err.is_terminal:
-            # A separate console that wraps lines, unlike `err`.
-            self._live = Live(console=PlainConsole(stderr=True), auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self) -> None:
-        """Show the changes since the last call."""
-        for number, job in enumerate(self._jobs):
-            if job.state != self._shown[number]:
-                self._shown[number] = job.state
-                if self._live is None:
-                    err.print(Text(f"{job.run.name}: {_status_line(job)}"))
-        if self._live is not None:
-            self._live.update(self._view(), refresh=True)
-
-    def _view(self) -> RenderableType:
-        """Return a table of running and failed runs, and counts of the other states."""
-        counted = Counter(job.state for job in self._jobs)
-        counts = ", ".join(
-            f"{number} {_STATES.get(state, state).partition(':')[0]}"
-            for state, number in counted.items()
-        )
-        printed = _table()
-        for job, rows in zip(self._jobs, self._rows, strict=True):
-            if job.state in ("running", "busy", "failed"):
-                _add_row(printed, job, rows)
-        return Group(Text(f"{len(self._jobs)} runs: {counts}"), printed)
+    return show
 
 
 def print_jobs(jobs: Sequence[Job], rows: Sequence[int]) -> None:
     """Print the status of each run, and the message of each failed run."""
-    printed = _table()
+    from trajstore.trainers.sweeps.sweep_folder import committed_rows
+
+    printed = table("", "run", "status", "rows", "planned", "duration", words=(0, 1))
+    printed.columns[0].no_wrap = False  # long names are wrapped, not cut
+    printed.columns[0].overflow = "fold"
     for job, planned in zip(jobs, rows, strict=True):
-        _add_row(printed, job, planned)
+        took = format_duration(job.seconds) if job.seconds else ""
+        state = _STATES.get(job.state, job.state)
+        recorded = f"{committed_rows(job.run):,}"
+        printed.add_row(job.run.name, state, recorded, f"{planned:,}", took)
     print_table(printed)
     for job in jobs:
         if job.state == "failed":
@@ -110,21 +73,6 @@ def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
             for job in jobs
         ],
     }
-
-
-def _table() -> Any:
-    printed = table("", "run", "status", "rows", "planned", "duration", words=(0, 1))
-    printed.columns[0].no_wrap = False  # long names are wrapped, not cut
-    printed.columns[0].overflow = "fold"
-    return printed
-
-
-def _add_row(printed: Any, job: Job, rows: int) -> None:
-    from trajstore.trainers.sweeps.sweep_folder import committed_rows
-
-    took = format_duration(job.seconds) if job.seconds else ""
-    state = _STATES.get(job.state, job.state)
-    printed.add_row(job.run.name, state, f"{committed_rows(job.run):,}", f"{rows:,}", took)
 
 
 def _status_line(job: Job) -> str:
