@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from trajstore.errors import InvalidArgument
 
 __all__ = [
+    "OPTIMIZERS",
     "ROUNDINGS",
     "STATE_DTYPES",
     "RoundedAdam",
@@ -361,3 +362,11 @@ class RoundedSGD(RoundedOptimizer):
     """
 
     real_class = SGD
+
+
+OPTIMIZERS: dict[str, type[RoundedOptimizer]] = {
+    "adam": RoundedAdam,
+    "adamw": RoundedAdamW,
+    "sgd": RoundedSGD,
+}
+"""Classes by their names in a configuration; `real_class` is the one of `torch.optim`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -160,23 +159,6 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
     assert done.returncode == -signal.SIGKILL
     assert xr.open_zarr(path).attrs["status"] == "recording"
     trajstore_cli("record", "--resume", "-o", path)
-    same_values(straight("gatsby", 70), path)
-
-
-def test_a_finished_run_is_extended(
-    text: Path,
-    tmp_path: Path,
-    straight: Callable[[str, int], Path],
-    trajstore_cli: Callable[..., Any],
-) -> None:
-    path = tmp_path / "run.zarr"
-    call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
-    trajstore_cli(*call, "--steps", 50)
-    done = trajstore_cli("record", "--resume", "-o", path)
-    assert "has all 50 steps already" in " ".join(done.stderr.split())
-    done = trajstore_cli(*call, "--resume", "--steps", 70, "--json")
-    assert json.loads(done.stdout)["committed_rows"] == 71
-    assert "Note:" not in done.stderr
     same_values(straight("gatsby", 70), path)
 
 

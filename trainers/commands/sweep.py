@@ -23,7 +23,7 @@ from trajstore.trainers.commands.configuration import (
     settings_of,
     stem_of,
 )
-from trajstore.trainers.commands.sweep_view import SweepProgress, print_jobs, sweep_facts
+from trajstore.trainers.commands.sweep_view import print_jobs, status_lines, sweep_facts
 
 if TYPE_CHECKING:
     from trajstore.trainers.sweeps.grid import SweptRun
@@ -157,14 +157,14 @@ def _record(
     rows = [planned_rows(run.config) for run in runs]
     each = counted(threads, "thread")
     err.print(f"{len(jobs)} runs in {folder}, {at_once} at a time, {each} each")
-    with StopRequest() as stop, SweepProgress(jobs, rows) as progress:
+    with StopRequest() as stop:
         stop.begin()
         run_jobs(
             jobs,
             at_once=at_once,
             environment=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stop=stop,
-            report=progress.show,
+            report=status_lines(jobs),
         )
     if as_json:
         print_json(sweep_facts(jobs, threads))

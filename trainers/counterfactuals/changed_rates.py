@@ -51,7 +51,7 @@ def changed_learning_rates(
     CannotReplay
         If a rate changes and the run does not record the initial rate of the schedule.
     """
-    recorded = np.array([rows.value("lr", number) for number in range(len(rows))])
+    recorded = rows.rates
     reshaped = [name for name in settings.given if name.startswith("schedule.")]
     if not reshaped and "optimizer.lr" not in settings.given:
         return recorded
@@ -79,9 +79,8 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     CannotReplay
         If clipping changes and the norm of all gradients is not recorded.
     """
-    numbers = range(len(rows))
     if "training.max_grad_norm" not in settings.given:
-        return [rows.scalar("clip_coef", number) for number in numbers]
+        return rows.clip_coefs
     if "grad_norm" not in rows:
         raise CannotReplay(
             "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
@@ -90,7 +89,7 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])
     found = []
-    for number in numbers:
+    for number in range(len(rows)):
         coefficient = clip_coefficient(tensor_of(rows.scalar("grad_norm", number), norm), largest)
         if rows.steps[number] == 0:
             coefficient = torch.full_like(coefficient, float("nan"))

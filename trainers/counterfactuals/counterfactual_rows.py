@@ -15,11 +15,11 @@ from trajstore.trainers.counterfactuals.planned_counterfactual import (
     PlannedCounterfactual,
 )
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
-from trajstore.trainers.replay.parameter_placement import Placement, tensor_of
-from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, State
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer
 from trajstore.trainers.replay.recorded_rows import RecordedRow
 from trajstore.trainers.replay.replay_result import CannotReplay
-from trajstore.values.native_types import NativeType, as_bits, native_type
+from trajstore.values.native_types import as_bits, native_type
 from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["CounterfactualRows"]
@@ -59,9 +59,9 @@ class CounterfactualRows:
         first = self._planned.first
         names = {*self._variables, *self._planned.recorded.state_names}
         (row,) = self._rows.read(names, first=first, stop=first + 1)
-        loop = self._begin(row)
+        self._begin(row)
         recorded = {name: self._rows.scalar(name, first) for name in ("lr", "clip_coef")}
-        values = self._values(loop, row, None) | recorded
+        values = self._values(row, None) | recorded
         if "W_ulp_l1" in values and self._variables["W"] != self._rows.natives["W"]:
             # The motion before this row was counted in spacings of another type.
             values["W_ulp_l1"] = np.full_like(
@@ -72,9 +72,11 @@ class CounterfactualRows:
             name for name in self._variables if name not in OPTIMIZER_VARIABLES
         ] + self._compared
         for row in self._rows.read(read, first=first + 1, window=_WINDOW):
-            last = loop.weights.clone() if self._has_motion else None
-            self._step(loop, row, self._planned.lr, self._planned.clip_coef)
-            values = self._values(loop, row, last)
+            number, optimizer = row.number, self._planned.optimizer
+            last = optimizer.value("W").clone() if self._has_motion else None
+            rate, clip_coef = float(self._planned.lr[number]), self._planned.clip_coef[number]
+            self._step(optimizer, row, rate, clip_coef)
+            values = self._values(row, last)
             if self.first_difference is None and not self._is_as_recorded(row, values):
                 self.first_difference = row.step
             yield row, values
@@ -89,71 +91,58 @@ class CounterfactualRows:
     def _has_motion(self) -> bool:
         return "W_step_norm" in self._variables or "W_ulp_l1" in self._variables
 
-    def _begin(self, row: RecordedRow) -> OpenLoop:
-        """Return the optimizer with the recorded state of a row."""
+    def _begin(self, row: RecordedRow) -> None:
+        """Set the optimizer to the recorded state of a row."""
+        planned, names = self._planned, self._planned.recorded.state_names
         taken = self._rows.steps_taken(row.number)
-        state: State | None = None
-        if taken and self._planned.settings.keeps_state:
-            if self._planned.needs_rebuilding:
-                before = self._rebuilt(row.number)
-                state = {name: before.state(name) for name in self._planned.recorded.state_names}
-            else:
-                state = {
-                    name: self._parameter(name, row) for name in self._planned.recorded.state_names
-                }
-            if state and row.number == 0 and not any(value.any() for value in state.values()):
-                raise CannotReplay(
-                    f"the optimizer's state at step {row.step} was not recorded, because recording "
-                    "began there; start a step later (--from)"
-                )
-        weights = self._parameter("W", row).to(getattr(torch, self._planned.settings.weights_dtype))
-        return OpenLoop(self._planned.optimizer, self._planned.placement, weights, state, taken)
+        state = {}
+        if taken and planned.needs_rebuilding:
+            self._rebuild(row.number)
+            state = {name: planned.recorded.value(name) for name in names}
+        elif taken:
+            state = {name: self._parameter(name, row) for name in names}
+        if state and row.number == 0 and not any(value.any() for value in state.values()):
+            raise CannotReplay(
+                f"the optimizer's state at step {row.step} was not recorded, because recording "
+                "began there; start a step later (--from)"
+            )
+        planned.optimizer.begin(self._parameter("W", row), state, taken)
 
-    def _rebuilt(self, last: int) -> OpenLoop:
-        """Return the recorded optimizer after all recorded steps up to a row."""
-        (start,) = self._rows.read(["W"], stop=1)
-        loop = OpenLoop(
-            self._planned.recorded, self._planned.placement, self._parameter("W", start), None, 0
-        )
-        for row in self._rows.read(["grad"], first=1, stop=last + 1, window=_WINDOW):
-            self._step(loop, row, None, None)
-        return loop
+    def _rebuild(self, last: int) -> None:
+        """Have the recorded optimizer take all recorded steps up to a row."""
+        recorded, rows = self._planned.recorded, self._rows
+        (start,) = rows.read(["W"], stop=1)
+        recorded.begin(self._parameter("W", start), {}, 0)
+        for row in rows.read(["grad"], first=1, stop=last + 1, window=_WINDOW):
+            rate, clip_coef = rows.value("lr", row.number), rows.scalar("clip_coef", row.number)
+            self._step(recorded, row, rate, clip_coef)
 
     def _step(
-        self,
-        loop: OpenLoop,
-        row: RecordedRow,
-        lr: npt.NDArray[np.float64] | None,
-        clip_coef: list[Array] | None,
+        self, optimizer: RecordedOptimizer, row: RecordedRow, rate: float, clip_coef: Array
     ) -> None:
-        """Take the step of a row, with changed or with recorded rates."""
-        number = row.number
-        if self._rows.skipped[number]:
-            return
-        rate = self._rows.value("lr", number) if lr is None else float(lr[number])
-        bits = self._rows.scalar("clip_coef", number) if clip_coef is None else clip_coef[number]
-        gradient = loop.gradient(
-            self._planned.of_tokens(row.bits["grad"]), self._rows.natives["grad"]
-        )
-        loop.step(gradient, tensor_of(bits, self._rows.natives["clip_coef"]), rate)
+        """Take the step of a row, unless it was skipped."""
+        if not self._rows.skipped[row.number]:
+            factor = tensor_of(clip_coef, self._rows.natives["clip_coef"])
+            optimizer.step(self._parameter("grad", row), factor, rate)
 
     def _parameter(self, name: str, row: RecordedRow) -> torch.Tensor:
         return self._planned.placement.parameter(
             self._planned.of_tokens(row.bits[name]), self._rows.natives[name]
         )
 
-    def _values(
-        self, loop: OpenLoop, row: RecordedRow, last: torch.Tensor | None
-    ) -> dict[str, Array]:
+    def _bits(self, tensor: torch.Tensor) -> Array:
+        native = native_type(str(tensor.dtype).removeprefix("torch."))
+        return self._planned.placement.bits(tensor, native)
+
+    def _values(self, row: RecordedRow, last: torch.Tensor | None) -> dict[str, Array]:
         """Return the bits of a row of the new run."""
         values: dict[str, Array] = {}
+        value = self._planned.optimizer.value
         for name in self._variables:
-            if name == "W":
-                values[name] = loop.bits(loop.weights)
+            if name in ("W", *MOMENTS):
+                values[name] = self._bits(value(name))
             elif name == "cells":
-                values[name] = loop.bits(loop.weights.to(torch.bfloat16))
-            elif name in MOMENTS:
-                values[name] = loop.bits(loop.state(name))
+                values[name] = self._bits(value("W").to(torch.bfloat16))
             elif name == "lr":
                 values[name] = self._planned.lr[row.number].view(np.uint64)
             elif name == "clip_coef":
@@ -162,7 +151,7 @@ class CounterfactualRows:
                 values[name] = self._gradient(row)
             elif last is not None and name in ("W_step_norm", "W_ulp_l1"):
                 measure = token_norm if name == "W_step_norm" else ulp_l1
-                values[name] = loop.bits(measure(loop.weights, last))
+                values[name] = self._bits(measure(value("W"), last))
             elif VARIABLES[name].dims == ("step",):
                 values[name] = self._rows.scalar(name, row.number)
             else:
@@ -179,79 +168,3 @@ class CounterfactualRows:
         if native == wanted:
             return bits
         return as_bits(tensor_of(bits, native).to(getattr(torch, wanted.name)), wanted, "grad")
-
-
-class OpenLoop:
-    """One optimizer of one parameter, stepped with given gradients.
-
-    Parameters
-    ----------
-    optimizer : RecordedOptimizer
-    placement : Placement
-        Placement of the tokens in the parameter.
-    weights : tensor, (vocabulary, hidden)
-        Initial weights.
-    state : dict of str to tensor, optional
-        Initial state; None before the first step.
-    steps_taken : int
-        Steps that the optimizer has taken.
-    """
-
-    def __init__(
-        self,
-        optimizer: RecordedOptimizer,
-        placement: Placement,
-        weights: torch.Tensor,
-        state: State | None,
-        steps_taken: int,
-    ) -> None:
-        self._placement = placement
-        self._example = optimizer.example
-        self._parameter, self._optimizer = optimizer.build(weights)
-        if state is not None:
-            held = {
-                name: value.to(device=weights.device, dtype=optimizer.example[name].dtype)
-                for name, value in state.items()
-                if name in optimizer.example  # a momentum of 0 keeps none
-            }
-            self._optimizer.state[self._parameter] = optimizer.with_step_count(held, steps_taken)
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """W, (vocabulary, hidden)."""
-        return self._parameter.detach()
-
-    def state(self, name: str) -> torch.Tensor:
-        """Return a state by name, (vocabulary, hidden); 0 before the first step."""
-        held = self._optimizer.state[self._parameter]
-        if name not in held:
-            return torch.zeros(
-                self._parameter.shape, dtype=self._example[name].dtype, device=self.weights.device
-            )
-        tensor: torch.Tensor = held[name]
-        return tensor
-
-    def gradient(self, bits: Array, native: NativeType) -> torch.Tensor:
-        """Return a recorded gradient in the type of W, (vocabulary, hidden)."""
-        return self._placement.parameter(bits, native).to(self._parameter.dtype)
-
-    def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
-        """Take one step.
-
-        Parameters
-        ----------
-        gradient : tensor, (vocabulary, hidden)
-            Before clipping; it is clipped in place.
-        clip_coef : tensor, ()
-            Factor of clipping.
-        lr : float
-        """
-        # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type.
-        self._parameter.grad = gradient.mul_(clip_coef.to(gradient.device))
-        self._optimizer.param_groups[0]["lr"] = lr
-        self._optimizer.step()
-
-    def bits(self, tensor: torch.Tensor) -> Array:
-        """Return the native bits of the tokens in a tensor, (token, hidden)."""
-        native = native_type(str(tensor.dtype).removeprefix("torch."))
-        return self._placement.bits(tensor, native)

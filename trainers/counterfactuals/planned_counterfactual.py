@@ -24,9 +24,8 @@ from trajstore.trainers.recording.provenance import provenance
 from trajstore.trainers.recording.token_selection import Tokens, select_tokens
 from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
 from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, recorded_optimizer
-from trajstore.trainers.replay.recorded_rows import RecordedRows
+from trajstore.trainers.replay.recorded_rows import RecordedRows, check_inputs
 from trajstore.trainers.replay.replay_result import CannotReplay
-from trajstore.trainers.replay.step_simulator import check_inputs
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 from trajstore.values.optimizer_rule import MOMENTS
 
@@ -104,7 +103,7 @@ class PlannedCounterfactual:
         StepNotFound, ConfigError, CannotReplay, InvalidArgument
             As `what_if`.
         """
-        check_inputs(source)
+        check_inputs(rows)
         first = _row_of(rows, from_step)
         held = rows.natives["W"].name
         settings = changed_settings(source.attributes, held, assignments, seed=seed)
@@ -127,9 +126,7 @@ class PlannedCounterfactual:
                 f"start at the fork (--from {forked_at}), or use the source of the fork"
             )
         if first and rebuilt:
-            recorded_lr = np.array([rows.value("lr", number) for number in range(len(rows))])
-            recorded_coefs = [rows.scalar("clip_coef", number) for number in range(len(rows))]
-            _check_known(rows, recorded_lr, recorded_coefs, range(1, first + 1))
+            _check_known(rows, rows.rates, rows.clip_coefs, range(1, first + 1))
         lr = changed_learning_rates(rows, source.attributes, settings)
         clip_coef = changed_clip_coefs(rows, settings)
         _check_known(rows, lr, clip_coef, range(first + 1, len(rows)))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trajstore.errors import ConfigError
 from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, field_name
-from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
+from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
 __all__ = ["CHANGEABLE", "ChangedSettings", "changed_settings"]
 
@@ -26,10 +26,8 @@ CHANGEABLE = (
 """Fields of a configuration that act on recorded gradients; other fields have no effect."""
 
 _SHORT = {"rounding": "optimizer.rounding"}
-_CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
-_ROUNDED: dict[str, type[Optimizer]] = {
-    "Adam": RoundedAdam, "AdamW": RoundedAdamW, "SGD": RoundedSGD,
-}  # fmt: skip
+_CLASSES = {name: rounded.real_class.__name__ for name, rounded in OPTIMIZERS.items()}
+_ROUNDED = {rounded.real_class.__name__: rounded for rounded in OPTIMIZERS.values()}
 _ROUNDING_SETTINGS = ("state_dtype", "rounding", "rounding_seed")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 

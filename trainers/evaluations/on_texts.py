@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,41 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.step_models.run_tokenizer import run_tokenizer
 from trajstore.trainers.texts.corpus import tokenize_file
+from trajstore.trainers.texts.tokenizer import Tokenizer
 
-__all__ = [
-    "HiddenCosine",
-    "TextLoss",
-    "context_of",
-    "hidden_cosine",
-    "logits_of",
-    "loss",
-    "prediction_offset",
-]
+__all__ = ["Ids", "ReadyMade", "context_of", "hidden_cosine", "logits_of", "loss", "read_with"]
+
+Ids = npt.NDArray[np.int64]
 
 _CONTEXT = 1024
 """Most tokens of a window."""
 
 _LOGITS = 1 << 25
 """Most logits of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadyMade:
+    """A ready-made evaluation, which pickle can pass to other processes.
+
+    Attributes
+    ----------
+    name : str
+        Name in the store, which differs for different inputs.
+    compute : partial
+        Called with the model; returns the results of a step.
+    """
+
+    name: str
+    compute: partial[dict[str, Any]]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @torch.no_grad()
+    def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
+        """Return the results of a step."""
+        return self.compute(model)
 
 
 @checks_types
@@ -47,7 +67,7 @@ def loss(
     *,
     tokenizer: str | os.PathLike[str] | None = None,
     length: Count | None = None,
-) -> TextLoss:
+) -> ReadyMade:
     """Return an evaluation of the loss and the perplexity on a text.
 
     The text is cut into windows of the model's context, at most 1,024 tokens. The loss is the mean
@@ -67,7 +87,7 @@ def loss(
 
     Returns
     -------
-    TextLoss
+    ReadyMade
         Its results: ``text_loss``, in nats, and ``perplexity``, the exponential of it.
 
     Raises
@@ -77,10 +97,8 @@ def loss(
     CorpusError
         If the tokenizer cannot encode the text.
     """
-    attributes = dict(open_group(run).attrs)
-    return TextLoss(
-        ids=_ids_of(attributes, text, tokenizer, length), offset=prediction_offset(attributes)
-    )
+    ids, offset = _ids_of(run, text, tokenizer, length)
+    return ReadyMade(name=f"loss on {_identity(ids)}", compute=partial(_loss, ids, offset))
 
 
 @checks_types
@@ -90,7 +108,7 @@ def hidden_cosine(
     *,
     tokenizer: str | os.PathLike[str] | None = None,
     length: Count | None = None,
-) -> HiddenCosine:
+) -> ReadyMade:
     """Return an evaluation of the cosine of each token's W to the mean hidden state of a text.
 
     The hidden states are those that the output embeddings multiply, over all windows of the text.
@@ -102,7 +120,7 @@ def hidden_cosine(
 
     Returns
     -------
-    HiddenCosine
+    ReadyMade
         Its results: ``hidden_mean_cosine`` (token), float32, and ``hidden_mean_norm``, the L2 norm
         of the mean.
 
@@ -111,107 +129,75 @@ def hidden_cosine(
     InvalidArgument, CorpusError
         As `loss`.
     """
-    attributes = dict(open_group(run).attrs)
-    return HiddenCosine(ids=_ids_of(attributes, text, tokenizer, length))
+    ids, _ = _ids_of(run, text, tokenizer, length)
+    return ReadyMade(name=f"hidden-cosine on {_identity(ids)}", compute=partial(_cosine, ids))
 
 
 def _ids_of(
-    attributes: dict[str, Any],
+    run: RunPath,
     text: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str] | None,
     length: int | None,
-) -> npt.NDArray[np.int64]:
-    ids = tokenize_file(Path(text), run_tokenizer(attributes, tokenizer)).ids[:length]
-    if len(ids) <= prediction_offset(attributes):
+) -> tuple[Ids, int]:
+    found, offset = read_with(run, tokenizer)
+    ids = tokenize_file(Path(text), found).ids[:length]
+    if len(ids) <= offset:
         raise InvalidArgument(f"{text} has {len(ids)} tokens, too few to predict one; give more")
-    return ids
+    return ids, offset
 
 
-def prediction_offset(attributes: dict[str, Any]) -> int:
-    """Return the distance from a token to the one that its hidden state predicts."""
-    return int(attribute(attributes, "config", "data", "target_offset") or 1)
+def read_with(run: RunPath, tokenizer: str | os.PathLike[str] | None) -> tuple[Tokenizer, int]:
+    """Return the tokenizer of a run, and the distance from a token to its target."""
+    attributes = dict(open_group(run).attrs)
+    offset = int(attribute(attributes, "config", "data", "target_offset") or 1)
+    return run_tokenizer(attributes, tokenizer), offset
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextLoss:
-    """The evaluation of `loss`.
-
-    Attributes
-    ----------
-    ids : ndarray of int64
-    offset : int
-        Distance from a token to its target.
-    """
-
-    ids: npt.NDArray[np.int64]
-    offset: int
-
-    def __str__(self) -> str:
-        return f"loss on {_identity(self.ids)}"
-
-    @torch.no_grad()
-    def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
-        """Return the results of a step."""
-        total, count = 0.0, 0
-        for batch in _windows(self.ids, model):
-            targets = batch[:, self.offset :]
-            logits = logits_of(model(batch))[:, : targets.shape[1]].float()
-            losses = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), reduction="none"
-            )
-            total += float(_double(losses).sum())
-            count += losses.numel()
-        mean = total / count
-        return {
-            "text_loss": xr.DataArray(mean, attrs={"units": "nat"}),
-            "perplexity": math.exp(mean) if mean < 700 else math.inf,
-        }
+def _loss(ids: Ids, offset: int, model: torch.nn.Module) -> dict[str, Any]:
+    total, count = 0.0, 0
+    for batch in _windows(ids, model):
+        targets = batch[:, offset:]
+        logits = logits_of(model(batch))[:, : targets.shape[1]].float()
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        total += float(_double(losses).sum())
+        count += losses.numel()
+    mean = total / count
+    return {
+        "text_loss": xr.DataArray(mean, attrs={"units": "nat"}),
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+    }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HiddenCosine:
-    """The evaluation of `hidden_cosine`.
+def _cosine(ids: Ids, model: torch.nn.Module) -> dict[str, Any]:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise InvalidArgument(
+            f"{type(model).__name__} has no get_output_embeddings(), which hidden-cosine needs"
+        )
+    sums: list[torch.Tensor] = []
 
-    Attributes
-    ----------
-    ids : ndarray of int64
-    """
+    def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        sums.append(_double(inputs[0].flatten(0, -2)).sum(0))
 
-    ids: npt.NDArray[np.int64]
-
-    def __str__(self) -> str:
-        return f"hidden-cosine on {_identity(self.ids)}"
-
-    @torch.no_grad()
-    def __call__(self, model: torch.nn.Module, step: int) -> dict[str, Any]:
-        """Return the results of a step."""
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is None:
-            raise InvalidArgument(
-                f"{type(model).__name__} has no get_output_embeddings(), which hidden-cosine needs"
-            )
-        sums: list[torch.Tensor] = []
-
-        def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            sums.append(_double(inputs[0].flatten(0, -2)).sum(0))
-
-        handle = head.register_forward_pre_hook(add)
-        try:
-            for batch in _windows(self.ids, model):
-                model(batch)
-        finally:
-            handle.remove()
-        mean = torch.stack(sums).sum(0) / len(self.ids)
-        W = _double(head.weight)
-        cosine = torch.nn.functional.cosine_similarity(W, mean[None], dim=1)
-        return {
-            "hidden_mean_cosine": xr.DataArray(
-                cosine.float().cpu().numpy(),
-                coords={"token": np.arange(len(W), dtype=np.int32)},
-                dims="token",
-            ),
-            "hidden_mean_norm": float(mean.norm()),
-        }
+    handle = head.register_forward_pre_hook(add)
+    try:
+        for batch in _windows(ids, model):
+            model(batch)
+    finally:
+        handle.remove()
+    mean = torch.stack(sums).sum(0) / len(ids)
+    W = _double(head.weight)
+    cosine = torch.nn.functional.cosine_similarity(W, mean[None], dim=1)
+    return {
+        "hidden_mean_cosine": xr.DataArray(
+            cosine.float().cpu().numpy(),
+            coords={"token": np.arange(len(W), dtype=np.int32)},
+            dims="token",
+        ),
+        "hidden_mean_norm": float(mean.norm()),
+    }
 
 
 def _double(values: torch.Tensor) -> torch.Tensor:
@@ -219,7 +205,7 @@ def _double(values: torch.Tensor) -> torch.Tensor:
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
-def _identity(ids: npt.NDArray[np.int64]) -> str:
+def _identity(ids: Ids) -> str:
     """Return a name of a text, which differs for different texts."""
     return f"{len(ids)} tokens (sha256 {hashlib.sha256(ids.tobytes()).hexdigest()[:12]})"
 
@@ -236,7 +222,7 @@ def context_of(model: torch.nn.Module) -> int:
     return min(getattr(config, "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
 
 
-def _windows(ids: npt.NDArray[np.int64], model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _windows(ids: Ids, model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield batches of equal windows of a text, on the device of the model."""
     context = context_of(model)
     device = next(model.parameters()).device

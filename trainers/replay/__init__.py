@@ -2,7 +2,7 @@
 
 ``replay`` reads the rows of a run (``recorded_rows``) on the kind of device that recorded them
 (``replay_device``). The real optimizer takes the step between each pair of rows
-(``step_simulator``, ``recorded_optimizer``). Its parameter has the trained shape
-(``parameter_placement``). ``row_checks`` checks rows on their own: first row, clipping, summaries
-and cells. ``findings`` collects the errors, and ``replay_result`` is the result.
+(``recorded_optimizer``). Its parameter has the trained shape (``parameter_placement``).
+``row_checks`` checks rows on their own: first row, clipping, summaries and cells. ``findings``
+collects the differences, and ``replay_result`` is the result.
 """

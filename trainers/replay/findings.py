@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.trainers.replay.replay_result import (
-    LISTED,
     CannotReplay,
     Compared,
     Finding,
@@ -21,35 +19,9 @@ from trajstore.trainers.replay.replay_result import (
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["Comparisons", "Findings", "UnreplayedSteps", "finding_at", "ulp_distance"]
+__all__ = ["Comparisons", "UnreplayedSteps", "finding_at", "ulp_distance"]
 
 Array = npt.NDArray[Any]
-
-
-class Findings:
-    """All findings, one or two per step."""
-
-    def __init__(self) -> None:
-        self._all: list[Finding] = []
-        self._steps: set[int] = set()
-
-    @property
-    def total(self) -> int:
-        """Number of all findings."""
-        return len(self._all)
-
-    def add(self, finding: Finding) -> None:
-        """Add a finding."""
-        self._all.append(finding)
-        self._steps.add(finding.step)
-
-    def has_step(self, step: int) -> bool:
-        """Return True if a step has a finding."""
-        return step in self._steps
-
-    def first(self) -> tuple[Finding, ...]:
-        """Return the first `LISTED` findings, in the order of the steps."""
-        return tuple(sorted(self._all, key=lambda finding: finding.step)[:LISTED])
 
 
 class Comparisons:
@@ -81,21 +53,14 @@ class Comparisons:
         stored, computed : ndarray, (token, hidden), (token,) or ()
             Native bits.
         """
-        before = self.variables.get(name, Compared())
-        counted = replace(before, steps=before.steps + 1)
+        counted = self.variables.setdefault(name, Compared())
+        counted.steps += 1
         wrong = stored != computed
-        number = int(np.count_nonzero(wrong))
-        if number:
+        if number := int(np.count_nonzero(wrong)):
             distance = ulp_distance(stored[wrong], computed[wrong], self._natives[name])
-            counted = replace(
-                counted,
-                differing=before.differing + number,
-                first=before.first or self._place(step, wrong),
-                ulps=None
-                if distance is None or before.ulps is None
-                else max(distance, before.ulps),
-            )
-        self.variables[name] = counted
+            counted.differing += number
+            counted.first = counted.first or self._place(step, wrong)
+            counted.ulps = None if distance is None else max(distance, counted.ulps or 0)
 
     def _place(self, step: int, wrong: Array) -> dict[str, int | None]:
         """Return step, token and hidden of the first different value."""
@@ -120,11 +85,9 @@ class UnreplayedSteps:
             yield
         except CannotReplay as error:
             for step in steps:
-                self._add(str(error), step)
-
-    def _add(self, reason: str, step: int) -> None:
-        before = self._reasons.get(reason, Unreplayed(reason=reason, steps=0, first=step, last=0))
-        self._reasons[reason] = replace(before, steps=before.steps + 1, last=step)
+                new = Unreplayed(reason=str(error), steps=0, first=step, last=step)
+                found = self._reasons.setdefault(str(error), new)
+                found.steps, found.last = found.steps + 1, step
 
     def all(self) -> tuple[Unreplayed, ...]:
         """Return one entry per reason, in the order of occurrence."""

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trajstore.trainers.replay.replay_result import CannotReplay
-from trajstore.trainers.rounded_optimizer import (
-    RoundedAdam,
-    RoundedAdamW,
-    RoundedOptimizer,
-    RoundedSGD,
-)
+from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
 __all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
 
@@ -31,27 +25,45 @@ REPLAYABLE = (
 )  # fmt: skip
 """Classes of `torch.optim` that update each element independently."""
 
-_ROUNDED: tuple[type[RoundedOptimizer], ...] = (RoundedAdam, RoundedAdamW, RoundedSGD)
+_ROUNDED = tuple(OPTIMIZERS.values())
 
 _STEP = "step"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedOptimizer:
-    """A class of `torch.optim` with the recorded hyperparameters.
+    """A class of `torch.optim` with the recorded hyperparameters, and one parameter that it steps.
 
-    Attributes
+    Parameters
     ----------
     optimizer_class : type of Optimizer
     hyperparameters : dict
         Hyperparameters of the recorded parameter's group.
+    dtype : torch.dtype
+        Type of the parameter.
+    device : torch.device
+
+    Attributes
+    ----------
+    hyperparameters : dict
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
     """
 
-    optimizer_class: type[Optimizer]
-    hyperparameters: dict[str, Any]
-    example: State
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        hyperparameters: dict[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.hyperparameters = hyperparameters
+        self._class: Callable[..., Optimizer] = optimizer_class
+        self._taken = _taken(optimizer_class, hyperparameters)
+        self._dtype = dtype
+        self.example: State = {}
+        self.begin(torch.ones(1, 1, device=device), {}, 0)
+        self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"])
+        self.example = self._state()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -63,40 +75,61 @@ class RecordedOptimizer:
         """True if the update depends on the number of steps."""
         return _STEP in self.example
 
-    def with_step_count(self, state: State, steps_taken: int) -> State:
-        """Add the number of steps taken before, in the optimizer's own form."""
-        if not self.counts_steps:
-            return state
-        return state | {_STEP: torch.full_like(self.example[_STEP], steps_taken)}
+    def begin(self, weights: torch.Tensor, state: State, steps_taken: int) -> None:
+        """Set the parameter and its state.
 
-    def build(self, weights: torch.Tensor) -> tuple[torch.nn.Parameter, Optimizer]:
-        """Return an optimizer without a state, and its parameter with a copy of the weights."""
-        return _build(self.optimizer_class, weights, self.hyperparameters)
+        Parameters
+        ----------
+        weights : tensor, (vocabulary, hidden)
+            Converted to the type of the parameter.
+        state : dict of str to tensor
+            Converted to the types of the optimizer's state; other names are left out.
+        steps_taken : int
+            Steps that the optimizer has taken before; without any it has no state yet.
+        """
+        self._parameter = torch.nn.Parameter(weights.to(self._dtype), requires_grad=False)
+        self._optimizer = self._class([self._parameter], **self._taken)
+        if not steps_taken:
+            return
+        held = {
+            name: state[name].to(one.device, one.dtype)
+            for name, one in self.example.items()
+            if name in state
+        }
+        if self.counts_steps:
+            held[_STEP] = torch.full_like(self.example[_STEP], steps_taken)
+        self._optimizer.state[self._parameter] = held
 
-    def step(
-        self, weights: torch.Tensor, state: State | None, gradient: torch.Tensor, lr: float
-    ) -> tuple[torch.Tensor, State]:
+    def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
         """Take one step.
 
         Parameters
         ----------
-        weights, gradient : tensor, (vocabulary, hidden)
-        state : dict of str to tensor, optional
-            State before the step; None before the first step.
+        gradient : tensor, (vocabulary, hidden)
+            Before clipping; converted to the type of the parameter.
+        clip_coef : tensor, ()
+            Factor of clipping.
         lr : float
-
-        Returns
-        -------
-        tensor, dict of str to tensor
-            Weights and state after the step; the arguments stay unchanged.
         """
-        parameter, optimizer = self.build(weights)
-        optimizer.param_groups[0]["lr"] = lr
-        if state is not None:
-            optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
-        parameter.grad = gradient.clone()
-        optimizer.step()
-        return parameter.detach(), _state(optimizer, parameter)
+        # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
+        # number would be rounded to the type of the gradient first.
+        gradient = gradient.to(self._dtype).mul_(clip_coef.to(gradient.device))
+        self._parameter.grad = gradient
+        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.step()
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return W or a state by name, (vocabulary, hidden); a state is 0 before the first step."""
+        if name == "W":
+            return self._parameter.detach()
+        state = self._state()
+        if name in state:
+            return state[name]
+        return torch.zeros_like(self._parameter, dtype=self.example[name].dtype)
+
+    def _state(self) -> State:
+        state = self._optimizer.state[self._parameter]
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def recorded_optimizer(
@@ -133,19 +166,11 @@ def recorded_optimizer(
         # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
-        weights = torch.ones(1, 1, dtype=dtype, device=device)
-        parameter, optimizer = _build(optimizer_class, weights, hyperparameters)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        return RecordedOptimizer(optimizer_class, hyperparameters, dtype, device)
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise CannotReplay(
             f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
         ) from error
-    return RecordedOptimizer(
-        optimizer_class=optimizer_class,
-        hyperparameters=hyperparameters,
-        example=_state(optimizer, parameter),
-    )
 
 
 def _optimizer_class(path: str) -> type[Optimizer]:
@@ -169,15 +194,6 @@ def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     return {name for name, value in group.items() if not isinstance(value, flags)}
 
 
-def _build(
-    optimizer_class: Callable[..., Optimizer],
-    weights: torch.Tensor,
-    hyperparameters: Mapping[str, Any],
-) -> tuple[torch.nn.Parameter, Optimizer]:
-    parameter = torch.nn.Parameter(weights.detach().clone(), requires_grad=False)
-    return parameter, optimizer_class([parameter], **_taken(optimizer_class, hyperparameters))
-
-
 def _taken(
     optimizer_class: Callable[..., Optimizer], hyperparameters: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -185,8 +201,3 @@ def _taken(
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in hyperparameters.items()}
     accepted = inspect.signature(optimizer_class).parameters
     return {name: value for name, value in values.items() if name in accepted}
-
-
-def _state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> State:
-    state = optimizer.state[parameter]
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType
 
-__all__ = ["RecordedRow", "RecordedRows"]
+__all__ = ["RecordedRow", "RecordedRows", "check_inputs"]
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +82,16 @@ class RecordedRows:
         """True if row 0 is the state before training."""
         return len(self) > 0 and self.steps[0] == 0
 
+    @property
+    def rates(self) -> npt.NDArray[np.float64]:
+        """The learning rate of the step before each row, (step,)."""
+        return np.array([self.value("lr", number) for number in range(len(self))])
+
+    @property
+    def clip_coefs(self) -> list[Array]:
+        """Bits of the factor by which clipping multiplied the gradient of each row."""
+        return [self.scalar("clip_coef", number) for number in range(len(self))]
+
     def steps_taken(self, number: int) -> int:
         """Return the optimizer's steps before a row; skipped ones do not count."""
         return int(self.steps[number]) - int(np.count_nonzero(self.skipped[: number + 1]))
@@ -140,3 +151,21 @@ class RecordedRows:
 
     def _row(self, number: int, bits: dict[str, Array]) -> RecordedRow:
         return RecordedRow(number=number, step=int(self.steps[number]), bits=bits)
+
+
+def check_inputs(rows: RecordedRows) -> None:
+    """Check that the run has the variables that every step needs.
+
+    Raises
+    ------
+    CannotReplay
+        If the run lacks one.
+    """
+    for name, reason in (
+        ("W", "the run has no W; record W"),
+        ("grad", "the gradient was not recorded; record weights+grads or all"),
+        ("lr", "the learning rate was not recorded; every tier has it"),
+        ("clip_coef", "the clipping factor was not recorded; every tier has it"),
+    ):
+        if name not in rows:
+            raise CannotReplay(reason)

@@ -7,26 +7,23 @@ recorded gradient, clipped as in the training. Its result is compared with the r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.run_settings import attribute
-from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.replay.findings import (
-    Comparisons,
-    Findings,
-    UnreplayedSteps,
-    finding_at,
-)
-from trajstore.trainers.replay.recorded_optimizer import State
-from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trajstore.trainers.replay.replay_device import replay_device
-from trajstore.trainers.replay.replay_result import CannotReplay, Finding, Kind, Replay
+from trajstore.trainers.replay.findings import Comparisons, UnreplayedSteps, finding_at
+from trajstore.trainers.replay.parameter_placement import recorded_placement, tensor_of
+from trajstore.trainers.replay.recorded_optimizer import State, recorded_optimizer
+from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows, check_inputs
+from trajstore.trainers.replay.replay_device import ReplayDevice, replay_device
+from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
 from trajstore.trainers.replay.row_checks import (
     SummaryChecks,
     check_cells,
@@ -34,13 +31,7 @@ from trajstore.trainers.replay.row_checks import (
     check_skipped,
     checked_first_row,
 )
-from trajstore.trainers.replay.step_simulator import (
-    Bits,
-    Simulator,
-    StepInputs,
-    recorded_simulator,
-)
-from trajstore.values.native_types import as_bits
+from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["replay"]
 
@@ -85,7 +76,8 @@ def replay(
     source = open_tiled(path)
     rows = RecordedRows(source)
     device = replay_device(source.attributes)
-    findings, unreplayed = Findings(), UnreplayedSteps()
+    findings: list[Finding] = []
+    unreplayed = UnreplayedSteps()
     comparisons = Comparisons(rows.tokens, rows.natives)
     summaries = SummaryChecks(rows, comparisons, findings)
     names = summaries.names if device.exact else set()
@@ -94,11 +86,8 @@ def replay(
     steps: StepReplay | None = None
     with torch_threads(device.threads):
         with unreplayed.collect(*rows.steps[1:].tolist()):
-            simulator = recorded_simulator(source, device.device)
-            steps = StepReplay(
-                rows, simulator, source.attributes, comparisons, findings, exact=device.exact
-            )
-            names |= {"grad", *simulator.recorded}
+            steps = StepReplay(source, rows, device, comparisons, findings)
+            names |= {"grad", *steps.recorded}
         check_skipped(rows, findings)
         previous: RecordedRow | None = None
         for row in rows.read(names):
@@ -125,8 +114,8 @@ def replay(
         skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
         rebuilt=() if steps is None else steps.rebuilt,
         variables=comparisons.variables,
-        findings=findings.first(),
-        total=findings.total,
+        findings=tuple(sorted(findings, key=lambda one: one.step)[:LISTED]),
+        total=len(findings),
         unreplayed=unreplayed.all(),
         notes=device.notes + (() if steps is None else steps.notes),
     )
@@ -141,49 +130,74 @@ class StepReplay:
 
     Parameters
     ----------
+    source : TiledRun
     rows : RecordedRows
-    simulator : Simulator
-    attributes : mapping
-        Attributes of the root of the run.
+    device : ReplayDevice
+        If it is not exact, different values are counted but are no findings.
     comparisons : Comparisons
         Counts the compared values.
-    findings : Findings
+    findings : list of Finding
         Collects the errors.
-    exact : bool
-        True if every bit has to agree. Otherwise different values are counted but are no findings.
 
     Attributes
     ----------
+    recorded : tuple of str
+        W, and the recorded state of the optimizer.
+    rebuilt : tuple of str
+        State of the optimizer that is not recorded, so it is carried from step to step.
     replayed : list of int
         Steps that were repeated.
+
+    Raises
+    ------
+    CannotReplay
+        If the run lacks a variable that every step needs, or its optimizer cannot be built.
     """
 
     def __init__(
         self,
+        source: TiledRun,
         rows: RecordedRows,
-        simulator: Simulator,
-        attributes: Mapping[str, Any],
+        device: ReplayDevice,
         comparisons: Comparisons,
-        findings: Findings,
-        *,
-        exact: bool,
+        findings: list[Finding],
     ) -> None:
+        check_inputs(rows)
+        attributes, natives = source.attributes, rows.natives
+        if natives["W"] != natives["grad"]:
+            raise CannotReplay(
+                f"W is {natives['W'].name} but grad is {natives['grad'].name}; torch needs a "
+                "gradient of the parameter's type"
+            )
+        weights = getattr(torch, natives["W"].name)
+        self._optimizer = optimizer = recorded_optimizer(attributes, weights, device.device)
+        state = [name for name in MOMENTS if name in optimizer.state_names and name in natives]
+        for name in state:
+            made = str(optimizer.example[name].dtype).removeprefix("torch.")
+            if natives[name].name != made:
+                raise CannotReplay(
+                    f"{name} is {natives[name].name}, but the recorded optimizer keeps it in "
+                    f"{made}, so another optimizer trained the run"
+                )
+        stochastic = optimizer.hyperparameters.get("rounding") == "stochastic"
+        if stochastic and not isinstance(attribute(attributes, "recording", "vocabulary"), int):
+            raise CannotReplay(
+                "stochastic rounding depends on the position in the parameter, but the number of "
+                "tokens of the parameter is not recorded (root attribute recording, vocabulary)"
+            )
+        self.recorded = ("W", *state)
+        self.rebuilt = tuple(name for name in optimizer.state_names if name not in state)
         self.replayed: list[int] = []
         self._rows = rows
-        self._simulator = simulator
+        self._placement = recorded_placement(source, device.device)
         self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
         self._comparisons = comparisons
         self._findings = findings
-        self._exact = exact
+        self._exact = device.exact
         self._carried: State | None = None
         self._dropped: Array | None = None  # (token, hidden)
         self._most_dropped = 0
-
-    @property
-    def rebuilt(self) -> tuple[str, ...]:
-        """State of the optimizer that is not recorded."""
-        return self._simulator.rebuilt
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -209,12 +223,14 @@ class StepReplay:
             # The result of the step is not known, so neither is any rebuilt state.
             self._carried = self._dropped = None
             raise
-        inputs = self._inputs(previous, row)
-        result = self._simulator.simulate(inputs)
-        skipped = inputs.gradient is None
+        skipped = bool(self._rows.skipped[row.number])
+        if skipped:
+            computed = {name: previous.bits[name] for name in self.recorded}
+        else:
+            computed = self._step(previous, row)
         is_known = not np.isnan(self._rows.value("clip_coef", row.number))
         if not (skipped or is_known) and any(
-            (row.bits[name] != bits).any() for name, bits in result.bits.items()
+            (row.bits[name] != bits).any() for name, bits in computed.items()
         ):
             self._carried = self._dropped = None
             raise CannotReplay(
@@ -223,7 +239,6 @@ class StepReplay:
             )
         if self._exact and not skipped and is_known:
             check_clipping(row, self._rows, self._max_grad_norm, self._comparisons, self._findings)
-        computed = result.bits
         if self._dropped is not None:
             dropped = self._dropped
             computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
@@ -231,40 +246,42 @@ class StepReplay:
             self._comparisons.add(name, row.step, row.bits[name], bits)
         if self._exact or skipped:  # a skipped step changes nothing on any device
             self._find(row, computed, skipped=skipped)
-        if not skipped:
-            self._carried = result.carried
         self.replayed.append(row.step)
 
-    def _inputs(self, previous: RecordedRow, row: RecordedRow) -> StepInputs:
-        rows = self._rows
-        factor = rows.scalar("clip_coef", row.number)
-        if np.isnan(rows.value("clip_coef", row.number)):
+    def _step(self, previous: RecordedRow, row: RecordedRow) -> dict[str, Array]:
+        """Return the bits of W and the recorded state after the step from one row to the next."""
+        rows, place, natives = self._rows, self._placement, self._rows.natives
+        before = {
+            name: place.parameter(previous.bits[name], natives[name]) for name in self.recorded
+        }
+        state = before | (self._carried or {})
+        self._optimizer.begin(before["W"], state, rows.steps_taken(previous.number))
+        factor = tensor_of(rows.scalar("clip_coef", row.number), natives["clip_coef"])
+        if factor.isnan():
             # Recorders that do not know the factor store the gradient that the optimizer got.
-            factor = as_bits(np.float64(1), rows.natives["clip_coef"], "clip_coef")
-        return StepInputs(
-            before={name: previous.bits[name] for name in self._simulator.recorded},
-            carried=self._carried or {},
-            steps_taken=rows.steps_taken(previous.number),
-            gradient=None if rows.skipped[row.number] else row.bits["grad"],
-            clip_coef=factor,
-            lr=rows.value("lr", row.number),
-        )
+            factor = torch.ones_like(factor)
+        gradient = place.parameter(row.bits["grad"], natives["grad"])
+        self._optimizer.step(gradient, factor, rows.value("lr", row.number))
+        self._carried = {name: self._optimizer.value(name) for name in self.rebuilt}
+        return {
+            name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded
+        }
 
-    def _find(self, row: RecordedRow, computed: Bits, *, skipped: bool) -> None:
+    def _find(self, row: RecordedRow, computed: dict[str, Array], *, skipped: bool) -> None:
         """Add a finding if the row differs from the result of the step."""
         wrong = {name: row.bits[name] != bits for name, bits in computed.items()}
         wrong = {name: mask for name, mask in wrong.items() if mask.any()}
         if not wrong:
             return
         kind: Kind = "skipped" if skipped else "mismatch"
-        self._findings.add(finding_at(wrong, self._rows.tokens, kind=kind, step=row.step))
-        if self._simulator.rebuilt:
+        self._findings.append(finding_at(wrong, self._rows.tokens, kind=kind, step=row.step))
+        if self.rebuilt:
             concerned: Array = np.any(list(wrong.values()), axis=0)
             self._dropped = concerned if self._dropped is None else self._dropped | concerned
             self._most_dropped = max(self._most_dropped, int(np.count_nonzero(self._dropped)))
 
     def _check(self, previous: RecordedRow, row: RecordedRow) -> None:
-        rows, simulator = self._rows, self._simulator
+        rows = self._rows
         if row.step <= self._other_optimizer_until:
             raise CannotReplay(
                 "another optimizer took it, before the run was forked; replay the source of the "
@@ -278,20 +295,20 @@ class StepReplay:
         if np.isnan(rate):
             raise CannotReplay("the learning rate is NaN, so it is unknown")
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
-            self._findings.add(Finding(kind="invalid", variable="lr", step=row.step, tokens=0))
+            self._findings.append(Finding(kind="invalid", variable="lr", step=row.step, tokens=0))
             raise CannotReplay("its learning rate is too large for any optimizer")
         if rows.steps_taken(previous.number) == 0:
             return
-        if simulator.optimizer.counts_steps and not rows.counts_skipped(row.number):
+        if self._optimizer.counts_steps and not rows.counts_skipped(row.number):
             raise CannotReplay(
                 "the number of skipped steps before it, which do not count, is not recorded"
             )
-        if simulator.rebuilt and self._carried is None:
+        if self.rebuilt and self._carried is None:
             raise CannotReplay(
-                f"the optimizer's {', '.join(simulator.rebuilt)} is not recorded, and can be "
+                f"the optimizer's {', '.join(self.rebuilt)} is not recorded, and can be "
                 "rebuilt only from step 0 on, without a gap"
             )
-        state = simulator.recorded[1:]
+        state = self.recorded[1:]
         if previous.number == 0 and state and not any(previous.bits[name].any() for name in state):
             raise CannotReplay(
                 "the optimizer's state before this step is not recorded (the run starts here)"

@@ -19,7 +19,7 @@ class CannotReplay(TrajstoreError):
     """Steps cannot be replayed; the message has the reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Compared:
     """Comparison of the stored values of one variable with the recomputed ones.
 
@@ -92,7 +92,7 @@ class Finding:
         return asdict(self) | {"sentence": self.sentence}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Unreplayed:
     """Steps that were not replayed for the same reason.
 

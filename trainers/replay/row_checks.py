@@ -17,7 +17,7 @@ import torch
 
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
 from trajstore.trainers.recording.step_hooks import clip_coefficient
-from trajstore.trainers.replay.findings import Comparisons, Findings, finding_at
+from trajstore.trainers.replay.findings import Comparisons, finding_at
 from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
 from trajstore.trainers.replay.replay_result import Finding
@@ -39,16 +39,16 @@ _OF_GRADIENT = "grad_token_norm"
 _OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
-def check_skipped(rows: RecordedRows, findings: Findings) -> None:
+def check_skipped(rows: RecordedRows, findings: list[Finding]) -> None:
     """Check that every row except the first is 0 or 1."""
     if "skipped" not in rows:
         return
     for number, step in enumerate(rows.steps[1:].tolist(), 1):
         if rows.value("skipped", number) not in (0, 1):
-            findings.add(Finding(kind="invalid", variable="skipped", step=step, tokens=0))
+            findings.append(Finding(kind="invalid", variable="skipped", step=step, tokens=0))
 
 
-def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) -> RecordedRow:
+def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: list[Finding]) -> RecordedRow:
     """Return the state before training, with moments of 0.
 
     Other moments, or a gradient, give a finding. A run that starts later is not checked.
@@ -68,7 +68,7 @@ def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) 
             wrong = stored != 0
             bits[name] = np.zeros_like(stored)
         if wrong.any():
-            findings.add(finding_at({name: wrong}, rows.tokens, kind="start", step=row.step))
+            findings.append(finding_at({name: wrong}, rows.tokens, kind="start", step=row.step))
     return replace(row, bits=bits)
 
 
@@ -77,7 +77,7 @@ def check_clipping(
     rows: RecordedRows,
     max_grad_norm: object,
     comparisons: Comparisons,
-    findings: Findings,
+    findings: list[Finding],
 ) -> None:
     """Compare the clipping factor with the norm of the gradients.
 
@@ -88,7 +88,7 @@ def check_clipping(
     max_grad_norm : object
         Recorded limit of the norm.
     comparisons : Comparisons
-    findings : Findings
+    findings : list of Finding
     """
     if "grad_norm" not in rows or not isinstance(max_grad_norm, int | float):
         return
@@ -109,7 +109,7 @@ def check_clipping(
     comparisons.add("clip_coef", row.step, stored, stored if agrees else allowed[0])
     if not agrees:
         variable = "clip_coef, grad_norm"
-        findings.add(Finding(kind="inconsistent", variable=variable, step=row.step, tokens=0))
+        findings.append(Finding(kind="inconsistent", variable=variable, step=row.step, tokens=0))
 
 
 class SummaryChecks:
@@ -119,7 +119,7 @@ class SummaryChecks:
     ----------
     rows : RecordedRows
     comparisons : Comparisons
-    findings : Findings
+    findings : list of Finding
         A finding is added if the step has none yet.
 
     Attributes
@@ -128,7 +128,9 @@ class SummaryChecks:
         Variables to read: recorded summaries and their inputs, if those are recorded.
     """
 
-    def __init__(self, rows: RecordedRows, comparisons: Comparisons, findings: Findings) -> None:
+    def __init__(
+        self, rows: RecordedRows, comparisons: Comparisons, findings: list[Finding]
+    ) -> None:
         self._rows = rows
         self._comparisons = comparisons
         self._findings = findings
@@ -160,7 +162,7 @@ class SummaryChecks:
 
 
 def check_cells(
-    row: RecordedRow, rows: RecordedRows, comparisons: Comparisons, findings: Findings
+    row: RecordedRow, rows: RecordedRows, comparisons: Comparisons, findings: list[Finding]
 ) -> None:
     """Compare the cells of a row with W rounded to bfloat16, if both were read."""
     if not {"W", "cells"} <= row.bits.keys():
@@ -176,8 +178,8 @@ def check_cells(
 
 
 def _add_inconsistent(
-    wrong: dict[str, Array], row: RecordedRow, rows: RecordedRows, findings: Findings
+    wrong: dict[str, Array], row: RecordedRow, rows: RecordedRows, findings: list[Finding]
 ) -> None:
     """Add a finding, unless the step has one: an altered W also changes its summaries."""
-    if wrong and not findings.has_step(row.step):
-        findings.add(finding_at(wrong, rows.tokens, kind="inconsistent", step=row.step))
+    if wrong and all(one.step != row.step for one in findings):
+        findings.append(finding_at(wrong, rows.tokens, kind="inconsistent", step=row.step))

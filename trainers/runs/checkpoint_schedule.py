@@ -1,4 +1,4 @@
-"""The schedule of checkpoints of a recorded training, and their restoration in a Trainer."""
+"""The schedule of checkpoints of a recorded training."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl
-
 from trajstore.errors import RunLocked
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.threads import submit
-from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_state import RunState, rows_hold_state
 from trajstore.trainers.runs.training_setup import Training
 
-__all__ = ["Checkpointing", "TrainerCheckpoints"]
+__all__ = ["Checkpointing"]
 
 _MIN_INTERVAL = 10.0
 """Minimum seconds between checkpoints, and before the first."""
@@ -173,45 +170,3 @@ class Checkpointing:
             rows=recorder.rows,
             sources=self._sources,
         )
-
-
-class TrainerCheckpoints(TrainerCallback):
-    """Restores a checkpoint in a Trainer, and takes new checkpoints.
-
-    It has to precede the recording callback, which needs the restored state when it attaches.
-
-    Parameters
-    ----------
-    training : Training
-    after_step : callable
-        As `Checkpointing.after_step`.
-    trajectory : TrajectoryCallback
-    taken_from : RunState, optional
-        State from which the training starts.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        after_step: Callable[[Recorder, Any], bool],
-        trajectory: TrajectoryCallback,
-        taken_from: RunState | None,
-    ) -> None:
-        self._training = training
-        self._after_step = after_step
-        self._trajectory = trajectory
-        self._taken_from = taken_from
-
-    def on_train_begin(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Restore the state, after accelerate has moved the model."""
-        if self._taken_from is not None:
-            self._taken_from.apply(self._training, getattr(optimizer, "scaler", None))
-
-    def on_step_end(
-        self, args: Any, state: Any, control: TrainerControl, *, optimizer: Any, **kwargs: Any
-    ) -> None:
-        """Take a checkpoint if one is due, and stop if `after_step` returns True."""
-        recorder = self._trajectory.recorder
-        assert recorder is not None
-        if self._after_step(recorder, getattr(optimizer, "scaler", None)):
-            control.should_training_stop = True

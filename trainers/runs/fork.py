@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trajstore.argument_types import Count, checks_types
-from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, VARIABLES
@@ -49,6 +49,7 @@ from trajstore.trainers.runs.retraining import explain_difference, train_again
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.run_state import RunState, holds_state, rows_hold_state
 from trajstore.trainers.runs.training_setup import with_products
+from trajstore.trainers.step_models.recorded_parameters import row_of
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
@@ -342,11 +343,7 @@ class _Source:
 
     def check_step(self, at: int, config: RunConfig) -> None:
         """Check that a step exists, and that steps remain after it."""
-        if at not in self.steps:
-            near = [step for step in self.steps if step < at][-1:]
-            near += [step for step in self.steps if step > at][:1]
-            hint = f"the nearest: {' and '.join(map(str, near))}" if near else "it has no rows"
-            raise StepNotFound(f"{self.path} has no row of step {at}; {hint}")
+        row_of(self.path, np.array(self.steps), at)
         if at == 0:
             raise InvalidArgument(
                 "a fork at step 0 would only share the initial state; record a run with these "

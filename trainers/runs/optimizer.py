@@ -7,22 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from trajstore.trainers.config import RunConfig, ScheduleConfig
-from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
+from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
 __all__ = ["build_optimizer", "build_schedule", "learning_rate"]
-
-
-_CLASSES: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
-    "adamw": (AdamW, RoundedAdamW),
-    "adam": (Adam, RoundedAdam),
-    "sgd": (SGD, RoundedSGD),
-}
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
@@ -46,10 +39,10 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
         settings["momentum"] = wanted.momentum
     else:
         settings |= {"betas": wanted.betas, "eps": wanted.eps}
-    plain, rounded = _CLASSES[wanted.name]
+    rounded = OPTIMIZERS[wanted.name]
     state_dtype = wanted.state_dtype or config.model.dtype
     if state_dtype == config.model.dtype and wanted.rounding == "nearest":
-        return plain(groups, **settings)
+        return rounded.real_class(groups, **settings)  # type: ignore[no-any-return]
     return rounded(
         groups,
         **settings,

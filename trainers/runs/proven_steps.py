@@ -35,15 +35,12 @@ from trajstore.trainers.replay.replay_device import replay_device
 from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
-from trajstore.trainers.runs.retraining import Retrained, train_again
+from trajstore.trainers.runs.retraining import train_again
 from trajstore.trainers.runs.run_state import RunState, holds_state
-from trajstore.trainers.texts.corpus import load_corpus
+from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
 __all__ = ["Difference", "Proof", "prove_steps"]
-
-Train = Callable[[int, int], Retrained]
-"""Trains from the row of a step up to another step, or the first different row."""
 
 _STRETCH = 256
 """Maximum number of rows that are trained without a new start from a recorded row."""
@@ -179,8 +176,10 @@ def prove_steps(
     chosen = select_part(xr.Dataset(coords={STEP.name: recorded}), steps=steps)[STEP.name].values
     rows = [row for row in np.flatnonzero(np.isin(recorded, chosen)).tolist() if row]
     device = replay_device(attributes)
-    train = _repeated_preset(run, attributes, corpus=corpus, tokenizer=tokenizer)
-    proofs = _Proofs(run, attributes, recorded.tolist(), train)
+    sources = text_sources(None, attributes, corpus=corpus, tokenizer=tokenizer)
+    text = load_corpus(recorded_config(run), **sources)
+    check_text(run, text)
+    proofs = _Proofs(run, attributes, recorded.tolist(), text, sources)
     for number in proofs.prove(rows):
         if on_progress is not None:
             on_progress(number, len(rows))
@@ -217,22 +216,6 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
         )
 
 
-def _repeated_preset(
-    run: Location, attributes: Mapping[str, Any], **given: str | os.PathLike[str] | None
-) -> Train:
-    """Return the repetition of the training of a configuration."""
-    sources = text_sources(None, attributes, **given)
-    text = load_corpus(recorded_config(run), **sources)
-    check_text(run, text)
-
-    def train(before: int, last: int) -> Retrained:
-        config = recorded_config(run, after=before)
-        taken = RunState.from_row(run, before, config, sources=sources)
-        return train_again(run, text, taken, last, sources=sources)
-
-    return train
-
-
 class _Proofs:
     """The proofs of rows, with their results so far."""
 
@@ -241,7 +224,8 @@ class _Proofs:
         run: Location,
         attributes: Mapping[str, Any],
         steps: list[int],
-        train: Train,
+        text: Corpus,
+        sources: dict[str, str],
     ) -> None:
         self.proven = 0
         self.differences: list[Difference] = []
@@ -249,17 +233,17 @@ class _Proofs:
         self._group: Any = open_group(run)
         self._attributes = attributes
         self._steps = steps
-        self._train = train
+        self._run, self._text, self._sources = run, text, sources
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
 
     def prove(self, rows: list[int]) -> Iterator[int]:
         """Prove rows; yield the number of finished ones."""
         finished = 0
         while finished < len(rows):
-            count = 0
+            count = 1  # without a comparison
             with self.unproven.collect(self._steps[rows[finished]]):
                 count = self._prove_first(_consecutive(rows[finished:]))
-            finished += max(count, 1)
+            finished += count
             yield finished
 
     def _prove_first(self, rows: list[int]) -> int:
@@ -271,11 +255,16 @@ class _Proofs:
             If the first row cannot be compared.
         """
         first = rows[0]
-        self._check(first)
-        rows = list(itertools.takewhile(self._is_checkable, rows))
         before, last = self._steps[first - 1], self._steps[rows[-1]]
+        if self._steps[first] <= self._other_optimizer_until:
+            raise CannotReplay(
+                "another optimizer or type trained it, before the run was forked; prove the source "
+                "of the fork"
+            )
         try:
-            reached = self._train(before, last)
+            config = recorded_config(self._run, after=before)
+            taken = RunState.from_row(self._run, before, config, sources=self._sources)
+            reached = train_again(self._run, self._text, taken, last, sources=self._sources)
         except (ConfigError, InvalidArgument, NothingToResume, StepNotFound) as error:
             raise CannotReplay(str(error)) from error
         self.proven += reached.agreed
@@ -289,20 +278,6 @@ class _Proofs:
             raise CannotReplay(f"{names} cannot be restored from the row before")
         self.differences += self._differences(difference)
         return difference.row - first + 1
-
-    def _is_checkable(self, row: int) -> bool:
-        try:
-            self._check(row)
-        except CannotReplay:
-            return False
-        return True
-
-    def _check(self, row: int) -> None:
-        if self._steps[row] <= self._other_optimizer_until:
-            raise CannotReplay(
-                "another optimizer or type trained it, before the run was forked; prove the source "
-                "of the fork"
-            )
 
     def _differences(self, found: RowDifference) -> Iterator[Difference]:
         """Yield the differences of a row, for each variable and parameter."""

@@ -16,7 +16,6 @@ from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.recording.token_selection import Tokens, read_tokens, select_tokens
-from trajstore.trainers.runs.checkpoint_schedule import TrainerCheckpoints
 from trajstore.trainers.runs.matrix_runs import matrices, shared_path
 from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training
@@ -117,19 +116,26 @@ def run_recorded(
     """
     first_step = 0 if taken is None else taken.step
     target = shared_path(target, training.config)
+
+    def begin(scaler: Any) -> None:
+        if taken is not None:
+            taken.apply(training, scaler)
+
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
         trajectory.comparison = comparison
         trajectory.prints_end = False
-        checkpoints = TrainerCheckpoints(training, after_step, trajectory, taken)
         try:
-            training.run([checkpoints, trajectory], first_step=first_step)
+            training.run(
+                [trajectory],
+                first_step=first_step,
+                on_begin=begin,
+                on_step_end=lambda scaler: after_step(_attached(trajectory), scaler),
+            )
         finally:
             trajectory.close()
-        assert trajectory.recorder is not None
-        return trajectory.recorder
-    if taken is not None:
-        taken.apply(training, training.scaler)
+        return _attached(trajectory)
+    begin(training.scaler)
     max_grad_norm = training.config.training.max_grad_norm
     loop = TrainingLoop(
         scaler=training.scaler,
@@ -148,12 +154,15 @@ def run_recorded(
         on_note=on_note,
         comparison=comparison,
     ) as recorder:
-        training.run(
-            first_step=first_step, on_step_end=lambda: after_step(recorder, training.scaler)
-        )
+        training.run(first_step=first_step, on_step_end=lambda scaler: after_step(recorder, scaler))
     if recorder.writer is None:
         raise RecordingError(
             f"the gradient scaler skipped every step, so {target} was not written; train more "
             "steps, or set another training.autocast"
         )
     return recorder
+
+
+def _attached(trajectory: TrajectoryCallback) -> Recorder:
+    assert trajectory.recorder is not None
+    return trajectory.recorder

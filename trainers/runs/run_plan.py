@@ -35,6 +35,7 @@ from trajstore.trainers.recording.token_selection import (
     read_tokens,
     select_tokens,
 )
+from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
@@ -343,13 +344,10 @@ def plan(
 
 def _recorded_attributes(config: RunConfig) -> dict[str, Any]:
     """Attributes of the run, as far as the rule of its optimizer depends on them."""
-    classes = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
     optimizer = config.optimizer
+    name = OPTIMIZERS[optimizer.name].real_class.__name__
     return {
-        "optimizer": {
-            "class": classes[optimizer.name],
-            "hyperparameters": optimizer.model_dump(),
-        },
+        "optimizer": {"class": name, "hyperparameters": optimizer.model_dump()},
         "recording": {"every": config.recording.every},
     }
 

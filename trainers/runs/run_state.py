@@ -295,7 +295,7 @@ def stored_name(path: Location) -> str:
     FormatError
         If the file is damaged.
     """
-    return str(_described(path).get("name", ""))
+    return str(_read(path, with_tensors=False)[0].get("name", ""))
 
 
 def _count_steps(optimizer: Optimizer, taken: float) -> None:
@@ -325,28 +325,21 @@ def _description(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _read(path: Location) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    facts = _described(path)
-    try:
-        with local_file(path) as local, safe_open(local, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError) as error:
-        raise _damaged(path, f"it cannot be read ({error})") from error
-    return facts, tensors
-
-
-def _described(path: Location) -> dict[str, Any]:
-    """Return the JSON text of a file, without its tensors."""
+def _read(
+    path: Location, *, with_tensors: bool = True
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the JSON text of a file, and its tensors."""
     try:
         with local_file(path) as local, safe_open(local, framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
+            names = file.keys() if with_tensors else ()
+            tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, f"it cannot be read ({error})") from error
     text = metadata.get("trajstore", "")
     if metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
         raise _damaged(path, "the checksum of its description is wrong")
-    facts: dict[str, Any] = json.loads(text)
-    return facts
+    return json.loads(text), tensors
 
 
 def _damaged(path: Location, fault: str) -> FormatError:

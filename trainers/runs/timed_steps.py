@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl
 
 from trajstore.argument_types import Positive, checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.matrix_runs import planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
@@ -116,7 +113,8 @@ def time_steps(
     steps = max(config.training.steps, _MIN_STEPS)
     config = config.with_values([*every, f"training.steps={steps}"])
     try:
-        bare = _train(config, text, device, seconds / 2)
+        bare = _Clock(device, seconds / 2)
+        build_training(config, text).run(on_step_end=bare)
         with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
             run = Path(folder) / "timed.zarr"
             recorded = _record(config, text, device, seconds / 2, run)
@@ -174,38 +172,18 @@ class _Clock:
         return perf_counter()
 
 
-class _StopAtLimit(TrainerCallback):
-    """Ends a Trainer's training at the time limit."""
-
-    def __init__(self, is_time: Callable[[], bool]) -> None:
-        self._is_time = is_time
-
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_time():
-            control.should_training_stop = True
-
-
-def _train(config: RunConfig, text: Corpus, device: torch.device, limit: float) -> _Clock:
-    clock = _Clock(device, limit)
-    build_training(config, text).run([_StopAtLimit(clock)], on_step_end=clock)
-    return clock
-
-
 def _record(
     config: RunConfig, text: Corpus, device: torch.device, limit: float, run: Path
 ) -> _Clock:
     clock = _Clock(device, limit)
     options = recording_options(config, text)
 
-    def after_step(recorder: Recorder, scaler: Any) -> bool:
-        return clock()
-
     def ignore_note(note: str) -> None:
         """The advice is part of the plan."""
 
     training = build_training(config, text)
     first = planned_runs(run, config)[0]
-    run_recorded(training, first, options, None, after_step=after_step, on_note=ignore_note)
+    run_recorded(training, first, options, None, after_step=clock, on_note=ignore_note)
     clock.stop()
     return clock
 

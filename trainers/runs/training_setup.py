@@ -21,6 +21,7 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -125,7 +126,8 @@ class Training:
         callbacks: Sequence[TrainerCallback] = (),
         *,
         first_step: int = 0,
-        on_step_end: Callable[[], bool] = lambda: False,
+        on_begin: Callable[[Any], None] = lambda scaler: None,
+        on_step_end: Callable[[Any], bool] = lambda scaler: False,
     ) -> None:
         """Train until the configuration's number of steps is reached.
 
@@ -134,11 +136,13 @@ class Training:
         callbacks : sequence of TrainerCallback
             For the Trainer; the plain loop ignores them.
         first_step : int
-            Steps taken before. The Trainer then starts at this position of the data. A callback has
-            to restore the state when the training starts.
+            Steps taken before. The Trainer then starts at this position of the data.
+        on_begin : callable
+            For the Trainer: called with its gradient scaler, or None, before the first step, after
+            accelerate has moved the model and before the other callbacks.
         on_step_end : callable
-            For the plain loop: called after each step, when everything is ready for the next one;
-            training stops if it returns True.
+            Called with the gradient scaler, or None, after each step, when everything is ready for
+            the next one; training stops if it returns True.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(float32_products(self.config.training.products == "float32"))
@@ -151,12 +155,12 @@ class Training:
                 args=_training_arguments(self.config, self.device, scratch),
                 train_dataset=self.dataset,
                 optimizers=(self.optimizer, self.schedule),
-                callbacks=list(callbacks),
+                callbacks=[_Steps(on_begin, on_step_end), *callbacks],
             )
             _train_after(trainer, first_step, scratch)
 
     def _run_plain(
-        self, batches: Batches, first_step: int, on_step_end: Callable[[], bool]
+        self, batches: Batches, first_step: int, on_step_end: Callable[[Any], bool]
     ) -> None:
         """Train in a plain PyTorch loop. A step with a gradient overflow is skipped but counts."""
         training, model, scaler = self.config.training, self.model, self.scaler
@@ -187,8 +191,25 @@ class Training:
                 scaler.update()
                 if scaler.get_scale() >= scale:  # it is smaller after a skipped step
                     self.schedule.step()
-            if on_step_end():
+            if on_step_end(scaler):
                 return
+
+
+class _Steps(TrainerCallback):
+    """Passes the begin and the steps of a Trainer's training on; precedes all other callbacks."""
+
+    def __init__(self, on_begin: Callable[[Any], None], on_step_end: Callable[[Any], bool]) -> None:
+        self._on_begin = on_begin
+        self._on_step_end = on_step_end
+
+    def on_train_begin(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
+        self._on_begin(getattr(optimizer, "scaler", None))
+
+    def on_step_end(
+        self, args: Any, state: Any, control: TrainerControl, *, optimizer: Any, **kwargs: Any
+    ) -> None:
+        if self._on_step_end(getattr(optimizer, "scaler", None)):
+            control.should_training_stop = True
 
 
 def build_training(config: RunConfig, text: Corpus) -> Training:

@@ -21,7 +21,7 @@ from trajstore.threads import default_threads
 from trajstore.values.native_types import NativeType, as_bits, narrow, native_type
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["Row", "RunParameters", "StoredParameter", "variable_of"]
+__all__ = ["Row", "RunParameters", "StoredParameter", "row_of", "variable_of"]
 
 Array = npt.NDArray[Any]
 
@@ -99,6 +99,22 @@ def variable_of(variable: str, kind: str) -> str:
     return kind if variable == "W" else VECTORS[kind]
 
 
+def row_of(run: RunPath, steps: Array, step: int) -> int:
+    """Return the row of a step of a run with these steps.
+
+    Raises
+    ------
+    StepNotFound
+        If the run does not hold it.
+    """
+    row = int(np.searchsorted(steps, step))
+    if row < len(steps) and steps[row] == step:
+        return row
+    near = [str(one) for one in steps[max(row - 1, 0) : row + 1]]
+    hint = f"the nearest: {' and '.join(near)}" if near else "it has no rows"
+    raise StepNotFound(f"{run} has no row of step {step}; {hint}")
+
+
 class RunParameters:
     """The parameters of a run, with their rows. The steps are those at the time of opening.
 
@@ -157,12 +173,7 @@ class RunParameters:
         """
         if not isinstance(step, int | np.integer):
             raise InvalidArgument(f"step: got {step!r}, expected a whole number")
-        row = int(np.searchsorted(self.steps, step))
-        if row < len(self.steps) and self.steps[row] == step:
-            return row
-        near = [str(one) for one in self.steps[max(row - 1, 0) : row + 1]]
-        hint = f"the nearest: {' and '.join(near)}" if near else "it has no rows"
-        raise StepNotFound(f"{self.run} has no row of step {step}; {hint}")
+        return row_of(self.run, self.steps, step)
 
     def row(self, step: int, variables: Collection[str]) -> dict[str, Array]:
         """Read the native bits of one row of some variables.

@@ -61,11 +61,8 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     >>> model.lm_head.weight is model.transformer.wte.weight, model.dtype
     (True, torch.bfloat16)
     """
-    stored = RunParameters(run)
-    stored.number(step)  # before the model is built
-    model = StepModel(stored, constructor)
-    model.set(stored.row(step, model.variables))
-    return model.module
+    ((_, model),) = models(run, [step], constructor=constructor)
+    return model
 
 
 def models(

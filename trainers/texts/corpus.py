@@ -71,15 +71,7 @@ def tokenize(data: bytes, tokenizer: Tokenizer, name: str) -> Corpus:
     """
     if not data:
         raise CorpusError(f"the corpus {name} is empty; give a plain text")
-    return Corpus(
-        name=name,
-        ids=tokenizer.ids(data, name),
-        vocab_size=tokenizer.vocab_size,
-        size=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-        tokenizer=_identity(tokenizer),
-        token_text=tokenizer.texts(),
-    )
+    return _corpus(name, data, tokenizer.ids(data, name), tokenizer.vocab_size, tokenizer)
 
 
 def tokenize_file(path: Path, tokenizer: Tokenizer) -> Corpus:
@@ -101,9 +93,25 @@ def tokenize_file(path: Path, tokenizer: Tokenizer) -> Corpus:
     return tokenize(data, tokenizer, path.name)
 
 
-def _identity(tokenizer: Tokenizer) -> dict[str, str]:
-    hashed = {"sha256": tokenizer.sha256} if tokenizer.sha256 else {}
-    return {"name": tokenizer.name, **hashed}
+def _corpus(
+    name: str,
+    data: bytes,
+    ids: npt.NDArray[np.int64],
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+) -> Corpus:
+    identity = {"name": tokenizer.name if tokenizer else "none"}
+    if tokenizer and tokenizer.sha256:
+        identity["sha256"] = tokenizer.sha256
+    return Corpus(
+        name=name,
+        ids=ids,
+        vocab_size=vocab_size,
+        size=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        tokenizer=identity,
+        token_text=tokenizer.texts() if tokenizer else None,
+    )
 
 
 def embedded_text() -> bytes:
@@ -137,20 +145,6 @@ def id_stream(vocab_size: int, live: int) -> npt.NDArray[np.int64]:
     drawn = ids[np.searchsorted(cumulative[:-1], uniform * cumulative[-1], side="right")]
     stream = np.concatenate([ids, drawn])
     return stream[np.argsort(bits(size), kind="stable")].astype(np.int64)
-
-
-def _embedded_ids(vocab_size: int, live: int, tokenizer: Tokenizer | None) -> Corpus:
-    ids = id_stream(vocab_size, live)
-    data = ids.astype("<i4").tobytes()
-    return Corpus(
-        name="stream of ids (embedded)",
-        ids=ids,
-        vocab_size=vocab_size,
-        size=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-        tokenizer=_identity(tokenizer) if tokenizer else {"name": "none"},
-        token_text=tokenizer.texts() if tokenizer else None,
-    )
 
 
 def load_corpus(
@@ -205,7 +199,9 @@ def load_corpus(
                 f"data.live_tokens = {data.live_tokens}, but the model has only {model.vocab_size} "
                 "tokens (model.vocab_size); set a smaller data.live_tokens"
             )
-        loaded = _embedded_ids(model.vocab_size, data.live_tokens, maker)
+        ids = id_stream(model.vocab_size, data.live_tokens)
+        stream = ids.astype("<i4").tobytes()
+        loaded = _corpus("stream of ids (embedded)", stream, ids, model.vocab_size, maker)
     shortest = model.context + data.target_offset - 1
     if loaded.ids.size < shortest:
         raise CorpusError(

@@ -4,7 +4,6 @@ import copy
 import inspect
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -117,21 +116,6 @@ def test_float64_anywhere_is_computed_in_float64() -> None:
     narrow = RoundedAdam(parameters(torch.float64), state_dtype="float32")
     train(narrow, narrow.param_groups[0]["params"], 0, 1)
     assert {v.dtype for s in narrow.state.values() for v in s.values()} == {torch.float32}
-
-
-def test_with_float32_state_the_second_moment_falls_and_with_bfloat16_it_cannot() -> None:
-    falls = {}
-    for state in ("bfloat16", "float32"):
-        (W,) = params = [torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
-        optimizer = RoundedAdam(params, state_dtype=state)
-        W.grad = torch.rand(1000, generator=torch.Generator().manual_seed(1)).to(W.dtype)
-        optimizer.step()
-        before = optimizer.state[W]["exp_avg_sq"].clone()
-        W.grad.zero_()
-        optimizer.step()
-        falls[state] = int((optimizer.state[W]["exp_avg_sq"] < before).sum())
-    assert falls["bfloat16"] == 0
-    assert falls["float32"] > 990
 
 
 @pytest.mark.parametrize(("rounded", "_real", "settings"), CLASSES)
@@ -431,16 +415,3 @@ def test_beyond_the_largest_number_it_is_rounded_to_nearest() -> None:
     assert torch.equal(rounded, values.half())
     assert rounded[0, 0] == largest
     assert rounded[0, 3] == torch.inf
-
-
-def test_a_slow_drift_that_nearest_rounding_loses_is_kept_on_average() -> None:
-    ends = {}
-    for rounding in ("nearest", "stochastic"):
-        W = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-        optimizer = RoundedSGD([W], lr=1.0, state_dtype="bfloat16", rounding=rounding)
-        W.grad = torch.full_like(W, -(2.0**-12))
-        for _ in range(64):
-            optimizer.step()
-        ends[rounding] = float(np.mean(W.detach().double().numpy()))
-    assert ends["nearest"] == 1.0
-    assert abs(ends["stochastic"] - (1 + 2**-6)) < 1e-3

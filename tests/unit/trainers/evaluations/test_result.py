@@ -22,6 +22,7 @@ def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
         "count": 3,
         "mean": 0.5,
         "text": "a\0",
+        "texts": (("layer",), ["\0", "b"]),
         "plain": np.zeros((2, 1)),
         "weight": weight,
         "named": (("layer",), [1, 2]),
@@ -33,6 +34,7 @@ def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
         "count": ("step",),
         "mean": ("step",),
         "text": ("step",),
+        "texts": ("step", "layer"),
         "plain": ("step", "plain_0", "plain_1"),
         "weight": ("step", "weight_0"),
         "named": ("step", "layer"),
@@ -41,15 +43,10 @@ def test_every_kind_of_value_has_a_type_and_dimensions() -> None:
     assert (ds["weight"].dtype, ds["count"].dtype.kind) == (np.float32, "i")
     assert ds["token"].values.tolist() == [4, 5, 6]
     assert ds["text"].values.tolist() == ["a\0"]  # with its final NUL
+    assert ds["texts"].values.tolist() == [["\0", "b"]]
     with torch.no_grad():
         weight.zero_()
     assert ds["weight"].values.tolist() == [[1, 1]]  # a copy
-
-
-def test_texts_keep_their_last_nul_characters() -> None:
-    ds = step_dataset({"text": "a\0", "texts": (("layer",), ["\0", "b"])}, 7)
-    assert ds["text"].values.tolist() == ["a\0"]
-    assert ds["texts"].values.tolist() == [["\0", "b"]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from altered_runs import flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 
@@ -124,16 +123,6 @@ def test_how_many_threads_there_are_does_not_enter(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*ends)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("variable", ["W", "exp_avg", "exp_avg_sq"])
-@ROUNDINGS
-def test_an_altered_bit_is_named(variable: str, rounding: str, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", adamw(rounding), dtype=torch.bfloat16, steps=STEPS)
-    flip(path, variable, (7, 3, 1), 9)
-    finding = replay(path).findings[0]
-    assert (finding.variable, finding.step, finding.token) == (variable, 7, 3)
 
 
 def test_another_seed_is_found(tmp_path: Path) -> None:
