@@ -11,21 +11,8 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
-from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
-from trajstore.exchange.importing.file_numbers import (
-    STARTING_STEP,
-    attributes_of,
-    scalar_numbers,
-)
-from trajstore.exchange.importing.file_rows import (
-    Alignment,
-    aligned,
-    check_size,
-    checked_labels,
-    named_steps,
-    true_steps,
-    unlabeled_steps,
-)
+from trajstore.exchange.importing.file_numbers import attributes_of, scalar_numbers
+from trajstore.exchange.importing.file_rows import FileRows, check_size
 from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import (
     ImportedRun,
@@ -40,8 +27,8 @@ from trajstore.exchange.importing.token_tables import (
     token_table,
 )
 from trajstore.exchange.layouts import Layout
-from trajstore.formats.array_file import ArrayFile, values_of
-from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
+from trajstore.formats.array_file import ArrayFile
+from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
 __all__ = ["RunReading"]
@@ -72,7 +59,6 @@ class RunReading:
         self.part = part
         self.options = options
         self.layout = layout
-        self.notes: list[str] = []
         self.found = tuple(
             one for one in part.found
             if not (one.kind.name == "lr" and one.key in part.numbers)
@@ -90,26 +76,23 @@ class RunReading:
             If an option does not fit them, or a row does not fit into the memory.
         """
         anchor, file = self.anchor, self.file
-        self.single = len(anchor.shape) == 2
-        shape = anchor.shape[anchor.extra :] if not self.single else (1, *anchor.shape)
+        shape = anchor.shape[anchor.extra :] if len(anchor.shape) > 2 else (1, *anchor.shape)
         if not all(shape):
             raise FormatError(
                 f"{file.path}: {anchor.key} has shape {anchor.shape}, expected (step, token, "
                 "hidden) without a length of 0"
             )
-        self.rows, self.tokens, self.hidden = shape
+        _, self.tokens, self.hidden = shape
         check_size(file.path, anchor.key, shape, anchor.dtype, memory)
-        self.steps = self._steps()
+        self.rows = FileRows(file, self.part, self.options, self.layout, anchor)
+        self.notes = self.rows.notes
         tokens = self._tokens()
-        self.resumed = self._is_resumed()
-        variables = self._variables(tokens)
-        variables, notes = aligned(file.path, variables, self._alignment())
-        self.notes += notes
+        variables = self.rows.aligned(self._variables(tokens))
         attributes = self._attributes()
         self._note_what_is_missing(variables)
         return ImportedRun(
             label=self.part.label,
-            steps=self.steps,
+            steps=self.rows.steps,
             token=tokens.token,
             coordinates=tokens.coordinates,
             variables=variables,
@@ -127,91 +110,6 @@ class RunReading:
             f"{self.file.path}: run {self.part.label} holds none of {', '.join(TRAJECTORIES)}; "
             "name the array with --map W=NAME"
         )
-
-    def _steps(self) -> Array:
-        """Steps of the rows."""
-        file, first_row = self.file, self.options.first_row
-        labels = [one for one in self.found if one.kind.name == STEP.name and one.shape]
-        if self.options.steps is not None and self.options.steps not in file.keys:
-            return named_steps(self.options.steps, self.rows)
-        if self.options.steps in file.keys:
-            labels = [one for one in labels if one.key == self.options.steps]
-        if labels:
-            labeled = {one.key: self._labels(one) for one in labels}
-            key, steps = next(iter(labeled.items()))
-            for other, values in labeled.items():
-                if not np.array_equal(values, steps):
-                    raise FormatError(
-                        f"{file.path}: {key} and {other} label the rows differently; choose with "
-                        f"--labels steps={key}"
-                    )
-            trusted = file.attributes.get("steps") == "optimizer"
-            trusted = trusted or file.format == "folder" or key == self.options.steps
-            steps, note = true_steps(steps, name=key, trusted=trusted)
-            self.notes += [note] if note else []
-            return steps
-        start = self._starting_step()
-        if self.single:
-            step = self._step_number()
-            if step is None:
-                step = first_row or 0
-                self.notes.append(
-                    f"{self.anchor.key} is one state without a step number; it was taken as the "
-                    f"state after step {step} (--labels steps=N)"
-                )
-            return np.array([step], np.int64)
-        steps, note = unlabeled_steps(self.rows, first=start or first_row or 0)
-        if file.attributes.get("steps") != "optimizer":
-            self.notes.append(note)
-        return steps
-
-    def _labels(self, one: DetectedArray) -> Array:
-        """Labels of the rows. Labels of several runs have a first axis of runs."""
-        if self.rows not in one.shape:
-            raise self._misshapen(one.key, one.shape)
-        values = values_of(self.file, one.key)
-        if values.ndim == 2 and self.part.outer is not None and len(values) > self.part.outer:
-            values = values[self.part.outer]
-        if values.shape != (self.rows,):
-            raise self._misshapen(one.key, values.shape)
-        return checked_labels(self.file.path, one.key, values)
-
-    def _misshapen(self, key: str, shape: tuple[int, ...]) -> FormatError:
-        return FormatError(
-            f"{self.file.path}: {key} has shape {shape}, expected ({self.rows},): "
-            f"{self.anchor.key} has {self.rows} rows"
-        )
-
-    def _step_number(self) -> int | None:
-        """Step of a single state, from a number in the file."""
-        for key, value in self.part.numbers.items():
-            name = key.lower().rpartition(".")[2]
-            if (
-                name in ARRAY_KINDS[STEP.name].names
-                and isinstance(value, int)
-                and 0 <= value < 1 << 62
-            ):
-                return value
-        return None
-
-    def _starting_step(self) -> int | None:
-        for key, value in self.part.numbers.items():
-            if key.lower() in STARTING_STEP and isinstance(value, int) and 0 <= value < 1 << 61:
-                return value
-        return None
-
-    def _is_resumed(self) -> bool:
-        """True if the first row is the state at which a training was resumed."""
-        start = self._starting_step()
-        if start is None or start == 0:
-            return False
-        if int(self.steps[0]) != start:
-            self.notes.append(
-                f"by a number in the file, the training was resumed at step {start}, but its first "
-                f"row is labeled {self.steps[0]}"
-            )
-            return False
-        return True
 
     def _tokens(self) -> TokenTable:
         populations = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
@@ -258,24 +156,6 @@ class RunReading:
             "ids; give a file of their ids or masks with --masks"
         )
 
-    def _alignment(self) -> Alignment:
-        layout = self.layout
-        forced = self.options.layout is not None
-        is_shifted = layout is not None and any(
-            column.time == "before" for column in layout.columns
-        )
-        exported = layout is not None and self.file.attributes.get("layout") == layout.name
-        return Alignment(
-            steps=self.steps,
-            single=self.single,
-            resumed=self.resumed,
-            labeled=any(one.kind.name == STEP.name and one.shape for one in self.found),
-            fits_before=is_shifted,
-            is_before=is_shifted and (forced or exported),
-            forced=self.options.layout if is_shifted and forced else None,
-            first_row_is_given=self.options.first_row is not None,
-        )
-
     def _variables(self, tokens: TokenTable) -> tuple[ImportedVariable, ...]:
         held: dict[str, ImportedVariable] = {}
         for one in self.found:
@@ -311,7 +191,7 @@ class RunReading:
     def _variable(self, one: DetectedArray, tokens: TokenTable) -> ImportedVariable:
         dims = one.kind.dims
         shape = one.shape
-        if self.single:
+        if self.rows.single:
             shape = (1, *shape)
         outer = self.part.outer if len(shape) > len(dims) else None
         shape = shape[len(shape) - len(dims) :] if outer is not None else shape
@@ -322,7 +202,7 @@ class RunReading:
                                one.population)  # fmt: skip
             here = len(places)
         expected = tuple(
-            {"step": self.rows, "token": here, "hidden": self.hidden}[dim] for dim in dims
+            {"step": self.rows.count, "token": here, "hidden": self.hidden}[dim] for dim in dims
         )
         if (
             len(shape) == 2
@@ -331,7 +211,7 @@ class RunReading:
             and (shape[1] == tokens.vocabulary)
         ):
             pick, shape = tokens.token, (shape[0], here)
-        lacks_first = self.rows > 1 and shape == (self.rows - 1, *expected[1:])
+        lacks_first = self.rows.count > 1 and shape == (self.rows.count - 1, *expected[1:])
         if lacks_first:
             self.notes.append(
                 f"{one.key} has one row less than {self.anchor.key}: its first row is the second "
@@ -340,9 +220,9 @@ class RunReading:
         elif shape != expected:
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected "
-                f"{expected[1:] if self.single else expected} "
-                f"({', '.join(dims[1:] if self.single else dims)}), as {self.anchor.key} has shape "
-                f"{self.anchor.shape}"
+                f"{expected[1:] if self.rows.single else expected} "
+                f"({', '.join(dims[1:] if self.rows.single else dims)}), as {self.anchor.key} has "
+                f"shape {self.anchor.shape}"
             )
         if not all(expected):
             raise FormatError(
@@ -358,7 +238,7 @@ class RunReading:
             rows=shape[0],
             row_shape=(shape[0], self.tokens, *shape[2:])[1 : len(dims)] if "token" in dims
             else tuple(shape[1:]),
-            single=self.single,
+            single=self.rows.single,
             shift=-1 if lacks_first else 0,
         )  # fmt: skip
 
@@ -382,8 +262,8 @@ class RunReading:
                 )
         numbers = dict(self.part.numbers)
         for key, number in self._sizes("num_steps").items():
-            if number == self.rows - 1:  # it counts the rows, of which not every step has one
-                numbers[key] = int(self.steps[-1])
+            if number == self.rows.count - 1:  # it counts the rows, of which not every step has one
+                numbers[key] = int(self.rows.steps[-1])
         return attributes_of(self.file.path, numbers, self.options.mapped)
 
     def _sizes(self, name: str) -> dict[str, int]:

@@ -27,7 +27,6 @@ __all__ = [
     "Source",
     "checked_texts",
     "checked_tokens",
-    "first_row_is_blank",
     "kept_attributes",
 ]
 
@@ -124,6 +123,10 @@ class ImportedVariable:
             whole[:, source.places] = bits
         return whole
 
+    def is_blank(self, row: int) -> bool:
+        """True if a row holds only zeros and NaN."""
+        return bool(is_zero_or_nan(self.read(row, row + 1), self.native).all())
+
     def wanted_bits(self, bits: Array) -> Array:
         """Bits in the wanted type. `holds_bfloat16` has checked that it holds every value."""
         if self.wanted == self.native:
@@ -215,11 +218,6 @@ class ImportedFile:
     layout: str
     runs: tuple[ImportedRun, ...]
     table: tuple[Detection, ...] = field(default=())
-
-
-def first_row_is_blank(held: ImportedVariable) -> bool:
-    """True if the first row holds only zeros and NaN."""
-    return bool(is_zero_or_nan(held.read(0, 1), held.native).all())
 
 
 def checked_tokens(file: ArrayFile, token: Array) -> Array:
