@@ -77,8 +77,8 @@ def with_everything(layout: Layout, part: Selection) -> Layout:
         Column(
             key=keys.get(name, name),
             variable=name,
-            dtype=part.run.series[name].native.name,
-            blank="nan",
+            type=part.run.series[name].native.name,
+            row0="nan",
         )
         for name in part.variables
     )
@@ -202,7 +202,7 @@ def _without_place(layout: Layout, part: Selection) -> list[str]:
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
         held.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
-    known |= {MARKS[key] for key in layout.populations} & {"token_count"}
+    known |= {MARKS[key] for key in layout.marks} & {"token_count"}
     return [
         *(name for name in part.variables if name not in held),
         *(name for name in part.run.coordinates if name not in known),
@@ -244,8 +244,8 @@ def _token_labels(layout: Layout, part: Selection) -> Iterator[Tensor]:
         yield constant("token", "int32", ids)
     if "is_dead" in coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        yield from _marked(layout.populations, coordinates["is_dead"].astype(bool))
-    for key in layout.populations:
+        yield from _marked(layout.marks, coordinates["is_dead"].astype(bool))
+    for key in layout.marks:
         if MARKS[key] == "token_count" and "token_count" in coordinates:
             yield constant(key, "int64", coordinates["token_count"])
     if layout.name == "native":  # in other files, their names may have another meaning
@@ -264,7 +264,7 @@ def _marked_ids(layout: Layout, part: Selection) -> Iterator[Tensor]:
     is_dead, selected = np.zeros((2, size), bool)
     is_dead[ids] = part.run.coordinates["is_dead"]
     selected[part.coordinates["token"]] = True
-    yield from _marked(layout.populations, is_dead, selected)
+    yield from _marked(layout.marks, is_dead, selected)
 
 
 def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
@@ -330,11 +330,11 @@ def _metadata(layout: Layout, part: Selection) -> dict[str, str]:
 def _notes(
     layout: Layout, part: Selection, columns: Collection[str], keys: Collection[str]
 ) -> Iterator[str]:
-    marks = [key for key in layout.populations if MARKS[key] != "token_count"]
+    marks = [key for key in layout.marks if MARKS[key] != "token_count"]
     if layout.marks_dead and "is_dead" not in part.run.coordinates:
         known = [*marks, *(key for key in layout.numbers if key in COUNTS)]
         yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"
-    for key in {*layout.populations} - {*marks, *keys}:
+    for key in {*layout.marks} - {*marks, *keys}:
         why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"
         yield f"{key} omitted: {why}"
     late = [column.key for column in layout.columns if column.first_row and column.key in columns]

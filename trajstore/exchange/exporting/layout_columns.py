@@ -94,7 +94,7 @@ def _zeros(column: Column, part: Selection) -> Tensor:
     series = part.run.series
     like = next(series[name] for name in (*TRAJECTORIES, "grad") if name in series)
     shape = like.shape_of(part.rows[column.first_row :], part.tokens)
-    row = np.zeros((1, *shape[1:]), native_type(column.dtype).bits)
+    row = np.zeros((1, *shape[1:]), native_type(column.type).bits)
     return Tensor(
         key=column.key,
         dtype=column.file_type,
@@ -121,10 +121,10 @@ def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
                 f"layout {layout.name} needs {column.variable} of step {wanted[at < 0][0]}, which "
                 "the run does not hold; select other steps, or use another layout"
             )
-    native, dtype = variable.native, native_type(column.dtype)
+    native, dtype = variable.native, native_type(column.type)
     is_change = column.time in ("change", "ulps")
     shown = rows if is_change else at
-    as_zero = column.time == "after" and column.blank == "zero"
+    as_zero = column.time == "after" and column.row0 == "zero"
     as_zero = as_zero and VARIABLES[variable.name].row0 == "nan"
 
     def read(where: Where) -> tuple[Array, int]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
+from trajstore.exchange.guessing.detect_arrays import DetectedArray
 from trajstore.exchange.importing.file_numbers import attributes_of, scalar_numbers
 from trajstore.exchange.importing.file_rows import FileRows, check_size
 from trajstore.exchange.importing.import_options import ImportOptions
@@ -112,45 +110,40 @@ class RunReading:
         )
 
     def _tokens(self) -> TokenTable:
-        populations = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
-        own = _tables(self.file, self.found)
-        arrays = [*own, *self.options.masks]
-        self.by_population = {"dead", "live"} <= populations
-        tokens = self.tokens
-        if populations & {"dead", "live"} and None in populations:
+        """Tokens of the rows; of rows of dead or live tokens, the ids that a mask or list gives."""
+        own = token_arrays(self.file, self.found)
+        self.arrays = [*own, *self.options.masks]
+        held = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
+        populations = held - {None}
+        self.by_population = len(populations) == 2
+        if populations and None in held:
             raise FormatError(
                 f"{self.file.path}: {self.anchor.key} and others have rows of different tokens; "
                 "omit some with --map ignore=NAME"
             )
         if self.by_population:
-            tokens = sum(len(self._ids(arrays, each)) for each in ("dead", "live"))
-            self.tokens = tokens
-        elif populations & {"dead", "live"} and not any(one.kind == "token" for one in arrays):
-            (population,) = populations & {"dead", "live"}
-            assert population is not None
-            ids = self._ids(arrays, population)
-            arrays.append(TokenArray(name=f"the {population} tokens", kind="token", values=ids))
-        name = self.anchor.key
+            self.tokens = sum(len(self._ids(each)) for each in ("dead", "live"))
+        elif populations and not any(one.kind == "token" for one in self.arrays):
+            (population,) = populations
+            name = f"the {population} tokens"
+            self.arrays.append(TokenArray(name=name, kind="token", values=self._ids(population)))
         exported = self.file.attributes.get("exporter") == "trajstore"
-        by_place = exported and any(one.kind == "token" for one in own)
         table = token_table(
             self.file.path,
-            tokens,
-            arrays,
+            self.tokens,
+            self.arrays,
             self.part.numbers,
             sizes=self._sizes("vocab_size"),
-            rows_of=name,
-            by_place=by_place,
+            rows_of=self.anchor.key,
+            by_place=exported and any(one.kind == "token" for one in own),
         )
         self.notes += table.notes
         return table
 
-    def _ids(self, arrays: Sequence[TokenArray], population: str) -> Array:
-        for each in arrays:
-            if each.kind == f"{population}_ids":
-                return each.values
-            if each.kind == f"{population}_mask":
-                return np.flatnonzero(each.values)
+    def _ids(self, population: str | None) -> Array:
+        for each in self.arrays:
+            if each.kind in (f"{population}_ids", f"{population}_mask"):
+                return each.ids
         raise FormatError(
             f"{self.file.path}: {self.anchor.key} has rows of {population} tokens with unknown "
             "ids; give a file of their ids or masks with --masks"
@@ -198,8 +191,7 @@ class RunReading:
         here = self.tokens
         places = pick = None
         if self.by_population and one.population is not None:
-            places = self._ids([*_tables(self.file, self.found), *self.options.masks],
-                               one.population)  # fmt: skip
+            places = self._ids(one.population)
             here = len(places)
         expected = tuple(
             {"step": self.rows.count, "token": here, "hidden": self.hidden}[dim] for dim in dims
@@ -287,10 +279,3 @@ class RunReading:
             ]
             if absent:
                 self.notes.append(f"the file does not hold {', '.join(absent)}")
-
-
-def _tables(file: ArrayFile, found: Sequence[DetectedArray]) -> list[TokenArray]:
-    """Arrays of a run that describe the tokens."""
-    return token_arrays(
-        file, DetectedArrays(found=tuple(found), numbers={}, vectors={}, omitted=())
-    )
