@@ -231,14 +231,16 @@ def _layout(name: str, given: Mapping[str, Any]) -> Layout:
         )
     if table.get("runs") == "axis" and table.get("format") == "hdf5":
         raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
-    own = {"required": [*arrays][:1] or table.get("marks")} | {
-        key: value for key, value in table.items() if key not in ("arrays", "like", *_OF_ARRAY)
+    own: dict[str, Any] = {"required": tuple([*arrays][:1] or table["marks"])} | {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in table.items()
+        if key not in ("arrays", "like", *_OF_ARRAY)
     }
     return Layout(
         name=name,
         columns=tuple(_column(name, key, one, table) for key, one in arrays.items()),
         whole=name in _WHOLE,
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in own.items()},
+        **own,
     )
 
 
