@@ -109,7 +109,7 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
     columns: list[dict[str, Tensor]] = []
     for part in parts:
-        by_tokens = {
+        by_tokens: dict[str, Selection] = {
             column.tokens: population(layout, part, column.tokens) for column in layout.columns
         }
         of_run, absent = columns_of(layout, part, by_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
@@ -15,7 +16,7 @@ from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
-    Source,
+    reader,
 )
 from trajstore.exchange.importing.run_parts import RunPart
 from trajstore.exchange.importing.token_tables import (
@@ -160,12 +161,8 @@ class RunReading:
                 variable = self._joined(other, variable)
             held[variable.variable] = variable
         for variable in held.values():
-            covered = [source.places for source in variable.sources if source.places is not None]
-            if (
-                self.by_population
-                and sum(map(len, covered)) != self.tokens
-                and ("token" in VARIABLES[variable.variable].dims)
-            ):
+            of_token = "token" in VARIABLES[variable.variable].dims
+            if of_token and variable.row_shape[0] != self.tokens:
                 raise FormatError(
                     f"{self.file.path}: {variable.key} has rows of some tokens only, but other "
                     f"arrays have rows of all; omit it with --map ignore={variable.key}"
@@ -173,13 +170,24 @@ class RunReading:
         return tuple(held[name] for name in VARIABLES if name in held)
 
     def _joined(self, one: ImportedVariable, other: ImportedVariable) -> ImportedVariable:
+        """Rows of all tokens, from those of dead and those of live tokens."""
         if one.native != other.native or one.rows != other.rows:
             raise FormatError(
                 f"{self.file.path}: {one.key} has {one.rows} rows of {one.native.name}, but "
                 f"{other.key} has {other.rows} rows of {other.native.name}; omit one with --map "
                 f"ignore={other.key}"
             )
-        return replace(one, sources=(*one.sources, *other.sources))
+        row_shape = (self.tokens, *one.row_shape[1:])
+        population = {each.key: each.population for each in self.found}
+        parts = [(self._ids(population[each.key]), each.read) for each in (one, other)]
+
+        def read(start: int, stop: int) -> Array:
+            whole = np.empty((stop - start, *row_shape), one.native.bits)
+            for places, of_some in parts:
+                whole[:, places] = of_some(start, stop)
+            return whole
+
+        return replace(one, keys=(one.key, other.key), row_shape=row_shape, read=read)
 
     def _variable(self, one: DetectedArray, tokens: TokenTable) -> ImportedVariable:
         dims = one.kind.dims
@@ -188,11 +196,9 @@ class RunReading:
             shape = (1, *shape)
         outer = self.part.outer if len(shape) > len(dims) else None
         shape = shape[len(shape) - len(dims) :] if outer is not None else shape
-        here = self.tokens
-        places = pick = None
+        here, pick = self.tokens, None
         if self.by_population and one.population is not None:
-            places = self._ids(one.population)
-            here = len(places)
+            here = len(self._ids(one.population))
         expected = tuple(
             {"step": self.rows.count, "token": here, "hidden": self.hidden}[dim] for dim in dims
         )
@@ -220,19 +226,17 @@ class RunReading:
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected no length of 0"
             )
-        native = self._native(one)
+        native, single = self._native(one), self.rows.single
         return ImportedVariable(
-            file=self.file,
             variable=one.kind.name,
-            sources=(Source(key=one.key, outer=outer, places=places, pick=pick),),
+            keys=(one.key,),
             native=native,
             wanted=native,
             rows=shape[0],
-            row_shape=(shape[0], self.tokens, *shape[2:])[1 : len(dims)] if "token" in dims
-            else tuple(shape[1:]),
-            single=self.rows.single,
+            row_shape=tuple(shape[1:]),
+            read=reader(self.file, one.key, native, single=single, outer=outer, pick=pick),
             shift=-1 if lacks_first else 0,
-        )  # fmt: skip
+        )
 
     def _native(self, one: DetectedArray) -> NativeType:
         """Native type of the values of an array."""

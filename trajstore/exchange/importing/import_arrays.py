@@ -143,7 +143,7 @@ def _table(
     detected: DetectedArrays, runs: tuple[ImportedRun, ...], options: ImportOptions
 ) -> Iterator[Detection]:
     """Detected kinds of all arrays and numbers."""
-    read = {source.key: held for run in runs for held in run.variables for source in held.sources}
+    read = {key: held for run in runs for held in run.variables for key in held.keys}
     for one in detected.found:
         kind, why = one.kind.name, []
         held = read.get(one.key)

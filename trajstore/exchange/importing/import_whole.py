@@ -15,10 +15,10 @@ from trajstore.exchange.importing.imported_file import (
     ImportedFile,
     ImportedRun,
     ImportedVariable,
-    Source,
     checked_texts,
     checked_tokens,
     kept_attributes,
+    reader,
 )
 from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
 from trajstore.formats.array_file import ArrayFile, values_of
@@ -176,9 +176,9 @@ def _variables(
         native = NATIVE_TYPES[dtype]
         found.append(
             ImportedVariable(
-                file=file,
                 variable=name,
-                sources=(Source(key=key),),
+                keys=(key,),
+                read=reader(file, key, native),
                 native=native,
                 wanted=native,
                 rows=shape[0],
