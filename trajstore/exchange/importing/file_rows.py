@@ -336,7 +336,7 @@ class FileRows:
         if forced is not None and not all(same):
             raise FormatError(
                 f"{self._file.path}: {states[same.index(False)].key} differs between rows 0 and 1, "
-                f"but in layout {forced} both come before step 1; omit --layout {forced}"
+                f"but in layout {forced.name} both come before step 1; omit --layout {forced.name}"
             )
         if not all(same) or "grad" not in held or held["grad"].shift:
             return False

@@ -87,7 +87,7 @@ def read_runs(
         If an option does not apply to it, or a row does not fit into the memory.
     """
     options = options or ImportOptions()
-    layout = options.described
+    layout = options.layout
     if (
         layout is not None
         and file.format != layout.format

@@ -669,7 +669,7 @@ def test_every_layout_goes_out_and_comes_back(run: Any, tmp_path: Path, layout: 
         for column in LAYOUTS[layout].columns:
             if column.key in first:
                 assert first[column.key].tobytes() == second[column.key].tobytes(), column.key
-        for key in LAYOUTS[layout].populations:
+        for key in LAYOUTS[layout].marks:
             if MARKS[key] == "dead_ids":
                 assert first[key].tolist() == second[key].tolist() == DEAD
 
