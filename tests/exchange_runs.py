@@ -10,6 +10,16 @@ import xarray as xr
 
 from trajstore import RunWriter
 
+ALL = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+"""Variables of a run as the notebooks recorded it."""
+
 DIMS = {"W": 3, "grad": 3, "exp_avg": 3, "exp_avg_sq": 3, "logits": 2}
 NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}
 ZERO = ("exp_avg", "exp_avg_sq")

@@ -12,19 +12,11 @@ import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import Cli
-from exchange_runs import assert_same_run, write_run
+from exchange_runs import ALL, assert_same_run, write_run
 from safetensors.numpy import load_file, save_file
 
 from trajstore.cli.progress import BytesProgress
 
-ALL = {
-    "W": "bfloat16",
-    "grad": "bfloat16",
-    "exp_avg": "bfloat16",
-    "exp_avg_sq": "bfloat16",
-    "logits": "bfloat16",
-    "loss": "float32",
-}
 ROWS, TOKENS = 41, 30
 DEAD = np.arange(0, TOKENS, 3)
 
@@ -117,29 +109,6 @@ def test_the_verification_of_1_12f(
     tables = json.loads(trajstore_cli("summary", tmp_path / "back.zarr", "--json").stdout)
     for name in ("grad_norms", "displacement", "centroid_norm", "logits", "max_dead_grad_norm"):
         assert (np.array(tables[name]["values"], float) == summary[name].values).all()
-
-
-def test_the_last_line_of_1_12a(
-    trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
-) -> None:
-    done = trajstore_cli("export", run, "--layout", "1.12a", "-o", tmp_path / "f")
-    assert "W, momentum and variance are the values before the step of their row" in done.stdout
-    file = load_file(tmp_path / "f")
-    assert close(file["loss"][-1], summary["loss"].sel(when="last"))
-
-
-def test_like_a_file_with_a_key_that_a_run_lacks(
-    trajstore_cli: Cli, run: Path, tmp_path: Path
-) -> None:
-    center = np.zeros(8, "f4")
-    save_file({"W": np.zeros((2, 3, 8), "f4"), "bh_center": center}, tmp_path / "theirs")
-    done = trajstore_cli("export", run, "--like", tmp_path / "theirs", "-o", tmp_path / "f.mine")
-    words = " ".join(done.stdout.split())
-    assert "layout theirs, 41 rows" in words
-    assert "bh_center omitted: a run has nothing of this name, type and rank" in words
-    assert {key: array.dtype for key, array in load_file(tmp_path / "f.mine").items()} == {
-        "W": np.float32
-    }
 
 
 @pytest.mark.parametrize("form", ["safetensors", "run"])

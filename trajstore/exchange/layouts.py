@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,17 +43,17 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A tensor with one row per step.
+    """A tensor with one row per step. Most attributes are keys of an entry of ``arrays`` in TOML.
 
     Attributes
     ----------
     key, variable : str
         Names in the file and in a run.
-    dtype : str
+    type : str
         Type in the file.
-    as_bits : bool
+    bits : bool
         True if the file holds the bits of that type as uint16.
-    blank : {'zero', 'nan'}
+    row0 : {'zero', 'nan'}
         Value in the row of step 0, where a run has NaN.
     time : {'after', 'before', 'change', 'ulps', 'initial'}
         The value after the step, the value before it, the difference, the difference in units of
@@ -66,9 +66,9 @@ class Column:
 
     key: str
     variable: str
-    dtype: str
-    as_bits: bool = False
-    blank: Literal["zero", "nan"] = "zero"
+    type: str = "bfloat16"
+    bits: bool = False
+    row0: Literal["zero", "nan"] = "zero"
     time: Literal["after", "before", "change", "ulps", "initial"] = "after"
     first_row: int = 0
     tokens: Literal["all", "dead", "live"] = "all"
@@ -81,7 +81,7 @@ class Column:
     @property
     def file_type(self) -> str:
         """Type of its array in the file."""
-        return "uint16" if self.as_bits else self.dtype
+        return "uint16" if self.bits else self.type
 
     @property
     def has_tokens(self) -> bool:
@@ -96,7 +96,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layout of the files of one family of notebooks.
+    """Layout of the files of one family of notebooks. Most attributes are keys of a table in TOML.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class Layout:
     runs : {'axis', 'keys', 'matrices'}, optional
         How a file holds several runs: along a first axis, under keys ``run_0_…``, or as both
         matrices of an untied model, ``…_E`` and ``…_W``. None for one run.
-    populations : tuple of str
+    marks : tuple of str
         Keys that mark the dead tokens, or count tokens, from `MARKS`.
     numbers : tuple of str
         Numbers besides the arrays: of `COUNTS`, of the table of kinds (in the plural: one per run),
@@ -136,7 +136,7 @@ class Layout:
     format: Literal["safetensors", "hdf5"] = "safetensors"
     steps: str | None = None
     runs: Literal["axis", "keys", "matrices"] | None = None
-    populations: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     chunk_rows: int = 1
@@ -159,7 +159,7 @@ class Layout:
     def marks_dead(self) -> bool:
         """True if it distinguishes dead tokens from live ones."""
         by_rows = any(column.has_tokens and column.tokens != "all" for column in self.columns)
-        return bool(self.populations or by_rows or not COUNTS.keys().isdisjoint(self.numbers))
+        return bool(self.marks or by_rows or not COUNTS.keys().isdisjoint(self.numbers))
 
 
 MARKS: dict[str, str] = {
@@ -213,14 +213,10 @@ _OF_LAYOUT = (
 _EXPORTABLE = tuple(name for name in ARRAY_KINDS if name in VARIABLES)
 
 
-def _layout(name: str, table: Mapping[str, Any]) -> Layout:
+def _layout(name: str, given: Mapping[str, Any]) -> Layout:
     """Layout of a table of TOML."""
-    table = _whole(name, table)
+    table = _whole(name, given)
     _check(name, table, _OF_LAYOUT)
-    for key in ("required", "marks", "numbers", "texts"):
-        names = table.get(key, [])
-        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-            raise InvalidArgument(f"{name}: got {key} = {names!r}, expected a list of names")
     for key in table.get("marks", ()):
         _check_word(name, "marks", key, MARKS)
     for key in (*table.get("numbers", ()), *table.get("texts", ())):
@@ -235,20 +231,16 @@ def _layout(name: str, table: Mapping[str, Any]) -> Layout:
         )
     if table.get("runs") == "axis" and table.get("format") == "hdf5":
         raise InvalidArgument(f"{name}: runs = 'axis' is for safetensors; omit format = 'hdf5'")
-    columns = tuple(_column(name, key, one, table) for key, one in arrays.items())
+    own: dict[str, Any] = {"required": tuple([*arrays][:1] or table["marks"])} | {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in table.items()
+        if key not in ("arrays", "like", *_OF_ARRAY)
+    }
     return Layout(
         name=name,
-        columns=columns,
-        required=tuple(table.get("required", [*arrays][:1] or table.get("marks"))),
-        populations=tuple(table.get("marks", ())),
-        numbers=tuple(table.get("numbers", ())),
-        texts=tuple(table.get("texts", ())),
-        format=table.get("format", "safetensors"),
-        steps=table.get("steps"),
-        runs=table.get("runs"),
-        chunk_rows=table.get("chunk_rows", 1),
-        gzip=table.get("gzip", 0),
+        columns=tuple(_column(name, key, one, table) for key, one in arrays.items()),
         whole=name in _WHOLE,
+        **own,
     )
 
 
@@ -257,29 +249,21 @@ def _column(name: str, key: str, given: Any, defaults: Mapping[str, Any]) -> Col
     table = given if isinstance(given, dict) else {"variable": given}
     where = f"{name}: arrays.{key}"
     _check(where, table, _OF_ARRAY)
-    variable: Any = table.get("variable")
-    if variable is None:
+    if "variable" not in table:
         raise InvalidArgument(f'{where}: got no variable, expected a key such as variable = "W"')
-    _check_word(where, "variable", variable, _EXPORTABLE)
-    dtype = table.get("type", defaults.get("type", "bfloat16"))
-    is_16_bits = dtype in ("bfloat16", "float16")
-    if table.get("bits") and not is_16_bits:
+    _check_word(where, "variable", table["variable"], _EXPORTABLE)
+    merged = {each: defaults[each] for each in _OF_ARRAY if each in defaults} | table
+    column = Column(key=key, **merged)
+    if column.bits and column.type not in ("bfloat16", "float16"):
+        if "bits" in table:
+            raise InvalidArgument(
+                f"{where}: got bits = true with type {column.type}, expected a type of 16 bits"
+            )
+        column = replace(column, bits=False)
+    if column.time in ("change", "ulps") and (column.variable, column.type) != ("W", "float32"):
         raise InvalidArgument(
-            f"{where}: got bits = true with type {dtype}, expected a type of 16 bits"
-        )
-    column = Column(
-        key=key,
-        variable=variable,
-        dtype=dtype,
-        as_bits=table.get("bits", is_16_bits and defaults.get("bits", False)),
-        blank=table.get("row0", "zero"),
-        time=table.get("time", "after"),
-        first_row=table.get("first_row", 0),
-        tokens=table.get("tokens", defaults.get("tokens", "all")),
-    )
-    if column.time in ("change", "ulps") and (variable != "W" or dtype != "float32"):
-        raise InvalidArgument(
-            f"{where}: got time = {column.time!r} for {variable} in {dtype}, expected W in float32"
+            f"{where}: got time = {column.time!r} for {column.variable} in {column.type}, expected "
+            "W in float32"
         )
     return column
 
@@ -294,6 +278,9 @@ def _check(where: str, table: Mapping[str, Any], known: Collection[str]) -> None
             )
         if key in _WORDS:
             _check_word(where, key, value, _WORDS[key])
+        is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if key in ("required", "marks", "numbers", "texts") and not is_list:
+            raise InvalidArgument(f"{where}: got {key} = {value!r}, expected a list of names")
         if key == "steps" and not isinstance(value, str):
             raise InvalidArgument(f"{where}: got steps = {value!r}, expected a name in quotes")
         if key == "chunk_rows" and (type(value) is not int or value < 1):

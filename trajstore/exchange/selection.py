@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Selection:
 
     Attributes
     ----------
+    run : TiledRun
     rows : ndarray of int, (step,)
         Positions along ``step``, increasing.
     tokens : ndarray of int, (token,), optional
@@ -45,13 +47,24 @@ class Selection:
         In the order of the schema.
     """
 
+    run: TiledRun
     rows: Array
     tokens: Array | None
     variables: tuple[str, ...]
 
-    def along_token(self, values: Array) -> Array:
-        """Values of a coordinate for the selected tokens."""
-        return values if self.tokens is None else values[self.tokens]
+    @property
+    def steps(self) -> Array:
+        """Selected steps."""
+        steps: Array = self.run.steps[self.rows]
+        return steps
+
+    @cached_property
+    def coordinates(self) -> dict[str, Array]:
+        """Coordinates of the selected tokens."""
+        return {
+            name: values if self.tokens is None else values[self.tokens]
+            for name, values in self.run.coordinates.items()
+        }
 
 
 def select(
@@ -85,6 +98,7 @@ def select(
         If a string cannot be parsed, or nothing is selected.
     """
     return Selection(
+        run=run,
         rows=_rows(run.steps, steps),
         tokens=_tokens(run.coordinates, tokens),
         variables=_variables(run, variables),

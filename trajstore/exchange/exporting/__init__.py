@@ -20,8 +20,6 @@
     A selection of a run as a new run, with blocks of another size.
 ``export_zarr``
     A selection of a run as ordinary Zarr: a Dataset that every reader of Zarr v3 opens.
-``exported_file``
-    Content of a file, independent of its format: tensors, strings and notes.
 ``to_torch``
     A selection of a run as torch tensors. The only module of the store that needs torch.
 """

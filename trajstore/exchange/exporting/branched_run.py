@@ -119,8 +119,12 @@ def branch_run(
     computed = _units(stored)
     write_run(
         path,
-        replace(run, attributes=run.attributes | changed, series=series),
-        Selection(rows=np.arange(rows), tokens=None, variables=tuple(series)),
+        Selection(
+            run=replace(run, attributes=run.attributes | changed, series=series),
+            rows=np.arange(rows),
+            tokens=None,
+            variables=tuple(series),
+        ),
         block_rows=stored.layout.block_rows,
         memory=memory,
         status="interrupted",

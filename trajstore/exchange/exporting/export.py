@@ -19,6 +19,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.exporting.export_layout import (
     layout_file,
+    population,
     with_everything,
     without_step_0,
 )
@@ -27,12 +28,12 @@ from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_za
 from trajstore.exchange.exporting.joined_runs import check_number
 from trajstore.exchange.exporting.layout_like import layout_like
 from trajstore.exchange.layouts import Layout, layout_of
-from trajstore.exchange.selection import Selection, Steps, Tokens, select
+from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
-from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
@@ -194,15 +195,12 @@ def export(
     check_number(described, len(given))
     damaged = DamagedChunks(given[0]) if fill_damaged else None
     opened = [open_tiled(each) for each in given] if damaged is None else [damaged.run]
-    runs: Sequence[tuple[TiledRun, Selection]] = [
-        (each, select(each, steps=steps, tokens=tokens, variables=variables)) for each in opened
-    ]
-    recorded, selection = runs[0]
+    runs = [select(each, steps=steps, tokens=tokens, variables=variables) for each in opened]
     if described.whole:
-        described = with_everything(described, recorded, selection)
+        described = with_everything(described, runs[0])
     elif described.begins_late:
         described, runs = without_step_0(described, runs)
-        recorded, selection = runs[0]
+    selection = runs[0]
     omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
@@ -216,7 +214,7 @@ def export(
             notes = remarks
             options |= {"encoding": encoding, "damaged": damaged, "on_note": remarks.append}
         with staged_run(file, overwrite=overwrite, check=check) as path:
-            write(path, recorded, selection, **options)
+            write(path, selection, **options)
         if damaged is not None:
             notes = (*notes, *damaged.sentences(selection))
     else:
@@ -237,16 +235,13 @@ def export(
                 )
         notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
         omitted = content.omitted
-    written = selection.along_token(recorded.coordinates["token"])
-    if described.only is not None:
-        is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
-        written = written[is_dead == (described.only == "dead")]
+    written = population(described, selection, described.only or "all")
     return Exported(
         path=Path(file),
         format=format,
         layout=layout,
         rows=len(selection.rows) if described.columns else 0,
-        tokens=len(written),
+        tokens=len(written.coordinates["token"]),
         variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
         notes=tuple(notes),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.exporting.exported_file import ExportedFile, ExportedRun
 from trajstore.exchange.exporting.joined_runs import joined, step_labels
 from trajstore.exchange.exporting.layout_columns import columns_of
 from trajstore.exchange.exporting.layout_numbers import file_numbers, number_of
@@ -33,42 +32,60 @@ from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
 from trajstore.schema import OF_PARAMETERS, VARIABLES
 from trajstore.store.reading.run_settings import attribute
-from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.version import __version__
 
-__all__ = ["layout_file", "with_everything", "without_step_0"]
+__all__ = ["ExportedFile", "layout_file", "population", "with_everything", "without_step_0"]
 
 Array = npt.NDArray[Any]
 
 
-def without_step_0(
-    layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]
-) -> tuple[Layout, Sequence[tuple[TiledRun, Selection]]]:
+@dataclass(frozen=True, kw_only=True)
+class ExportedFile:
+    """Content of a file to write.
+
+    Attributes
+    ----------
+    tensors : tuple of Tensor
+    texts : dict of str to str
+        Metadata of a safetensors file, or datasets of bytes in HDF5.
+    attributes : dict of str to str, int or float
+        Attributes of the root in HDF5.
+    omitted : tuple of str
+        Selected variables that the layout has no place for.
+    notes : tuple of str
+        Notes for the reader of the file.
+    """
+
+    tensors: tuple[Tensor, ...]
+    texts: dict[str, str]
+    attributes: dict[str, Any]
+    omitted: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def without_step_0(layout: Layout, parts: list[Selection]) -> tuple[Layout, list[Selection]]:
     """The layout and the selections of a file that begins with step 1."""
     columns = tuple(replace(column, first_row=0) for column in layout.columns)
-    later = [
-        (run, replace(selection, rows=selection.rows[run.steps[selection.rows] > 0]))
-        for run, selection in runs
-    ]
+    later = [replace(part, rows=part.rows[part.steps > 0]) for part in parts]
     return replace(layout, columns=columns), later
 
 
-def with_everything(layout: Layout, run: TiledRun, selection: Selection) -> Layout:
+def with_everything(layout: Layout, part: Selection) -> Layout:
     """The layout of a whole run, with a column for each selected variable, in its native type."""
     keys = {column.variable: column.key for column in layout.columns}
     columns = tuple(
         Column(
             key=keys.get(name, name),
             variable=name,
-            dtype=run.series[name].native.name,
-            blank="nan",
+            type=part.run.series[name].native.name,
+            row0="nan",
         )
-        for name in selection.variables
+        for name in part.variables
     )
     return replace(layout, columns=columns)
 
 
-def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> ExportedFile:
+def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
     """Content of a file: tensors, metadata, and notes for its reader.
 
     Raises
@@ -81,8 +98,7 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
         if it is not for that number of runs, or they differ in steps, tokens or types.
     """
     if layout.runs == "matrices":
-        runs = _in_order(layout, runs)
-    parts = [ExportedRun(run=run, selection=selection) for run, selection in runs]
+        parts = _in_order(layout, parts)
     first = parts[0]
     _check_tokens(layout, parts)
     if not layout.columns and "is_dead" not in first.run.coordinates:
@@ -93,8 +109,10 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     notes = [f"the file holds rows of {layout.only} tokens only"] if layout.only else []
     columns: list[dict[str, Tensor]] = []
     for part in parts:
-        populations = _populations(layout, part)
-        of_run, absent = columns_of(layout, part.run, populations) if populations else ({}, [])
+        by_tokens: dict[str, Selection] = {
+            column.tokens: population(layout, part, column.tokens) for column in layout.columns
+        }
+        of_run, absent = columns_of(layout, part, by_tokens)
         columns.append(of_run)
         notes += absent
     placeless = _without_place(layout, first)
@@ -130,9 +148,9 @@ def layout_file(layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]) -> E
     )
 
 
-def _descriptions(layout: Layout, part: ExportedRun) -> dict[str, str]:
+def _descriptions(layout: Layout, part: Selection) -> dict[str, str]:
     """Attributes of the run and its variables, and the coordinates of strings, as JSON."""
-    run, names = part.run, part.selection.variables
+    run, names = part.run, part.variables
     texts: dict[str, Any] = {
         "attributes": run.attributes,
         "variables": {name: run.series[name].attributes for name in names},
@@ -152,20 +170,18 @@ def _typed(layout: Layout, tensor: Tensor) -> Tensor:
     return constant(tensor.key, dtype, tensor.read(())[0])
 
 
-def _in_order(
-    layout: Layout, runs: Sequence[tuple[TiledRun, Selection]]
-) -> Sequence[tuple[TiledRun, Selection]]:
+def _in_order(layout: Layout, parts: list[Selection]) -> list[Selection]:
     """The runs of E and of W, by the names of their parameters; as given if these are unknown."""
-    names = [str(attribute(run.attributes, "recording", "parameter")) for run, _ in runs]
+    names = [str(attribute(part.run.attributes, "recording", "parameter")) for part in parts]
     matrices = [named(name).matrix for name in names]
     if matrices == ["W", "E"]:
-        return runs[::-1]
-    if len(runs) == 2 and matrices[0] is not None and matrices[0] == matrices[1]:
+        return parts[::-1]
+    if len(parts) == 2 and matrices[0] is not None and matrices[0] == matrices[1]:
         raise InvalidArgument(
             f"got the runs of {' and '.join(names)}, but layout {layout.name} holds both matrices "
             "of one training; give the run of each"
         )
-    return runs
+    return parts
 
 
 def _check_keys(layout: Layout, keys: Sequence[str]) -> None:
@@ -178,7 +194,7 @@ def _check_keys(layout: Layout, keys: Sequence[str]) -> None:
         )
 
 
-def _without_place(layout: Layout, part: ExportedRun) -> list[str]:
+def _without_place(layout: Layout, part: Selection) -> list[str]:
     """Variables and coordinates of a run that the layout has no place for."""
     if layout.whole or not layout.columns:
         return []
@@ -186,40 +202,39 @@ def _without_place(layout: Layout, part: ExportedRun) -> list[str]:
     if "W" not in part.run.series and any(column.time == "change" for column in layout.columns):
         held.add("delta")
     known = {"token", "is_dead"} if layout.marks_dead else {"token"}
-    known |= {MARKS[key] for key in layout.populations} & {"token_count"}
+    known |= {MARKS[key] for key in layout.marks} & {"token_count"}
     return [
-        *(name for name in part.selection.variables if name not in held),
+        *(name for name in part.variables if name not in held),
         *(name for name in part.run.coordinates if name not in known),
     ]
 
 
-def _populations(layout: Layout, part: ExportedRun) -> dict[str, Selection]:
-    """The selected tokens of each population of the layout."""
-    return {
-        name: part.selection if name == "all" else _of(name, layout, part.run, part.selection)
-        for name in dict.fromkeys(column.tokens for column in layout.columns)
-    }
+def population(layout: Layout, part: Selection, name: str) -> Selection:
+    """The selected tokens of a population: dead, live or all.
 
-
-def _of(population: str, layout: Layout, run: TiledRun, selection: Selection) -> Selection:
-    """The selected tokens of a population."""
-    if "is_dead" not in run.coordinates:
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        If the run does not record which tokens are dead, or none of the population is selected.
+    """
+    if name == "all":
+        return part
+    if "is_dead" not in part.run.coordinates:
         raise VariableNotRecorded(
-            f"layout {layout.name} has rows of {population} tokens, but the run has no is_dead; "
+            f"layout {layout.name} has rows of {name} tokens, but the run has no is_dead; "
             "use another layout, or label the tokens with trajstore annotate"
         )
-    members = run.coordinates["is_dead"].astype(bool) == (population == "dead")
-    places = np.arange(len(members)) if selection.tokens is None else selection.tokens
-    places = places[members[places]]
+    places = np.arange(len(part.run.coordinates["token"])) if part.tokens is None else part.tokens
+    places = places[part.coordinates["is_dead"].astype(bool) == (name == "dead")]
     if not len(places):
         raise InvalidArgument(
-            f"layout {layout.name} has rows of {population} tokens, but none is selected; select "
-            f"{population} tokens, or use another layout"
+            f"layout {layout.name} has rows of {name} tokens, but none is selected; select "
+            f"{name} tokens, or use another layout"
         )
-    return replace(selection, tokens=places)
+    return replace(part, tokens=places)
 
 
-def _token_labels(layout: Layout, part: ExportedRun) -> Iterator[Tensor]:
+def _token_labels(layout: Layout, part: Selection) -> Iterator[Tensor]:
     """Ids of the tokens, unless they count from 0, and the marks of the dead tokens."""
     if layout.only:
         yield from _marked_ids(layout, part)
@@ -229,15 +244,15 @@ def _token_labels(layout: Layout, part: ExportedRun) -> Iterator[Tensor]:
         yield constant("token", "int32", ids)
     if "is_dead" in coordinates:
         # The notebooks index the token axis with these: positions, equal to ids in a whole run.
-        yield from _population(layout.populations, coordinates["is_dead"].astype(bool))
-    for key in layout.populations:
+        yield from _marked(layout.marks, coordinates["is_dead"].astype(bool))
+    for key in layout.marks:
         if MARKS[key] == "token_count" and "token_count" in coordinates:
             yield constant(key, "int64", coordinates["token_count"])
     if layout.name == "native":  # in other files, their names may have another meaning
         yield from (constant(name, "bool", coordinates[name]) for name in part.run.populations)
 
 
-def _marked_ids(layout: Layout, part: ExportedRun) -> Iterator[Tensor]:
+def _marked_ids(layout: Layout, part: Selection) -> Iterator[Tensor]:
     """Marks of the selected tokens of a whole vocabulary, for files with rows of some of them."""
     ids = part.run.coordinates["token"]
     if (np.diff(ids) <= 0).any():
@@ -249,10 +264,10 @@ def _marked_ids(layout: Layout, part: ExportedRun) -> Iterator[Tensor]:
     is_dead, selected = np.zeros((2, size), bool)
     is_dead[ids] = part.run.coordinates["is_dead"]
     selected[part.coordinates["token"]] = True
-    yield from _population(layout.populations, is_dead, selected)
+    yield from _marked(layout.marks, is_dead, selected)
 
 
-def _check_tokens(layout: Layout, parts: Sequence[ExportedRun]) -> None:
+def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
     """Refuse runs with other tokens than the first one."""
     for number, part in enumerate(parts[1:], 1):
         for name in ("token", "is_dead"):
@@ -264,7 +279,7 @@ def _check_tokens(layout: Layout, parts: Sequence[ExportedRun]) -> None:
                 )
 
 
-def _population(
+def _marked(
     keys: Collection[str], is_dead: Array, selected: Array | None = None
 ) -> Iterator[Tensor]:
     """Masks and lists of dead and live tokens.
@@ -289,7 +304,7 @@ def _population(
         )  # fmt: skip
 
 
-def _metadata(layout: Layout, part: ExportedRun) -> dict[str, str]:
+def _metadata(layout: Layout, part: Selection) -> dict[str, str]:
     """Strings besides the arrays, as far as they are known."""
     if layout.whole:
         return {"format": "trajstore"} if layout.format == "safetensors" else {}
@@ -313,13 +328,13 @@ def _metadata(layout: Layout, part: ExportedRun) -> dict[str, str]:
 
 
 def _notes(
-    layout: Layout, part: ExportedRun, columns: Collection[str], keys: Collection[str]
+    layout: Layout, part: Selection, columns: Collection[str], keys: Collection[str]
 ) -> Iterator[str]:
-    marks = [key for key in layout.populations if MARKS[key] != "token_count"]
+    marks = [key for key in layout.marks if MARKS[key] != "token_count"]
     if layout.marks_dead and "is_dead" not in part.run.coordinates:
         known = [*marks, *(key for key in layout.numbers if key in COUNTS)]
         yield f"{', '.join(known)} omitted: the run does not record which tokens are dead"
-    for key in {*layout.populations} - {*marks, *keys}:
+    for key in {*layout.marks} - {*marks, *keys}:
         why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"
         yield f"{key} omitted: {why}"
     late = [column.key for column in layout.columns if column.first_row and column.key in columns]

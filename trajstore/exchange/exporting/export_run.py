@@ -15,7 +15,6 @@ from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE, notes_of
-from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
 
@@ -26,7 +25,6 @@ Array = npt.NDArray[Any]
 
 def write_run(
     path: Path,
-    run: TiledRun,
     selection: Selection,
     *,
     block_rows: int | None,
@@ -47,15 +45,14 @@ def write_run(
     ----------
     path : Path
         A path that does not exist yet.
-    run : TiledRun
     selection : Selection
     block_rows : int, optional
     memory : int or str
         Memory for the buffer of the writer and the rows held in between.
     encoding : {'delta', 'replay'}, optional
-        Default: the encoding of `run`.
+        Default: the encoding of the run.
     damaged : DamagedChunks, optional
-        The source of `run`, if damaged values become NaN. The attribute ``notes`` lists them.
+        The source of the run, if damaged values become NaN. The attribute ``notes`` lists them.
     status : {'complete', 'interrupted'}
     on_note : callable, optional
         As for `RunWriter.create`.
@@ -66,10 +63,9 @@ def write_run(
     InvalidArgument
         If `memory` does not hold a block, or W is not selected.
     """
+    run, populations = selection.run, selection.run.populations
     coordinates: dict[str, Any] = {
-        name: selection.along_token(values)
-        for name, values in run.coordinates.items()
-        if name not in run.populations
+        name: values for name, values in selection.coordinates.items() if name not in populations
     }
     dropped = {*OF_THE_STORE, *CHANGING}
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
@@ -86,45 +82,42 @@ def write_run(
         encoding=encoding or run.attributes.get("encoding", "delta"),
         on_note=on_note,
         attributes={name: run.attributes[name] for name in run.attributes if name not in dropped},
-        populations={
-            name: selection.along_token(values) for name, values in run.populations.items()
-        },
+        populations={name: selection.coordinates[name] for name in populations},
         parameter=None if run.parameters is None else [str(name) for name in run.parameters],
         **coordinates,
     ) as new:
-        _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
+        _copy(selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
         filled = [] if damaged is None else damaged.notes(selection)
-        last = run.steps[selection.rows].max(initial=-1)
+        last = selection.steps.max(initial=-1)
         kept = [one for one in notes_of(run.attributes) if one["first_step"] <= last]
         new.notes = [*kept, *filled]
         new.close(status)
 
 
 def _copy(
-    run: TiledRun,
     selection: Selection,
     new: RunWriter,
     spare: int,
     on_progress: Progress | None,
 ) -> None:
     """Copy the selected rows. `spare` bytes are left for rows held in between."""
-    steps = run.steps[selection.rows]
+    steps = selection.steps
     arrays = {name: array for name, array in new.layout.arrays.items() if name != STEP.name}
     row_bytes = sum(array.row_bytes for array in arrays.values())
     # If the new blocks are smaller, up to one old block of rows is held in between, as far as the
     # spare memory allows.
-    block = max(variable.tile[0] for variable in run.series.values())
+    block = max(variable.tile[0] for variable in selection.run.series.values())
     most = min(block, spare // row_bytes, len(steps))
     if most <= new.layout.block_rows:
         for at, places in new.stretches(steps):
-            _read(run, selection, selection.rows[at], places)
+            _read(selection, selection.rows[at], places)
             if on_progress is not None:
                 on_progress(row_bytes * at.stop, row_bytes * len(steps))
         return
     held = {name: np.empty((most, *array.row), array.native.bits) for name, array in arrays.items()}
     for start in range(0, len(steps), most):
         rows = slice(start, min(start + most, len(steps)))
-        _read(run, selection, selection.rows[rows], held)
+        _read(selection, selection.rows[rows], held)
         for at, places in new.stretches(steps[rows]):
             for name, place in places.items():
                 place[...] = held[name][at]
@@ -132,11 +125,11 @@ def _copy(
             on_progress(row_bytes * rows.stop, row_bytes * len(steps))
 
 
-def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
+def _read(selection: Selection, rows: Array, places: dict[str, Array]) -> None:
     """Fill the places of rows: a tile of all matrices at a time, as some are computed together."""
     tiles: dict[Any, list[Callable[[], None]]] = {}
     for name, place in places.items():
-        variable = run.series[name]
+        variable = selection.run.series[name]
         for where in variable.tiles(rows, selection.tokens):
             fill = partial(variable.fill, place, where, rows, selection.tokens, native=True)
             tiles.setdefault(tuple((part.start, part.stop) for part in where), []).append(fill)

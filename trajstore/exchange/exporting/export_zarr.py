@@ -22,7 +22,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
 from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
-from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable
+from trajstore.store.reading.tiled_reader import TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
 from trajstore.threads import Progress
@@ -66,7 +66,6 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
 
 def write_zarr(
     path: Path,
-    run: TiledRun,
     selection: Selection,
     *,
     block_rows: int | None,
@@ -81,7 +80,6 @@ def write_zarr(
     ----------
     path : Path
         A path that does not exist yet.
-    run : TiledRun
     selection : Selection
     block_rows : int, optional
         Rows of a chunk. Default: the rows of a block of the run, at most 256.
@@ -94,7 +92,7 @@ def write_zarr(
     InvalidArgument
         If `memory` does not hold one row, or `block_rows` rows.
     """
-    budget = parse_bytes(memory)
+    budget, run = parse_bytes(memory), selection.run
     shapes, held, chunks = {}, {}, {}
     for name in selection.variables:
         variable = run.series[name]
@@ -103,7 +101,7 @@ def write_zarr(
     with warnings.catch_warnings():
         # Some readers expect consolidated metadata; the others ignore it.
         warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
-        _empty(run, selection, shapes).to_zarr(
+        _empty(selection, shapes).to_zarr(
             path,
             mode="w-",
             compute=False,
@@ -162,16 +160,16 @@ def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _empty(run: TiledRun, selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
+def _empty(selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
     """The Dataset, without the values of its variables."""
-    dropped = {*OF_THE_STORE, *CHANGING}
+    run, dropped = selection.run, {*OF_THE_STORE, *CHANGING}
     coordinates: dict[str, Any] = {
-        STEP.name: (STEP.name, run.steps[selection.rows], {"long_name": STEP.long_name})
+        STEP.name: (STEP.name, selection.steps, {"long_name": STEP.long_name})
     }
-    for name, values in run.coordinates.items():
+    for name, values in selection.coordinates.items():
         entry = coordinate(name)
         attributes = {} if entry is None else dict(entry.attributes)
-        coordinates[name] = ("token", _plain(selection.along_token(values)), attributes)
+        coordinates[name] = ("token", _plain(values), attributes)
     if run.parameters is not None:
         coordinates["parameter"] = ("parameter", _plain(run.parameters))
     return xr.Dataset(

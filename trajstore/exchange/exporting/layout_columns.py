@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.exporting.exported_file import variable_tensor
 from trajstore.exchange.layouts import Column, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, Where
@@ -20,6 +19,7 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, TiledVariable, positions
 from trajstore.values.native_types import is_nan, native_type
 from trajstore.values.optimizer_rule import MOMENTS
+from trajstore.values.rounding import convert
 from trajstore.values.ulp_lattice import spacing
 
 __all__ = ["columns_of", "is_sgd"]
@@ -28,15 +28,15 @@ Array = npt.NDArray[Any]
 
 
 def columns_of(
-    layout: Layout, run: TiledRun, selections: Mapping[str, Selection]
+    layout: Layout, part: Selection, populations: Mapping[str, Selection]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Tensors with a row per step, by their keys, and notes about omitted ones.
 
     Parameters
     ----------
     layout : Layout
-    run : TiledRun
-    selections : mapping of str to Selection
+    part : Selection
+    populations : mapping of str to Selection
         The selected tokens of each population of the layout.
 
     Raises
@@ -46,8 +46,7 @@ def columns_of(
     InvalidArgument
         If the layout needs the row before a selected one, and the run does not hold that row.
     """
-    selected = next(iter(selections.values())).variables
-    columns = layout.columns
+    run, selected, columns = part.run, part.variables, layout.columns
     if "W" not in run.series:
         # A run that was imported from changes of W holds only these.
         columns = tuple(
@@ -58,11 +57,11 @@ def columns_of(
     unrecorded, unselected, zeros = [], [], []
     for column in columns:
         if column.variable in selected:
-            tensors[column.key] = _column(layout, column, run, selections[column.tokens])
+            tensors[column.key] = _column(layout, column, populations[column.tokens])
         elif column.variable in run.series:
             unselected.append(column.key)
         elif column.variable in MOMENTS and is_sgd(run):
-            tensors[column.key] = _zeros(column, run, selections[column.tokens])
+            tensors[column.key] = _zeros(column, populations[column.tokens])
             zeros.append(column.key)
         else:
             unrecorded.append(column)
@@ -90,11 +89,12 @@ def is_sgd(run: TiledRun) -> bool:
     return name in ("SGD", "RoundedSGD") and not momentum
 
 
-def _zeros(column: Column, run: TiledRun, selection: Selection) -> Tensor:
+def _zeros(column: Column, part: Selection) -> Tensor:
     """Zeros in place of the moments of an optimizer without any, as in the notebooks' files."""
-    like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
-    shape = like.shape_of(selection.rows[column.first_row :], selection.tokens)
-    row = np.zeros((1, *shape[1:]), native_type(column.dtype).bits)
+    series = part.run.series
+    like = next(series[name] for name in (*TRAJECTORIES, "grad") if name in series)
+    shape = like.shape_of(part.rows[column.first_row :], part.tokens)
+    row = np.zeros((1, *shape[1:]), native_type(column.type).bits)
     return Tensor(
         key=column.key,
         dtype=column.file_type,
@@ -104,28 +104,50 @@ def _zeros(column: Column, run: TiledRun, selection: Selection) -> Tensor:
     )
 
 
-def _column(layout: Layout, column: Column, run: TiledRun, selection: Selection) -> Tensor:
-    variable, at = run.series[column.variable], selection.rows[column.first_row :]
-    rows, steps = at, run.steps[at]
+def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
+    variable, rows, tokens = (
+        part.run.series[column.variable],
+        part.rows[column.first_row :],
+        part.tokens,
+    )
+    at, steps = rows, part.run.steps[rows]
     if column.time != "after":
         # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.
         before = np.where(steps == 0, 0, steps - 1)
         wanted = np.zeros(1, np.int64) if column.time == "initial" else before
-        at = positions(run.steps, wanted)
+        at = positions(part.run.steps, wanted)
         if (at < 0).any():
             raise InvalidArgument(
                 f"layout {layout.name} needs {column.variable} of step {wanted[at < 0][0]}, which "
                 "the run does not hold; select other steps, or use another layout"
             )
-    if column.time in ("change", "ulps"):
-        return _change(column, variable, rows, at, selection.tokens)
-    dtype = native_type(column.dtype)
-    tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=at)
-    if column.time == "initial":
-        tensor = _first_row(tensor)
-    elif column.time == "after" and column.blank == "zero":
-        tensor = _with_zeros(tensor, steps) if VARIABLES[variable.name].row0 == "nan" else tensor
-    return replace(tensor, dtype=column.file_type)
+    native, dtype = variable.native, native_type(column.type)
+    is_change = column.time in ("change", "ulps")
+    shown = rows if is_change else at
+    as_zero = column.time == "after" and column.row0 == "zero"
+    as_zero = as_zero and VARIABLES[variable.name].row0 == "nan"
+
+    def read(where: Where) -> tuple[Array, int]:
+        if is_change:
+            return _change(column, variable, where, rows, at, tokens), 0
+        if dtype.name == native.name:
+            bits, rounded = variable.read(where, at, tokens, native=True), 0
+        else:
+            bits, rounded = convert(variable.read(where, at, tokens), native, dtype)
+        for row in np.flatnonzero(steps[where[0]] == 0) if as_zero else ():  # as the notebooks do
+            if is_nan(bits[row], dtype).all():
+                bits = bits if bits.flags.writeable else bits.copy()
+                bits[row] = 0
+        return bits, rounded
+
+    tensor = Tensor(
+        key=column.key,
+        dtype=column.file_type,
+        shape=variable.shape_of(shown, tokens),
+        parts=partial(variable.tiles, shown, tokens),
+        read=read,
+    )
+    return _first_row(tensor) if column.time == "initial" else tensor
 
 
 def _first_row(tensor: Tensor) -> Tensor:
@@ -143,41 +165,18 @@ def _first_row(tensor: Tensor) -> Tensor:
     )
 
 
-def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
-    """The tensor with zeros in the row of step 0, as in the notebooks' files."""
-    first = np.flatnonzero(steps == 0)
-    if not len(first):
-        return tensor
-    row, native = int(first[0]), native_type(tensor.dtype)
-
-    def read(where: Where) -> tuple[Array, int]:
-        bits, rounded = tensor.read(where)
-        at = row - where[0].start
-        if 0 <= at < len(bits) and is_nan(bits[at], native).all():
-            bits = bits if bits.flags.writeable else bits.copy()
-            bits[at] = 0
-        return bits, rounded
-
-    return replace(tensor, read=read)
-
-
 def _change(
-    column: Column, variable: TiledVariable, rows: Array, before: Array, tokens: Array | None
-) -> Tensor:
-    """Differences from the rows before, in float32."""
-
-    def read(where: Where) -> tuple[Array, int]:
-        earlier = variable.read(where, before, tokens)
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid results
-            change = np.subtract(variable.read(where, rows, tokens), earlier, dtype=np.float32)
-            if column.time == "ulps":
-                change /= spacing(earlier, variable.native.name)
-        return change.view(np.uint32), 0
-
-    return Tensor(
-        key=column.key,
-        dtype="float32",
-        shape=variable.shape_of(rows, tokens),
-        parts=partial(variable.tiles, rows, tokens),
-        read=read,
-    )
+    column: Column,
+    variable: TiledVariable,
+    where: Where,
+    rows: Array,
+    before: Array,
+    tokens: Array | None,
+) -> Array:
+    """Bits of differences from the rows before, in float32."""
+    earlier = variable.read(where, before, tokens)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid results
+        change = np.subtract(variable.read(where, rows, tokens), earlier, dtype=np.float32)
+        if column.time == "ulps":
+            change /= spacing(earlier, variable.native.name)
+    return change.view(np.uint32)

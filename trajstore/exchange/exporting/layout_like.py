@@ -60,7 +60,7 @@ def layout_like(path: str | os.PathLike[str]) -> tuple[Layout, tuple[str, ...]]:
         alike = _named(file, layout, keys)
     if alike is not None:
         return alike, ()
-    if not layout.columns and not layout.populations:
+    if not layout.columns and not layout.marks:
         raise InvalidArgument(
             f"{path} holds no history of a run under a known name; it holds {', '.join(unknown)}; "
             "describe it with --layout FILE.toml"
@@ -128,7 +128,7 @@ def _guessed(
         required=(),
         steps=steps[0] if steps else None,
         runs=runs,  # type: ignore[arg-type]
-        populations=tuple(marks),
+        marks=tuple(marks),
         numbers=tuple(numbers),
         texts=tuple(name for name in file.attributes if number_type(name) is not None),
         types=types,
@@ -142,7 +142,7 @@ def _alike(file: SafetensorsFile, outer: int, name: str, key: str) -> Column | N
     if name in _DERIVED:
         column = _DERIVED[name]
     elif kind is not None and kind.is_variable:
-        column = Column(key=name, variable=kind.name, dtype="float32")
+        column = Column(key=name, variable=kind.name, type="float32")
         if kind.name == "delta":
             column = replace(column, variable="W", time="change")
     else:
@@ -164,7 +164,7 @@ def _typed(file: SafetensorsFile, key: str, column: Column) -> Column | None:
     if column.has_tokens:
         length = file.shape(key)[-2 if column.is_matrix else -1]
         tokens = named(key).population or _population(file, length)  # type: ignore[assignment]
-    return replace(column, dtype="bfloat16" if bits else dtype, as_bits=bits, tokens=tokens)
+    return replace(column, type="bfloat16" if bits else dtype, bits=bits, tokens=tokens)
 
 
 def _population(file: SafetensorsFile, length: int) -> str:
@@ -190,12 +190,12 @@ def _with_first_row(
     if column.time == "initial":
         return column
     if file.shape(key)[outer] == rows - 1:
-        return replace(column, first_row=1, blank="zero")
+        return replace(column, first_row=1, row0="zero")
     is_nan_there = False
     if column.time == "after" and rows:
         first = file.read(key, 0, 1, 0 if outer else None)
-        is_nan_there = bool(is_nan(first, NATIVE_TYPES[column.dtype]).all())
-    return replace(column, first_row=0, blank="nan" if is_nan_there else "zero")
+        is_nan_there = bool(is_nan(first, NATIVE_TYPES[column.type]).all())
+    return replace(column, first_row=0, row0="nan" if is_nan_there else "zero")
 
 
 def _named(file: SafetensorsFile, layout: Layout, keys: Mapping[str, str]) -> Layout | None:
@@ -204,7 +204,7 @@ def _named(file: SafetensorsFile, layout: Layout, keys: Mapping[str, str]) -> La
     for one in LAYOUTS.values():
         own = {column.key for column in one.columns}
         if one.runs != layout.runs or keys.keys() != own.union(
-            one.populations, one.numbers, [one.steps] if one.steps else []
+            one.marks, one.numbers, [one.steps] if one.steps else []
         ):
             continue
         columns = [_typed(file, keys[column.key], column) for column in one.columns]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.exchange.exporting.exported_file import ExportedRun
 from trajstore.exchange.exporting.layout_columns import is_sgd
 from trajstore.exchange.guessing.kind_table import Scalar, scalar_of
 from trajstore.exchange.layouts import COUNTS, RECORDED, Layout
+from trajstore.exchange.selection import Selection
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.run_settings import attribute
 
@@ -18,7 +18,7 @@ __all__ = ["file_numbers", "number_of"]
 
 
 def file_numbers(
-    layout: Layout, parts: Sequence[ExportedRun], held: Collection[str]
+    layout: Layout, parts: Sequence[Selection], held: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Known numbers of the layout, and notes on the others.
 
@@ -69,7 +69,7 @@ def _is_per_run(layout: Layout, key: str) -> bool:
     return layout.runs is not None and scalar is not None and key not in scalar.names
 
 
-def _count(layout: Layout, part: ExportedRun, *, marks_dead: bool) -> int | None:
+def _count(layout: Layout, part: Selection, *, marks_dead: bool) -> int | None:
     """Number of dead or of live tokens."""
     coordinates = part.coordinates if layout.only is None else part.run.coordinates
     if "is_dead" not in coordinates:
@@ -77,7 +77,7 @@ def _count(layout: Layout, part: ExportedRun, *, marks_dead: bool) -> int | None
     return int(np.count_nonzero(coordinates["is_dead"].astype(bool) == marks_dead))
 
 
-def number_of(key: str, part: ExportedRun) -> int | float | None:
+def number_of(key: str, part: Selection) -> int | float | None:
     """A number of a run, from its attributes, or the length of what is selected.
 
     Of an imported run, also a number under a name that only its file had.
@@ -94,7 +94,7 @@ def number_of(key: str, part: ExportedRun) -> int | float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _length(name: str, part: ExportedRun) -> int | None:
+def _length(name: str, part: Selection) -> int | None:
     """The length that a scalar means. Steps are the rows but one: ``W[num_steps]`` is the last."""
     if name == "num_steps":
         return len(part.steps) - 1

@@ -64,15 +64,13 @@ def to_torch(
         import torch
     except ImportError:
         raise MissingExtra("torch is not installed; install trajstore[train]") from None
-    recorded = open_tiled(run)
-    selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
-    token = selection.along_token(recorded.coordinates["token"])
+    selection = select(open_tiled(run), steps=steps, tokens=tokens, variables=variables)
     tensors = {
-        "step": torch.tensor(recorded.steps[selection.rows], dtype=torch.int64),
-        "token": torch.tensor(token, dtype=torch.int64),
+        "step": torch.tensor(selection.steps, dtype=torch.int64),
+        "token": torch.tensor(selection.coordinates["token"], dtype=torch.int64),
     }
     for name in selection.variables:
-        variable = recorded.series[name]
+        variable = selection.run.series[name]
         bits = variable.load(selection.rows, selection.tokens, native=True)
         # torch has few unsigned types; the signed type of the same width holds the same bits.
         signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))

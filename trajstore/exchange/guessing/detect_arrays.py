@@ -69,26 +69,19 @@ class Detection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectedArray:
-    """An array with a known kind.
+class DetectedArray(Name):
+    """An array with a known kind, and what its name says.
 
     Attributes
     ----------
     key, dtype : str
     shape : tuple of int
-    kind : ArrayKind
-    run, matrix, population, is_described
-        As in `trajstore.exchange.guessing.kind_table.Name`.
     """
 
+    kind: ArrayKind
     key: str
     dtype: str
     shape: tuple[int, ...]
-    kind: ArrayKind
-    run: int | None = None
-    matrix: str | None = None
-    population: str | None = None
-    is_described: bool = False
 
     @property
     def extra(self) -> int:
@@ -277,17 +270,7 @@ def _mapped_to(mapped: Mapping[str, str], kind: ArrayKind) -> str:
 
 
 def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> DetectedArray:
-    assert name.kind is not None
-    return DetectedArray(
-        key=key,
-        dtype=dtype,
-        shape=shape,
-        kind=name.kind,
-        run=name.run,
-        matrix=name.matrix,
-        population=name.population,
-        is_described=name.is_described,
-    )
+    return DetectedArray(key=key, dtype=dtype, shape=shape, **vars(name))
 
 
 def _described(file: ArrayFile, key: str, name: Name) -> Name:

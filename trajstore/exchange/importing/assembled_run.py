@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,27 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
-from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
-from trajstore.exchange.importing.file_numbers import (
-    STARTING_STEP,
-    attributes_of,
-    scalar_numbers,
-)
-from trajstore.exchange.importing.file_rows import (
-    Alignment,
-    aligned,
-    check_size,
-    checked_labels,
-    named_steps,
-    true_steps,
-    unlabeled_steps,
-)
+from trajstore.exchange.guessing.detect_arrays import DetectedArray
+from trajstore.exchange.importing.file_numbers import attributes_of, scalar_numbers
+from trajstore.exchange.importing.file_rows import FileRows, check_size
 from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
-    Source,
+    reader,
 )
 from trajstore.exchange.importing.run_parts import RunPart
 from trajstore.exchange.importing.token_tables import (
@@ -40,8 +26,8 @@ from trajstore.exchange.importing.token_tables import (
     token_table,
 )
 from trajstore.exchange.layouts import Layout
-from trajstore.formats.array_file import ArrayFile, values_of
-from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
+from trajstore.formats.array_file import ArrayFile
+from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
 __all__ = ["RunReading"]
@@ -72,7 +58,6 @@ class RunReading:
         self.part = part
         self.options = options
         self.layout = layout
-        self.notes: list[str] = []
         self.found = tuple(
             one for one in part.found
             if not (one.kind.name == "lr" and one.key in part.numbers)
@@ -90,26 +75,23 @@ class RunReading:
             If an option does not fit them, or a row does not fit into the memory.
         """
         anchor, file = self.anchor, self.file
-        self.single = len(anchor.shape) == 2
-        shape = anchor.shape[anchor.extra :] if not self.single else (1, *anchor.shape)
+        shape = anchor.shape[anchor.extra :] if len(anchor.shape) > 2 else (1, *anchor.shape)
         if not all(shape):
             raise FormatError(
                 f"{file.path}: {anchor.key} has shape {anchor.shape}, expected (step, token, "
                 "hidden) without a length of 0"
             )
-        self.rows, self.tokens, self.hidden = shape
+        _, self.tokens, self.hidden = shape
         check_size(file.path, anchor.key, shape, anchor.dtype, memory)
-        self.steps = self._steps()
+        self.rows = FileRows(file, self.part, self.options, self.layout, anchor)
+        self.notes = self.rows.notes
         tokens = self._tokens()
-        self.resumed = self._is_resumed()
-        variables = self._variables(tokens)
-        variables, notes = aligned(file.path, variables, self._alignment())
-        self.notes += notes
+        variables = self.rows.aligned(self._variables(tokens))
         attributes = self._attributes()
         self._note_what_is_missing(variables)
         return ImportedRun(
             label=self.part.label,
-            steps=self.steps,
+            steps=self.rows.steps,
             token=tokens.token,
             coordinates=tokens.coordinates,
             variables=variables,
@@ -128,152 +110,44 @@ class RunReading:
             "name the array with --map W=NAME"
         )
 
-    def _steps(self) -> Array:
-        """Steps of the rows."""
-        file, first_row = self.file, self.options.first_row
-        labels = [one for one in self.found if one.kind.name == STEP.name and one.shape]
-        if self.options.steps is not None and self.options.steps not in file.keys:
-            return named_steps(self.options.steps, self.rows)
-        if self.options.steps in file.keys:
-            labels = [one for one in labels if one.key == self.options.steps]
-        if labels:
-            labeled = {one.key: self._labels(one) for one in labels}
-            key, steps = next(iter(labeled.items()))
-            for other, values in labeled.items():
-                if not np.array_equal(values, steps):
-                    raise FormatError(
-                        f"{file.path}: {key} and {other} label the rows differently; choose with "
-                        f"--labels steps={key}"
-                    )
-            trusted = file.attributes.get("steps") == "optimizer"
-            trusted = trusted or file.format == "folder" or key == self.options.steps
-            steps, note = true_steps(steps, name=key, trusted=trusted)
-            self.notes += [note] if note else []
-            return steps
-        start = self._starting_step()
-        if self.single:
-            step = self._step_number()
-            if step is None:
-                step = first_row or 0
-                self.notes.append(
-                    f"{self.anchor.key} is one state without a step number; it was taken as the "
-                    f"state after step {step} (--labels steps=N)"
-                )
-            return np.array([step], np.int64)
-        steps, note = unlabeled_steps(self.rows, first=start or first_row or 0)
-        if file.attributes.get("steps") != "optimizer":
-            self.notes.append(note)
-        return steps
-
-    def _labels(self, one: DetectedArray) -> Array:
-        """Labels of the rows. Labels of several runs have a first axis of runs."""
-        if self.rows not in one.shape:
-            raise self._misshapen(one.key, one.shape)
-        values = values_of(self.file, one.key)
-        if values.ndim == 2 and self.part.outer is not None and len(values) > self.part.outer:
-            values = values[self.part.outer]
-        if values.shape != (self.rows,):
-            raise self._misshapen(one.key, values.shape)
-        return checked_labels(self.file.path, one.key, values)
-
-    def _misshapen(self, key: str, shape: tuple[int, ...]) -> FormatError:
-        return FormatError(
-            f"{self.file.path}: {key} has shape {shape}, expected ({self.rows},): "
-            f"{self.anchor.key} has {self.rows} rows"
-        )
-
-    def _step_number(self) -> int | None:
-        """Step of a single state, from a number in the file."""
-        for key, value in self.part.numbers.items():
-            name = key.lower().rpartition(".")[2]
-            if (
-                name in ARRAY_KINDS[STEP.name].names
-                and isinstance(value, int)
-                and 0 <= value < 1 << 62
-            ):
-                return value
-        return None
-
-    def _starting_step(self) -> int | None:
-        for key, value in self.part.numbers.items():
-            if key.lower() in STARTING_STEP and isinstance(value, int) and 0 <= value < 1 << 61:
-                return value
-        return None
-
-    def _is_resumed(self) -> bool:
-        """True if the first row is the state at which a training was resumed."""
-        start = self._starting_step()
-        if start is None or start == 0:
-            return False
-        if int(self.steps[0]) != start:
-            self.notes.append(
-                f"by a number in the file, the training was resumed at step {start}, but its first "
-                f"row is labeled {self.steps[0]}"
-            )
-            return False
-        return True
-
     def _tokens(self) -> TokenTable:
-        populations = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
-        own = _tables(self.file, self.found)
-        arrays = [*own, *self.options.masks]
-        self.by_population = {"dead", "live"} <= populations
-        tokens = self.tokens
-        if populations & {"dead", "live"} and None in populations:
+        """Tokens of the rows; of rows of dead or live tokens, the ids that a mask or list gives."""
+        own = token_arrays(self.file, self.found)
+        self.arrays = [*own, *self.options.masks]
+        held = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
+        populations = held - {None}
+        self.by_population = len(populations) == 2
+        if populations and None in held:
             raise FormatError(
                 f"{self.file.path}: {self.anchor.key} and others have rows of different tokens; "
                 "omit some with --map ignore=NAME"
             )
         if self.by_population:
-            tokens = sum(len(self._ids(arrays, each)) for each in ("dead", "live"))
-            self.tokens = tokens
-        elif populations & {"dead", "live"} and not any(one.kind == "token" for one in arrays):
-            (population,) = populations & {"dead", "live"}
-            assert population is not None
-            ids = self._ids(arrays, population)
-            arrays.append(TokenArray(name=f"the {population} tokens", kind="token", values=ids))
-        name = self.anchor.key
+            self.tokens = sum(len(self._ids(each)) for each in ("dead", "live"))
+        elif populations and not any(one.kind == "token" for one in self.arrays):
+            (population,) = populations
+            name = f"the {population} tokens"
+            self.arrays.append(TokenArray(name=name, kind="token", values=self._ids(population)))
         exported = self.file.attributes.get("exporter") == "trajstore"
-        by_place = exported and any(one.kind == "token" for one in own)
         table = token_table(
             self.file.path,
-            tokens,
-            arrays,
+            self.tokens,
+            self.arrays,
             self.part.numbers,
             sizes=self._sizes("vocab_size"),
-            rows_of=name,
-            by_place=by_place,
+            rows_of=self.anchor.key,
+            by_place=exported and any(one.kind == "token" for one in own),
         )
         self.notes += table.notes
         return table
 
-    def _ids(self, arrays: Sequence[TokenArray], population: str) -> Array:
-        for each in arrays:
-            if each.kind == f"{population}_ids":
-                return each.values
-            if each.kind == f"{population}_mask":
-                return np.flatnonzero(each.values)
+    def _ids(self, population: str | None) -> Array:
+        for each in self.arrays:
+            if each.kind in (f"{population}_ids", f"{population}_mask"):
+                return each.ids
         raise FormatError(
             f"{self.file.path}: {self.anchor.key} has rows of {population} tokens with unknown "
             "ids; give a file of their ids or masks with --masks"
-        )
-
-    def _alignment(self) -> Alignment:
-        layout = self.layout
-        forced = self.options.layout is not None
-        is_shifted = layout is not None and any(
-            column.time == "before" for column in layout.columns
-        )
-        exported = layout is not None and self.file.attributes.get("layout") == layout.name
-        return Alignment(
-            steps=self.steps,
-            single=self.single,
-            resumed=self.resumed,
-            labeled=any(one.kind.name == STEP.name and one.shape for one in self.found),
-            fits_before=is_shifted,
-            is_before=is_shifted and (forced or exported),
-            forced=self.options.layout if is_shifted and forced else None,
-            first_row_is_given=self.options.first_row is not None,
         )
 
     def _variables(self, tokens: TokenTable) -> tuple[ImportedVariable, ...]:
@@ -287,12 +161,8 @@ class RunReading:
                 variable = self._joined(other, variable)
             held[variable.variable] = variable
         for variable in held.values():
-            covered = [source.places for source in variable.sources if source.places is not None]
-            if (
-                self.by_population
-                and sum(map(len, covered)) != self.tokens
-                and ("token" in VARIABLES[variable.variable].dims)
-            ):
+            of_token = "token" in VARIABLES[variable.variable].dims
+            if of_token and variable.row_shape[0] != self.tokens:
                 raise FormatError(
                     f"{self.file.path}: {variable.key} has rows of some tokens only, but other "
                     f"arrays have rows of all; omit it with --map ignore={variable.key}"
@@ -300,29 +170,37 @@ class RunReading:
         return tuple(held[name] for name in VARIABLES if name in held)
 
     def _joined(self, one: ImportedVariable, other: ImportedVariable) -> ImportedVariable:
+        """Rows of all tokens, from those of dead and those of live tokens."""
         if one.native != other.native or one.rows != other.rows:
             raise FormatError(
                 f"{self.file.path}: {one.key} has {one.rows} rows of {one.native.name}, but "
                 f"{other.key} has {other.rows} rows of {other.native.name}; omit one with --map "
                 f"ignore={other.key}"
             )
-        return replace(one, sources=(*one.sources, *other.sources))
+        row_shape = (self.tokens, *one.row_shape[1:])
+        population = {each.key: each.population for each in self.found}
+        parts = [(self._ids(population[each.key]), each.read) for each in (one, other)]
+
+        def read(start: int, stop: int) -> Array:
+            whole = np.empty((stop - start, *row_shape), one.native.bits)
+            for places, of_some in parts:
+                whole[:, places] = of_some(start, stop)
+            return whole
+
+        return replace(one, keys=(one.key, other.key), row_shape=row_shape, read=read)
 
     def _variable(self, one: DetectedArray, tokens: TokenTable) -> ImportedVariable:
         dims = one.kind.dims
         shape = one.shape
-        if self.single:
+        if self.rows.single:
             shape = (1, *shape)
         outer = self.part.outer if len(shape) > len(dims) else None
         shape = shape[len(shape) - len(dims) :] if outer is not None else shape
-        here = self.tokens
-        places = pick = None
+        here, pick = self.tokens, None
         if self.by_population and one.population is not None:
-            places = self._ids([*_tables(self.file, self.found), *self.options.masks],
-                               one.population)  # fmt: skip
-            here = len(places)
+            here = len(self._ids(one.population))
         expected = tuple(
-            {"step": self.rows, "token": here, "hidden": self.hidden}[dim] for dim in dims
+            {"step": self.rows.count, "token": here, "hidden": self.hidden}[dim] for dim in dims
         )
         if (
             len(shape) == 2
@@ -331,7 +209,7 @@ class RunReading:
             and (shape[1] == tokens.vocabulary)
         ):
             pick, shape = tokens.token, (shape[0], here)
-        lacks_first = self.rows > 1 and shape == (self.rows - 1, *expected[1:])
+        lacks_first = self.rows.count > 1 and shape == (self.rows.count - 1, *expected[1:])
         if lacks_first:
             self.notes.append(
                 f"{one.key} has one row less than {self.anchor.key}: its first row is the second "
@@ -340,27 +218,25 @@ class RunReading:
         elif shape != expected:
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected "
-                f"{expected[1:] if self.single else expected} "
-                f"({', '.join(dims[1:] if self.single else dims)}), as {self.anchor.key} has shape "
-                f"{self.anchor.shape}"
+                f"{expected[1:] if self.rows.single else expected} "
+                f"({', '.join(dims[1:] if self.rows.single else dims)}), as {self.anchor.key} has "
+                f"shape {self.anchor.shape}"
             )
         if not all(expected):
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected no length of 0"
             )
-        native = self._native(one)
+        native, single = self._native(one), self.rows.single
         return ImportedVariable(
-            file=self.file,
             variable=one.kind.name,
-            sources=(Source(key=one.key, outer=outer, places=places, pick=pick),),
+            keys=(one.key,),
             native=native,
             wanted=native,
             rows=shape[0],
-            row_shape=(shape[0], self.tokens, *shape[2:])[1 : len(dims)] if "token" in dims
-            else tuple(shape[1:]),
-            single=self.single,
+            row_shape=tuple(shape[1:]),
+            read=reader(self.file, one.key, native, single=single, outer=outer, pick=pick),
             shift=-1 if lacks_first else 0,
-        )  # fmt: skip
+        )
 
     def _native(self, one: DetectedArray) -> NativeType:
         """Native type of the values of an array."""
@@ -382,8 +258,8 @@ class RunReading:
                 )
         numbers = dict(self.part.numbers)
         for key, number in self._sizes("num_steps").items():
-            if number == self.rows - 1:  # it counts the rows, of which not every step has one
-                numbers[key] = int(self.steps[-1])
+            if number == self.rows.count - 1:  # it counts the rows, of which not every step has one
+                numbers[key] = int(self.rows.steps[-1])
         return attributes_of(self.file.path, numbers, self.options.mapped)
 
     def _sizes(self, name: str) -> dict[str, int]:
@@ -407,10 +283,3 @@ class RunReading:
             ]
             if absent:
                 self.notes.append(f"the file does not hold {', '.join(absent)}")
-
-
-def _tables(file: ArrayFile, found: Sequence[DetectedArray]) -> list[TokenArray]:
-    """Arrays of a run that describe the tokens."""
-    return token_arrays(
-        file, DetectedArrays(found=tuple(found), numbers={}, vectors={}, omitted=())
-    )

@@ -7,7 +7,8 @@ after its step, or the state before it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,17 @@ import numpy.typing as npt
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.importing.imported_file import ImportedVariable, first_row_is_blank
-from trajstore.schema import VARIABLES
-from trajstore.values.native_types import is_zero_or_nan
+from trajstore.exchange.guessing.detect_arrays import DetectedArray
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
+from trajstore.exchange.importing.file_numbers import STARTING_STEP
+from trajstore.exchange.importing.import_options import ImportOptions
+from trajstore.exchange.importing.imported_file import ImportedVariable
+from trajstore.exchange.importing.run_parts import RunPart
+from trajstore.exchange.layouts import Layout
+from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.schema import STEP, VARIABLES
 
-__all__ = [
-    "Alignment",
-    "aligned",
-    "check_size",
-    "checked_labels",
-    "named_steps",
-    "true_steps",
-    "unlabeled_steps",
-]
+__all__ = ["FileRows", "check_size", "checked_labels", "named_steps", "true_steps"]
 
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3
@@ -143,13 +142,6 @@ def true_steps(
     )
 
 
-def unlabeled_steps(rows: int, *, first: int = 0) -> tuple[Array, str]:
-    """Steps of the rows of a file without labels, and a note on them."""
-    last = first + rows - 1
-    note = f"the file has no labels of steps; its rows were taken as steps {first} to {last}"
-    return np.arange(first, first + rows, dtype=np.int64), note
-
-
 def named_steps(text: str, rows: int) -> Array:
     """Parse given steps: ``0:2001:50`` as in Python, or numbers separated by commas.
 
@@ -187,148 +179,214 @@ Variables = tuple[ImportedVariable, ...]
 _STATE = ("W", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alignment:
-    """Properties of the rows, except their values.
-
-    Attributes
-    ----------
-    steps : ndarray of int64, (step,)
-    single : bool
-        True for one state, without an axis of steps.
-    resumed : bool
-        True if the first row is the state at which a training was resumed.
-    labeled : bool
-        True if an array labels the rows.
-    fits_before : bool
-        True if the names fit a layout whose states are before the step of their row.
-    is_before : bool
-        True if an option or the file names that layout.
-    forced : str, optional
-        That layout, if an option names it.
-    first_row_is_given : bool
-        True if an option gives the step of the first row.
-    """
-
-    steps: Array
-    single: bool
-    resumed: bool
-    labeled: bool
-    fits_before: bool
-    is_before: bool
-    forced: str | None
-    first_row_is_given: bool
-
-
-def aligned(where: Any, variables: Variables, rows: Alignment) -> tuple[Variables, list[str]]:
-    """Mark the variables that precede the step of their row, and those without a value in row 0.
+class FileRows:
+    """Rows of a run in a file: their steps, and the state that each of them holds.
 
     Parameters
     ----------
-    where : path-like
-        Path of the file, for messages.
-    variables : tuple of ImportedVariable
-    rows : Alignment
+    file : ArrayFile
+    part : RunPart
+    options : ImportOptions
+    layout : Layout, optional
+        Layout of the file.
+    anchor : DetectedArray
+        The array that defines the number of rows.
 
-    Returns
-    -------
-    variables : tuple of ImportedVariable
+    Attributes
+    ----------
+    single : bool
+        True for one state, without an axis of steps.
+    count : int
+    steps : ndarray of int64, (step,)
     notes : list of str
 
     Raises
     ------
-    FormatError
-        If a result of a step has values in the row of step 0, or the rows do not fit the named
-        layout.
+    FormatError, InvalidArgument
+        If the labels contradict each other, or do not fit the rows.
     """
-    notes: list[str] = []
-    if not rows.single and _is_before(where, variables, rows):
-        variables = _before(where, variables, rows)
-    return tuple(_with_first_row(where, held, rows, notes) for held in variables), notes
 
+    def __init__(
+        self,
+        file: ArrayFile,
+        part: RunPart,
+        options: ImportOptions,
+        layout: Layout | None,
+        anchor: DetectedArray,
+    ) -> None:
+        self._file, self._part, self._options, self._anchor = file, part, options, anchor
+        # True if the names fit a layout whose states are before the step of their row.
+        self._fits_before = layout is not None and any(
+            column.time == "before" for column in layout.columns
+        )
+        named = layout is not None and file.attributes.get("layout") == layout.name
+        self._is_before = self._fits_before and (options.layout is not None or named)
+        self.notes: list[str] = []
+        self.single = len(anchor.shape) == 2
+        self.count = 1 if self.single else anchor.shape[anchor.extra]
+        self._labels = [one for one in part.found if one.kind.name == STEP.name and one.shape]
+        self._start = self._number(STARTING_STEP)
+        self.steps = self._steps()
+        self._resumed = bool(self._start) and int(self.steps[0]) == self._start
+        if self._start and not self._resumed:
+            self.notes.append(
+                f"by a number in the file, the training was resumed at step {self._start}, but its "
+                f"first row is labeled {self.steps[0]}"
+            )
 
-def _before(where: Any, variables: Variables, rows: Alignment) -> Variables:
-    for held in variables:
-        if held.variable in _STATE and (np.diff(rows.steps) != 1).any():
+    def _steps(self) -> Array:
+        """Steps of the rows."""
+        wanted, labels = self._options.steps, self._labels
+        trusted = self._file.attributes.get("steps") == "optimizer"
+        if wanted is not None and wanted not in self._file.keys:
+            return named_steps(wanted, self.count)
+        if wanted is not None:
+            labels = [one for one in labels if one.key == wanted]
+        if labels:
+            labeled = {one.key: self._labels_of(one) for one in labels}
+            key, steps = next(iter(labeled.items()))
+            for other, values in labeled.items():
+                if not np.array_equal(values, steps):
+                    raise FormatError(
+                        f"{self._file.path}: {key} and {other} label the rows differently; choose "
+                        f"with --labels steps={key}"
+                    )
+            trusted = trusted or self._file.format == "folder" or key == wanted
+            steps, note = true_steps(steps, name=key, trusted=trusted)
+            self.notes += [note] if note else []
+            return steps
+        first = self._options.first_row or 0
+        if self.single:
+            step = self._number(ARRAY_KINDS[STEP.name].names, in_groups=True)
+            if step is None:
+                step = first
+                self.notes.append(
+                    f"{self._anchor.key} is one state without a step number; it was taken as the "
+                    f"state after step {step} (--labels steps=N)"
+                )
+            return np.array([step], np.int64)
+        steps = (self._start or first) + np.arange(self.count, dtype=np.int64)
+        if not trusted:
+            self.notes.append(
+                f"the file has no labels of steps; its rows were taken as steps {steps[0]} to "
+                f"{steps[-1]}"
+            )
+        return steps
+
+    def _labels_of(self, one: DetectedArray) -> Array:
+        """Labels of the rows. Labels of several runs have a first axis of runs."""
+        shape, outer = one.shape, self._part.outer
+        if self.count in shape:
+            values = values_of(self._file, one.key)
+            if values.ndim == 2 and outer is not None and len(values) > outer:
+                values = values[outer]
+            shape = values.shape
+        if shape != (self.count,):
             raise FormatError(
-                f"{where}: {held.key} is the value before the step of its row, so its steps must "
-                "be consecutive; use the run from which it was exported"
+                f"{self._file.path}: {one.key} has shape {shape}, expected ({self.count},): "
+                f"{self._anchor.key} has {self.count} rows"
             )
-    return tuple(
-        replace(held, shift=held.shift + 1) if held.variable in _STATE else held
-        for held in variables
-    )
+        return checked_labels(self._file.path, one.key, values)
 
+    def _number(self, names: Collection[str], *, in_groups: bool = False) -> int | None:
+        """A number of the file that counts steps, by its name, or also by its name in a group."""
+        for key, value in self._part.numbers.items():
+            name = key.lower().rpartition(".")[2] if in_groups else key.lower()
+            if name in names and isinstance(value, int) and 0 <= value < 1 << 61:
+                return value
+        return None
 
-def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
-    """True if W and the moments are the values before the step of their row.
+    def aligned(self, variables: Variables) -> Variables:
+        """Mark the variables that precede the step of their row, and those without a first value.
 
-    Rows 0 and 1 of each are then equal, both before step 1, and the moments do not depend on the
-    gradient of row 1. Without moments, and with the names of such a layout, an option must decide.
-    """
-    if rows.first_row_is_given and not rows.is_before:
-        return False
-    held = {each.variable: each for each in variables}
-    states = [held[name] for name in _STATE if name in held]
-    if "W" not in held or rows.steps[0] != 0 or len(rows.steps) < 2:
-        return rows.is_before and "W" in held
-    same = [np.array_equal(each.read(0, 1), each.read(1, 2)) for each in states]
-    if rows.forced is not None and not all(same):
-        raise FormatError(
-            f"{where}: {states[same.index(False)].key} differs between rows 0 and 1, but in layout "
-            f"{rows.forced} both come before step 1; omit --layout {rows.forced}"
-        )
-    if not all(same) or "grad" not in held or held["grad"].shift:
-        return False
-    if rows.is_before:
-        return True
-    if len(states) == 1 and rows.fits_before and not rows.labeled:
-        raise FormatError(
-            f"{where}: {held['W'].key} is equal in rows 0 and 1, either because files of 1.12a "
-            "hold W before the step of each row, or because the first step had a learning rate of "
-            "0; pass --layout 1.12a, or --first-row 0"
-        )
-    gradient, last = held["grad"], len(rows.steps) - 1
-    pushed = not is_zero_or_nan(gradient.read(1, 2), gradient.native).all()
-    moments = any(
-        not is_zero_or_nan(each.read(last, last + 1), each.native).all() for each in states[1:]
-    )
-    return moments and pushed and first_row_is_blank(gradient)
-
-
-def _with_first_row(
-    where: Any, held: ImportedVariable, rows: Alignment, notes: list[str]
-) -> ImportedVariable:
-    """The variable. Its first row becomes NaN if no step precedes it."""
-    if held.shift or VARIABLES[held.variable].row0 != "nan":
-        return held
-    if rows.steps[0] != 0 and not rows.resumed:
-        if held.variable == "grad" and len(rows.steps) > 1 and first_row_is_blank(held):
-            notes.append(
-                f"{held.key} of step {rows.steps[0]}, the first row, is 0 or NaN everywhere and "
-                "was kept; if a training was resumed there, add the number starting_step "
-                f"{rows.steps[0]} to the file"
+        Raises
+        ------
+        FormatError
+            If a result of a step has values in the row of step 0, or the rows do not fit the named
+            layout.
+        """
+        if not self.single and self._are_before(variables):
+            for held in variables:
+                if held.variable in _STATE and (np.diff(self.steps) != 1).any():
+                    raise FormatError(
+                        f"{self._file.path}: {held.key} is the value before the step of its row, "
+                        "so its steps must be consecutive; use the run from which it was exported"
+                    )
+            variables = tuple(
+                replace(held, shift=held.shift + 1) if held.variable in _STATE else held
+                for held in variables
             )
-        return held
-    if first_row_is_blank(held):
-        note = (
-            f"resumed at step {rows.steps[0]}: the file does not hold the results of that step, "
-            "which are NaN in the run"
+        return tuple(map(self._with_first_row, variables))
+
+    def _are_before(self, variables: Variables) -> bool:
+        """True if W and the moments are the values before the step of their row.
+
+        Rows 0 and 1 of each are then equal, both before step 1, and the moments do not depend on
+        the gradient of row 1. Without moments, and with the names of such a layout, an option must
+        decide.
+        """
+        if self._options.first_row is not None and not self._is_before:
+            return False
+        held = {each.variable: each for each in variables}
+        states = [held[name] for name in _STATE if name in held]
+        if "W" not in held or self.steps[0] != 0 or len(self.steps) < 2:
+            return self._is_before and "W" in held
+        same = [np.array_equal(each.read(0, 1), each.read(1, 2)) for each in states]
+        forced = self._options.layout if self._fits_before else None
+        if forced is not None and not all(same):
+            raise FormatError(
+                f"{self._file.path}: {states[same.index(False)].key} differs between rows 0 and 1, "
+                f"but in layout {forced.name} both come before step 1; omit --layout {forced.name}"
+            )
+        if not all(same) or "grad" not in held or held["grad"].shift:
+            return False
+        if self._is_before:
+            return True
+        if len(states) == 1 and self._fits_before and not self._labels:
+            raise FormatError(
+                f"{self._file.path}: {held['W'].key} is equal in rows 0 and 1, either because "
+                "files of 1.12a hold W before the step of each row, or because the first step had "
+                "a learning rate of 0; pass --layout 1.12a, or --first-row 0"
+            )
+        last = len(self.steps) - 1
+        moments = any(not each.is_blank(last) for each in states[1:])
+        return moments and not held["grad"].is_blank(1) and held["grad"].is_blank(0)
+
+    def _with_first_row(self, held: ImportedVariable) -> ImportedVariable:
+        """The variable. Its first row becomes NaN if no step precedes it."""
+        first = self.steps[0]
+        if held.shift or VARIABLES[held.variable].row0 != "nan":
+            return held
+        if first != 0 and not self._resumed:
+            if held.variable == "grad" and len(self.steps) > 1 and held.is_blank(0):
+                self.notes.append(
+                    f"{held.key} of step {first}, the first row, is 0 or NaN everywhere and was "
+                    "kept; if a training was resumed there, add the number starting_step "
+                    f"{first} to the file"
+                )
+            return held
+        if held.is_blank(0):
+            note = (
+                f"resumed at step {first}: the file does not hold the results of that step, which "
+                "are NaN in the run"
+            )
+            self.notes += [note] if self._resumed and note not in self.notes else []
+            return replace(held, blank=True)
+        if self._resumed:
+            return held
+        if held.variable == "logits":
+            self.notes.append(
+                f"{held.key} of row 0 omitted: they come from a forward pass before the first step"
+            )
+            return replace(held, blank=True)
+        if held.variable == "hidden_mean":
+            self.notes.append(
+                f"{held.key} of row 0 comes from a forward pass before the first step"
+            )
+            return held
+        raise FormatError(
+            f"{self._file.path}: {held.key} has values in the row of step 0, before the first "
+            "step; a row of a run holds the gradient, logits and loss of its step, and the state "
+            "after it. If the first row belongs to step 1, pass --first-row 1; or omit it with "
+            f"--map ignore={held.key}"
         )
-        notes += [note] if rows.resumed and note not in notes else []
-        return replace(held, blank=True)
-    if rows.resumed:
-        return held
-    if held.variable == "logits":
-        notes.append(
-            f"{held.key} of row 0 omitted: they come from a forward pass before the first step"
-        )
-        return replace(held, blank=True)
-    if held.variable == "hidden_mean":
-        notes.append(f"{held.key} of row 0 comes from a forward pass before the first step")
-        return held
-    raise FormatError(
-        f"{where}: {held.key} has values in the row of step 0, before the first step; a row of a "
-        "run holds the gradient, logits and loss of its step, and the state after it. If the first "
-        f"row belongs to step 1, pass --first-row 1; or omit it with --map ignore={held.key}"
-    )

@@ -66,12 +66,10 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
 
 def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
     """The layout that the options or the file itself name."""
-    if options.layout is None:
+    layout = options.layout
+    if layout is None:
         own = file.attributes.get("layout")
         return LAYOUTS[own] if own in LAYOUTS and _fits(file, LAYOUTS[own]) else None
-    layout = options.described
-    if layout is None:
-        return None
     missing = [key for key in layout.required if key not in file.keys]
     if missing:
         raise FormatError(
@@ -143,7 +141,7 @@ def _table(
     detected: DetectedArrays, runs: tuple[ImportedRun, ...], options: ImportOptions
 ) -> Iterator[Detection]:
     """Detected kinds of all arrays and numbers."""
-    read = {source.key: held for run in runs for held in run.variables for source in held.sources}
+    read = {key: held for run in runs for held in run.variables for key in held.keys}
     for one in detected.found:
         kind, why = one.kind.name, []
         held = read.get(one.key)

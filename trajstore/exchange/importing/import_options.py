@@ -24,10 +24,8 @@ class ImportOptions:
 
     Attributes
     ----------
-    layout : str, optional
-        A name of `trajstore.exchange.layouts.IMPORT_LAYOUTS`, or the path of a TOML file.
-    described : Layout, optional
-        The keys and alignment of the file in that layout.
+    layout : Layout, optional
+        The keys and alignment of the file.
     mapped : dict of str to str
         Keys and their kinds.
     ignored : tuple of str
@@ -42,8 +40,7 @@ class ImportOptions:
         Labels of tokens from another file.
     """
 
-    layout: str | None = None
-    described: Layout | None = None
+    layout: Layout | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     bits: Mapping[str, str] = field(default_factory=dict)
@@ -115,8 +112,7 @@ def import_options(
             else:
                 mapped[key] = kind
     return ImportOptions(
-        layout=layout,
-        described=described,
+        layout=described,
         mapped=mapped,
         ignored=tuple(ignored),
         bits=bits_of,

@@ -15,10 +15,10 @@ from trajstore.exchange.importing.imported_file import (
     ImportedFile,
     ImportedRun,
     ImportedVariable,
-    Source,
     checked_texts,
     checked_tokens,
     kept_attributes,
+    reader,
 )
 from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
 from trajstore.formats.array_file import ArrayFile, values_of
@@ -87,7 +87,7 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
     )
     labels = dict(zip((STEP.name, "token"), layout.required, strict=True))
     kinds = {key: name for name, key in (keys | labels).items()}
-    kinds |= {key: key for key in populations} | {key: MARKS[key] for key in layout.populations}
+    kinds |= {key: key for key in populations} | {key: MARKS[key] for key in layout.marks}
     table = tuple(
         Detection(name=key, dtype=file.dtype(key), shape=file.shape(key),
                   kind=kinds.get(key, ""), why="" if key in kinds else "unknown name")
@@ -117,7 +117,7 @@ def _coordinates(
 ) -> dict[str, Any]:
     """Dead tokens, on which all marks must agree, counts and texts, if the file has them."""
     found: dict[str, Any] = {}
-    for key in [key for key in layout.populations if key in file.keys]:
+    for key in [key for key in layout.marks if key in file.keys]:
         population, _, form = MARKS[key].partition("_")
         values = _vector(file, key, ("bool",) if form == "mask" else ("int64",),
                          None if form == "ids" else tokens)  # fmt: skip
@@ -176,9 +176,9 @@ def _variables(
         native = NATIVE_TYPES[dtype]
         found.append(
             ImportedVariable(
-                file=file,
                 variable=name,
-                sources=(Source(key=key),),
+                keys=(key,),
+                read=reader(file, key, native),
                 native=native,
                 wanted=native,
                 rows=shape[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,11 +30,10 @@ __all__ = [
     "ImportedFile",
     "ImportedRun",
     "ImportedVariable",
-    "Source",
     "checked_texts",
     "checked_tokens",
-    "first_row_is_blank",
     "kept_attributes",
+    "reader",
 ]
 
 Array = npt.NDArray[Any]
@@ -46,25 +45,36 @@ _DEEPEST_JSON = 32
 _BATCH = 4 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """An array of a file that holds a variable, or its part for some tokens.
+def reader(
+    file: ArrayFile,
+    key: str,
+    native: NativeType,
+    *,
+    single: bool = False,
+    outer: int | None = None,
+    pick: Array | None = None,
+) -> Callable[[int, int], Array]:
+    """A function that reads the bits of rows of an array, from a start up to a stop.
 
-    Attributes
+    Parameters
     ----------
+    file : ArrayFile
     key : str
+    native : NativeType
+    single : bool
+        True if the file holds one state, without an axis of steps.
     outer : int, optional
         Position along a first axis of runs.
-    places : ndarray of int, optional
-        Positions of its tokens along ``token`` in the run. Default: all.
     pick : ndarray of int, optional
-        Positions to read along its own token axis. Default: all.
+        Positions to read along its token axis. Default: all.
     """
 
-    key: str
-    outer: int | None = None
-    places: Array | None = None
-    pick: Array | None = None
+    def read(start: int, stop: int) -> Array:
+        bits = file.read(key)[None] if single else file.read(key, start, stop, outer)
+        bits = np.ascontiguousarray(bits).view(native.bits)
+        return bits if pick is None else bits[:, pick]
+
+    return read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +84,8 @@ class ImportedVariable:
     Attributes
     ----------
     variable : str
+    keys : tuple of str
+        Names in the file: two if it holds the rows of dead and of live tokens.
     native : NativeType
         Type in the file, or the type that its bits represent.
     wanted : NativeType
@@ -82,10 +94,8 @@ class ImportedVariable:
         Number of rows in the file.
     row_shape : tuple of int
         Shape of a row in the run.
-    file : ArrayFile
-    sources : tuple of Source
-    single : bool
-        True if the file holds one state, without an axis of steps.
+    read : callable
+        Returns the bits of the rows of the file from a start up to a stop, in its native type.
     shift : int
         Rows of the file before the value of the first row of the run. 1 for values before the step
         of their row, -1 if the file lacks the first row. Rows that the file lacks become NaN.
@@ -94,41 +104,28 @@ class ImportedVariable:
     """
 
     variable: str
+    keys: tuple[str, ...]
     native: NativeType
     wanted: NativeType
     rows: int
     row_shape: tuple[int, ...]
-    file: ArrayFile
-    sources: tuple[Source, ...]
-    single: bool = False
+    read: Callable[[int, int], Array]
     shift: int = 0
     blank: bool = False
 
     @property
     def key(self) -> str:
-        """Name in the file."""
-        return " and ".join(source.key for source in self.sources)
+        """Names in the file, for messages."""
+        return " and ".join(self.keys)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row in the file."""
         return math.prod(self.row_shape) * self.native.itemsize
 
-    def read(self, start: int, stop: int) -> Array:
-        """Bits of the rows of the file from `start` up to `stop`, in its native type."""
-        whole = np.empty((stop - start, *self.row_shape), self.native.bits)
-        for source in self.sources:
-            if self.single:
-                bits = self.file.read(source.key)[None]
-            else:
-                bits = self.file.read(source.key, start, stop, source.outer)
-            bits = np.ascontiguousarray(bits).view(self.native.bits)
-            if source.pick is not None:
-                bits = bits[:, source.pick]
-            if source.places is None:
-                return bits
-            whole[:, source.places] = bits
-        return whole
+    def is_blank(self, row: int) -> bool:
+        """True if a row holds only zeros and NaN."""
+        return bool(is_zero_or_nan(self.read(row, row + 1), self.native).all())
 
     def wanted_bits(self, bits: Array) -> Array:
         """Bits in the wanted type. `holds_bfloat16` has checked that it holds every value."""
@@ -221,11 +218,6 @@ class ImportedFile:
     layout: str
     runs: tuple[ImportedRun, ...]
     table: tuple[Detection, ...] = field(default=())
-
-
-def first_row_is_blank(held: ImportedVariable) -> bool:
-    """True if the first row holds only zeros and NaN."""
-    return bool(is_zero_or_nan(held.read(0, 1), held.native).all())
 
 
 def checked_tokens(file: ArrayFile, token: Array) -> Array:

@@ -87,7 +87,7 @@ def read_runs(
         If an option does not apply to it, or a row does not fit into the memory.
     """
     options = options or ImportOptions()
-    layout = options.described
+    layout = options.layout
     if (
         layout is not None
         and file.format != layout.format
@@ -137,7 +137,7 @@ def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
         if form is None and held.native.name == "float32" and held.holds_bfloat16():
             narrowed.append(held.variable)
             made.append(_as_bfloat16(held))
-        elif form is None or options.bits_of(held.variable, *_keys(held)) is None:
+        elif form is None or options.bits_of(held.variable, *held.keys) is None:
             warned += [held.variable] if form in ("values", "either") else []
             made.append(held)
         elif form == "bits":
@@ -181,11 +181,11 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
     found: dict[str, HalfForm] = {}
     unnamed: dict[str, str] = {}
     for held in run.variables:
-        type = options.bits_of(held.variable, *_keys(held))
+        type = options.bits_of(held.variable, *held.keys)
         if held.native.name != "float16" or type == "float16":
             continue
         form = found[held.variable] = held.half_form()
-        if type == "bfloat16" and not options.names_bits(held.variable, *_keys(held)):
+        if type == "bfloat16" and not options.names_bits(held.variable, *held.keys):
             unnamed.setdefault(form, held.variable)
     if {"values", "bits"} <= set(unnamed):
         valued, other = unnamed["values"], unnamed["bits"]
@@ -195,10 +195,6 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
             f"--bits {valued}=bfloat16"
         )
     return found
-
-
-def _keys(held: ImportedVariable) -> Iterator[str]:
-    return (source.key for source in held.sources)
 
 
 def _as_bfloat16(held: ImportedVariable) -> ImportedVariable:

@@ -42,7 +42,7 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
     with open_file(masks) as file:
         nameless = _nameless(file)
         detected = detect_arrays(file, nameless)
-        arrays = token_arrays(file, detected, of=f" of {Path(masks).name}")
+        arrays = token_arrays(file, detected.found, of=f" of {Path(masks).name}")
         if not arrays:
             raise FormatError(
                 f"{masks} labels no tokens: found {abridged(file.keys)}, expected masks, lists of "
@@ -52,11 +52,7 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
     notes = {
         kind: f"{key} of {Path(masks).name}: {_TAKEN_AS[kind]}" for key, kind in nameless.items()
     }
-    return tuple(
-        replace(one, is_separate=True, note=notes.get(one.kind, ""))
-        for one in arrays
-        if one.kind in TOKEN_KINDS
-    )
+    return tuple(replace(one, is_separate=True, note=notes.get(one.kind, "")) for one in arrays)
 
 
 def _nameless(file: ArrayFile) -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.detect_arrays import DetectedArrays
+from trajstore.exchange.guessing.detect_arrays import DetectedArray
 from trajstore.formats.array_file import ArrayFile, values_of
 
 __all__ = [
@@ -81,6 +81,16 @@ class TokenArray:
     is_separate: bool = False
     note: str = ""
 
+    @property
+    def is_dense(self) -> bool:
+        """True for masks and counts, which have a value per token."""
+        return self.kind.endswith("_mask") or self.kind == "token_count"
+
+    @property
+    def ids(self) -> Array:
+        """Ids in a list, or those that a mask marks."""
+        return np.flatnonzero(self.values) if self.kind.endswith("_mask") else self.values
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
@@ -90,33 +100,28 @@ class TokenTable:
     ----------
     token : ndarray of int64, (token,)
         Vocabulary ids.
-    is_dead : ndarray of bool, (token,), optional
-    token_count : ndarray of int64, (token,), optional
+    coordinates : dict of str to ndarray
+        ``is_dead`` and ``token_count``, as far as they are known.
     vocabulary : int
         Number of ids, as far as it is known.
     notes : tuple of str
     """
 
     token: Array
-    is_dead: Array | None
-    token_count: Array | None
+    coordinates: dict[str, Array]
     vocabulary: int
     notes: tuple[str, ...] = ()
 
-    @property
-    def coordinates(self) -> dict[str, Array]:
-        """Known coordinates other than ``token``."""
-        known = {"is_dead": self.is_dead, "token_count": self.token_count}
-        return {name: values for name, values in known.items() if values is not None}
 
-
-def token_arrays(file: ArrayFile, detected: DetectedArrays, *, of: str = "") -> list[TokenArray]:
+def token_arrays(
+    file: ArrayFile, found: Iterable[DetectedArray], *, of: str = ""
+) -> list[TokenArray]:
     """Arrays of a file that describe the tokens, with checked types.
 
     Parameters
     ----------
     file : ArrayFile
-    detected : DetectedArrays
+    found : iterable of DetectedArray
     of : str, optional
         Suffix of the names in messages.
 
@@ -127,7 +132,7 @@ def token_arrays(file: ArrayFile, detected: DetectedArrays, *, of: str = "") -> 
         1-D.
     """
     arrays = []
-    for one in detected.found:
+    for one in found:
         if one.kind.name not in TOKEN_KINDS:
             continue
         values = values_of(file, one.key)
@@ -210,41 +215,31 @@ def token_table(
             f"{where}: got token {token.max()}, expected 32-bit vocabulary ids up to "
             f"{np.iinfo(np.int32).max}"
         )
+    certain = length is not None or not restricted
     universe = max(length or 0, int(token.max(initial=-1)) + 1)
     for each in arrays:
         limit = tokens if each.by_place else universe
         if each.kind.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
-            if each.by_place or length is not None or not restricted:
+            if each.by_place or certain:
                 what = "positions" if each.by_place else "token ids"
                 raise FormatError(
                     f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
                     f"{limit - 1}"
                 )
             universe = int(each.values.max()) + 1
-    dead = _dead(where, arrays, universe, token)
+    coordinates = _dead(where, arrays, universe, token, numbers, certain=certain)
     counts = [each for each in arrays if each.kind == "token_count"]
-    if dead is None:
+    if not coordinates:
         counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
         only = f", only their number ({', '.join(counted)})" if counted else ""
         notes.append(f"the file does not label dead tokens{only}")
-    else:
-        whole = length is not None or not restricted
-        _check_sizes(where, dead, numbers, whole=whole)
-        if dead.name in [each.name for each in counts]:
-            notes.append(
-                f"dead tokens are those for which {dead.name} is 0; nothing else labels them"
-            )
-    return TokenTable(
-        token=token,
-        is_dead=None if dead is None else dead.here,
-        token_count=None
-        if not counts
-        else counts[0].values
-        if counts[0].by_place
-        else counts[0].values[token],
-        vocabulary=universe,
-        notes=tuple(notes),
-    )
+    elif {each.kind for each in arrays} <= {"token", "token_count"}:
+        notes.append(
+            f"dead tokens are those for which {counts[0].name} is 0; nothing else labels them"
+        )
+    for each in counts[:1]:
+        coordinates["token_count"] = each.values if each.by_place else each.values[token]
+    return TokenTable(token=token, coordinates=coordinates, vocabulary=universe, notes=tuple(notes))
 
 
 def _counted_by_place(tokens: int, arrays: list[TokenArray], *, by_place: bool) -> list[TokenArray]:
@@ -260,9 +255,8 @@ def _counted_by_place(tokens: int, arrays: list[TokenArray], *, by_place: bool) 
     by_place = by_place or np.array_equal(every, np.arange(tokens))
     marked = []
     for each in arrays:
-        dense = each.kind.endswith("_mask") or each.kind == "token_count"
         listed = each.kind in ("dead_ids", "live_ids")
-        places = len(each.values) == tokens if dense else listed and by_place
+        places = len(each.values) == tokens if each.is_dense else listed and by_place
         marked.append(replace(each, by_place=places and not each.is_separate))
     return marked
 
@@ -302,9 +296,7 @@ def _vocabulary(
 ) -> tuple[int | None, str]:
     """Length of the vocabulary, and the name of its source."""
     lengths = [
-        (each.name, len(each.values))
-        for each in arrays
-        if (each.kind.endswith("_mask") or each.kind == "token_count") and not each.by_place
+        (each.name, len(each.values)) for each in arrays if each.is_dense and not each.by_place
     ]
     lengths += sizes.items()
     for name, length in lengths:
@@ -313,9 +305,7 @@ def _vocabulary(
                 f"{where}: {lengths[0][0]} means {lengths[0][1]} tokens, but {name} means "
                 f"{length}; omit one with --map ignore={name}"
             )
-    if lengths:
-        return lengths[0][1], lengths[0][0]
-    return None, ""
+    return lengths[0][::-1] if lengths else (None, "")
 
 
 def _rows(
@@ -341,7 +331,7 @@ def _rows(
         return whole, False
     lists = {
         population: [
-            (each.name, np.flatnonzero(each.values) if each.kind.endswith("mask") else each.values)
+            (each.name, each.ids)
             for each in arrays
             if each.kind in (f"{population}_ids", f"{population}_mask")
         ]
@@ -381,49 +371,48 @@ def _is_whole(tokens: int, lists: Mapping[str, list[tuple[str, Array]]]) -> bool
     return all(len(ids) != tokens or int(ids.max(initial=0)) < tokens for ids in every)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Dead:
-    """Labels of dead tokens.
-
-    Attributes
-    ----------
-    name : str
-        Name of the source.
-    here : ndarray of bool, (token,)
-        True for the dead tokens among the rows.
-    counts : dict of str to int
-        Numbers of dead and live tokens in the vocabulary, as far as it is known.
-    """
-
-    name: str
-    here: Array
-    counts: dict[str, int]
-
-
-def _dead(where: Any, arrays: list[TokenArray], universe: int, token: Array) -> _Dead | None:
-    """The dead tokens, on which all sources agree; None without a source."""
+def _dead(
+    where: Any,
+    arrays: list[TokenArray],
+    universe: int,
+    token: Array,
+    numbers: Mapping[str, Any],
+    *,
+    certain: bool,
+) -> dict[str, Array]:
+    """``is_dead``, on which all sources and the sizes agree; nothing without a source."""
     # Counts come last: they label dead tokens only if nothing else does.
     tables = sorted(
         (each for each in arrays if each.kind not in ("token", "token_ids")),
         key=lambda each: each.kind == "token_count",
     )
     if not tables:
-        return None
+        return {}
     whole = [each for each in tables if not each.by_place]
-    if any(not each.kind.endswith("_ids") for each in whole):
+    if any(each.is_dense for each in whole):
         ids = np.arange(universe)
     else:  # no mask covers the vocabulary: its length is only a number in the file
         ids = np.unique(np.concatenate([token, *(each.values for each in whole)]))
     every = {each.name: _is_dead(each, ids) for each in whole}
     _agree(where, every)
     places = np.arange(len(token))
-    here = {each.name: _is_dead(each, places if each.by_place else token) for each in tables}
-    _agree(where, here)
-    name = next(iter(here))
-    known = next(iter(every.values()), here[name])
+    answers = {each.name: _is_dead(each, places if each.by_place else token) for each in tables}
+    _agree(where, answers)
+    name, here = next(iter(answers.items()))
+    known = next(iter(every.values()), here)
     dead = int(np.count_nonzero(known))
-    live = (universe if every else len(known)) - dead
-    return _Dead(name=name, here=here[name], counts={"dead": dead, "live": live})
+    counts = {"dead": dead, "live": (universe if every else len(known)) - dead}
+    for key, value in numbers.items():
+        population = POPULATION_SIZES.get(key.lower())
+        if population is None or not isinstance(value, int):
+            continue
+        count, held = counts[population], int(np.count_nonzero(here == (population == "dead")))
+        if value not in (count, held) and (certain or held):
+            raise FormatError(
+                f"{where}: {key} is {value}, but {name} marks {count} tokens as {population}; "
+                f"omit one with --map ignore={key}"
+            )
+    return {"is_dead": here}
 
 
 def _is_dead(each: TokenArray, ids: Array) -> Array:
@@ -442,19 +431,4 @@ def _agree(where: Any, answers: Mapping[str, Array]) -> None:
             raise FormatError(
                 f"{where}: {first} and {other} disagree about {len(wrong)} dead tokens, the first "
                 f"is {wrong[0]}; omit one with --map ignore={other}"
-            )
-
-
-def _check_sizes(where: Any, dead: _Dead, numbers: Mapping[str, Any], *, whole: bool) -> None:
-    """Refuse sizes of the populations that differ from the labels."""
-    for key, value in numbers.items():
-        population = POPULATION_SIZES.get(key.lower())
-        if population is None or not isinstance(value, int):
-            continue
-        count = dead.counts[population]
-        here = int(np.count_nonzero(dead.here == (population == "dead")))
-        if value not in (count, here) and (whole or here):
-            raise FormatError(
-                f"{where}: {key} is {value}, but {dead.name} marks {count} tokens as {population}; "
-                f"omit one with --map ignore={key}"
             )

@@ -40,16 +40,7 @@ def test_without_a_file_it_lists_what_it_understands() -> None:
 
 
 def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
-    options = (
-        "--map",
-        "W=x",
-        "--map",
-        "loss=nll",
-        "--labels",
-        "steps=0:60:10",
-        "--bits",
-        "W=bfloat16",
-    )
+    options = "--map W=x --map loss=nll --labels steps=0:60:10 --bits W=bfloat16".split()
     printed = call(file, "--dry-run", *options).stdout
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
     assert "uint16" in lines["x"]

@@ -19,20 +19,6 @@ from trajstore.store.reading.run_info import information
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 
 
-def test_a_copy_says_how_the_run_was_recorded(tmp_path: Path) -> None:
-    recording = {"parameter": "transformer.wte.weight"}
-    with trajstore.RunWriter.create(
-        tmp_path / "run.zarr",
-        token=range(2),
-        hidden=1,
-        variables={"W": "float32"},
-        attributes={"recording": recording},
-    ) as run:
-        run.append(step=0, W=np.zeros((2, 1), np.float32))
-    trajstore.export(tmp_path / "run.zarr", tmp_path / "copy.zarr", format="run")
-    assert trajstore.open_run(tmp_path / "copy.zarr").attrs["recording"] == recording
-
-
 @pytest.mark.parametrize("block_rows", [1, 3, 8])
 @pytest.mark.parametrize("spare_rows", [0, 100])
 def test_blocks_of_any_size_within_any_memory(
@@ -91,20 +77,6 @@ def test_a_run_is_the_same_after_replay_and_back(
     part = xr.open_zarr(back).load()
     assert part.attrs["encoding"] == "replay"
     xr.testing.assert_equal(part.W, xr.open_zarr(source).W.sel(token=[3, 99]).load())
-
-
-def test_an_imported_history_in_the_encoding_replay(sample: Path, tmp_path: Path) -> None:
-    pytest.importorskip("h5py")
-    source, file, history, out = (
-        tmp_path / name for name in ("source.zarr", "file.h5", "history.zarr", "out.zarr")
-    )
-    sample_part(sample, source, encoding="delta")
-    trajstore.export(source, file, format="hdf5")
-    trajstore.import_file(file, history)
-    assert trajstore.export(history, out, encoding="replay", block_rows=8).notes == ()
-    kinds = {name: array["kind"] for name, array in information(out)["arrays"].items()}
-    assert {name for name in kinds if kinds[name] == "computed"} == {*RULE_ARRAYS}
-    same_bits(history, out)
 
 
 def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) -> None:

@@ -69,19 +69,6 @@ def test_it_is_no_run(small_run: SmallRun, tmp_path: Path) -> None:
         annotate_run(out, token_text=["?"] * 10)
 
 
-def test_every_bit_pattern_and_a_selection(tmp_path: Path) -> None:
-    types = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "loss": "float32"}
-    write_run(tmp_path / "a.zarr", types, rows=9, tokens=7, hidden=3, any_bits=True)
-    out = tmp_path / "b.zarr"
-    done = trajstore.export(
-        tmp_path / "a.zarr", out, steps="0:9:2", tokens=[1, 5], variables="W,grad,loss",
-        format="zarr", block_rows=2,
-    )  # fmt: skip
-    assert (done.rows, done.tokens, done.variables) == (5, 2, ("W", "grad", "loss"))
-    part = trajstore.open_run(tmp_path / "a.zarr").isel(step=slice(None, None, 2), token=[1, 5])
-    assert_same_run(part.drop_vars("exp_avg"), out)
-
-
 def test_datasets_without_rows_and_with_other_chunks_along_token(
     small_run: SmallRun, tmp_path: Path
 ) -> None:

@@ -38,7 +38,6 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
     ("key", "kind", "run", "matrix", "population"),
     [
         ("embedding_history", "W", None, None, None),
-        ("W", "W", None, None, None),
         ("embeddings_E", "W", None, "E", None),
         ("lm_head.weight", "W", None, "W", None),
         ("model_state_dict.transformer.wte.weight", "W", None, "E", None),
@@ -50,8 +49,6 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
         ("V", "exp_avg_sq", None, None, None),
         ("delta_W", "delta", None, "W", None),
         ("Losses", "loss", None, None, None),
-        ("h_mean", "hidden_mean", None, None, None),
-        ("dead_mask", "dead_mask", None, None, None),
         ("untrained_indices", "dead_ids", None, None, None),
         ("token_frequencies", "token_count", None, None, None),
     ],

@@ -27,17 +27,6 @@ def test_callback_counts_become_steps(steps: int, epoch: int) -> None:
     assert (note is None) == (epoch >= steps)
 
 
-def test_the_notebooks_numbers() -> None:
-    labels = callback_labels(10_000, 8306)
-    assert len(labels) == 10_001
-    assert labels[-1] == 10_001
-    assert labels[8306] == 8306
-    assert labels[8307] == 8308
-    _, note = true_steps(labels)
-    assert note is not None
-    assert "8306" in note
-
-
 @pytest.mark.parametrize(
     "labels",
     [
@@ -52,13 +41,6 @@ def test_the_notebooks_numbers() -> None:
 def test_other_labels_are_taken_as_they_are(labels: list[int]) -> None:
     found, note = true_steps(np.array(labels))
     assert found.tolist() == labels
-    assert note is None
-
-
-def test_trusted_labels_are_kept() -> None:
-    labels = callback_labels(20, 7)
-    found, note = true_steps(labels, trusted=True)
-    assert found.tolist() == labels.tolist()
     assert note is None
 
 

@@ -228,12 +228,9 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     ("name", "values"),
     [
         ("live_token_ids", LIVE),
-        ("dead_mask", KNOWN.dead),
         ("trained_mask", (~KNOWN.dead).astype("u1")),
         ("token_counts", np.where(KNOWN.dead, 0, 9)),
-        ("untrained_ids", DEAD),
         ("mine", DEAD),  # ids without a known name
-        ("dead", KNOWN.dead),
         ("my live ones", ~KNOWN.dead),
     ],
 )
@@ -241,6 +238,20 @@ def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.
     np.save(tmp_path / f"{name}.npy", values)
     ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / f"{name}.npy")
     assert (ds.is_dead.values == KNOWN.dead).all()
+
+
+def test_token_ids_are_the_ids_of_the_rows(tmp_path: Path) -> None:
+    ids = np.array([3, 1, 4, 15, 9, 2, 6])
+    np.save(tmp_path / "token_ids.npy", ids)
+    ds, done = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "token_ids.npy")
+    assert ds.token.values.tolist() == ids.tolist()
+    assert "is_dead" not in ds.coords
+    assert same(ds, "W", KNOWN.values["W"])
+    note = "token_ids of token_ids.npy: the ids of the rows, since the lengths match"
+    assert note in done.notes
+    np.save(tmp_path / "token_ids.npy", ids[:3])
+    with pytest.raises(FormatError, match=r"lists 3 tokens, but there are rows of 7.* dead_ids"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "token_ids.npy")
 
 
 def test_the_only_array_of_a_file_is_the_mask(tmp_path: Path) -> None:
@@ -262,8 +273,6 @@ def test_a_mask_of_numpy_without_a_name_is_refused(tmp_path: Path) -> None:
 def test_only_the_number_of_dead_tokens(tmp_path: Path) -> None:
     _, done = imported(tmp_path, {"W": series("W"), "n_dead": 2, "live_tokens": 5})
     assert any("not label dead tokens, only their number (n_dead 2" in n for n in done.notes)
-    _, done = imported(tmp_path, {"W": series("W"), "live_mask": ~KNOWN.dead})
-    assert not any("label dead tokens" in note for note in done.notes)
 
 
 def test_numbers_go_to_the_configuration(tmp_path: Path) -> None:
@@ -340,13 +349,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "live_mask means 4 tokens, but .* W has a row of token 9",
     ),
     "runs": ({"W": np.stack([series("W")] * 2)}, "one of 2 runs, but g has no number"),
-    "n_runs": ({"W": np.stack([series("W")] * 2), "n_runs": 3, "g": None}, "n_runs is 3"),
     "steps": ({"steps": np.arange(6)[::-1].copy()}, "increasing"),
     "steps of another length": (
         {"steps": np.arange(9)},
         r"steps has shape \(9,\), expected .* W has 6",
     ),
     "two labels": ({"steps": np.arange(6), "step": np.arange(6) * 2}, "label the rows differently"),
+    "float steps": ({"steps": np.arange(6, dtype="f4")}, "steps has type float32"),
+    "a rate for no row": ({"learning_rate": np.ones(2, "f4")}, "learning_rate has shape"),
     "numbers": ({"lr": 0.1, "learning_rate": 0.2}, "lr is 0.1 and learning_rate is 0.2"),
     "empty": ({"W": np.zeros((6, 0, 3), "f4"), "g": None}, "without a length of 0"),
     "untied gradient": ({"E": series("W")}, "belongs to E or W, which are untied"),

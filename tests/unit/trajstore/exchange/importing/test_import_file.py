@@ -83,57 +83,6 @@ def test_float32_is_bfloat16_only_where_every_value_is(tmp_path: Path) -> None:
     assert (trajstore.open_run(tmp_path / "run.zarr").W.values == W).all()
 
 
-def test_masks_of_another_file(tmp_path: Path) -> None:
-    notebook_file(tmp_path / "f", dead_token_ids=None, live_token_ids=None)
-    done = trajstore.import_file(tmp_path / "f", tmp_path / "without.zarr")
-    assert any("does not label dead tokens" in note for note in done.notes)
-    mask = np.array([False, True, True, False, False, False])
-    save_file(
-        {"untrained_mask": mask, "trained_mask": ~mask, "untrained_indices": np.array([1, 2])},
-        tmp_path / "masks",
-    )
-    trajstore.import_file(tmp_path / "f", tmp_path / "with.zarr", masks=tmp_path / "masks")
-    assert (trajstore.open_run(tmp_path / "with.zarr").is_dead.values == mask).all()
-    for unfit in (
-        {"a": mask.astype("i4")},
-        {"untrained_mask": mask[:3]},
-        {"untrained_indices": np.array([9])},
-    ):
-        save_file(unfit, tmp_path / "masks")
-        with pytest.raises(FormatError):
-            trajstore.import_file(tmp_path / "f", tmp_path / "x.zarr", masks=tmp_path / "masks")
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no W": ({"embeddings": None}, "holds no W"),
-    "shape": ({"grads": np.zeros((ROWS, TOKENS, HIDDEN + 1), "f4")}, "grads has shape"),
-    "rows": ({"losses": np.zeros(ROWS - 2, "f4")}, "losses has shape"),
-    "flat": ({"embeddings": np.zeros(ROWS, "f4")}, "expected .* of .step, token, hidden."),
-    "dtype": ({"embeddings": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "embeddings has type"),
-    "steps back": ({"recorded_steps": np.arange(ROWS)[::-1].copy()}, "increasing"),
-    "float steps": (
-        {"recorded_steps": np.arange(ROWS, dtype="f4")},
-        "recorded_steps has type float32",
-    ),
-    "misaligned": ({"grads": np.ones((ROWS, TOKENS, HIDDEN), "f4")}, "before the first step"),
-    "ids": (
-        {"dead_token_ids": np.array([TOKENS])},
-        rf"dead_token_ids holds {TOKENS}, expected token",
-    ),
-    "both": ({"live_token_ids": np.arange(TOKENS)}, "disagree"),
-    "scalar": ({"learning_rate": np.ones(2, "f4")}, "learning_rate has shape"),
-    "token twice": ({"token": np.zeros(TOKENS, "i4")}, "distinct ids"),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_contents_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    notebook_file(tmp_path / "f", **changes)
-    with pytest.raises(FormatError, match=message):
-        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
-    assert [path.name for path in tmp_path.iterdir()] == ["f"]
-
-
 def test_a_forced_layout_names_the_missing_keys(tmp_path: Path) -> None:
     notebook_file(tmp_path / "f")
     with pytest.raises(FormatError, match=r"layout 14\.1a requires deltas"):

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from grammar_files import write
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument
@@ -23,25 +23,18 @@ def test_rows_and_memory_are_bounded_before_anything_is_read() -> None:
     check_size(file, "W", (1, 1 << 10, 1 << 10), "float32", 13 << 20)
 
 
-def _zeros(path: Path, **shapes: tuple[int, ...]) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, shape in shapes.items():
-            with file.open(f"{name}.npy", "w") as member:
-                np.lib.format.write_array(member, np.zeros(shape, "f4"))
-    return path
-
-
 def test_what_would_be_far_larger_when_decompressed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = _zeros(tmp_path / "x.npz", W=(100, 64, 64))
+    W = np.zeros((100, 64, 64), "f4")
+    file = write(tmp_path / "x.npz", "npz", {"W": W})
     trajstore.import_file(file, tmp_path / "run.zarr")
     monkeypatch.setattr(array_file, "_ALWAYS_EXPANDED", 1 << 20)
     with pytest.raises(
         FormatError, match=r"x\.npz has .* would expand to 1\.5.* without compression"
     ):
         trajstore.import_file(file, tmp_path / "other.zarr")
-    np.savez(file, W=np.zeros((100, 64, 64), "f4"))
+    np.savez(file, W=W)
     trajstore.import_file(file, tmp_path / "other.zarr")
 
 

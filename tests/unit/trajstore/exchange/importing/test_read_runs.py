@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from grammar_files import stored, truth, write
@@ -52,13 +51,6 @@ def test_bits_in_one_array_and_numbers_in_another(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (ds.exp_avg.values == half.astype("f4")).all()
     assert (ds.W.values == W).all()
-
-
-def test_bits_by_name(tmp_path: Path) -> None:
-    bits = W.astype(ml_dtypes.bfloat16).view("f2")
-    ds, done = imported(tmp_path, {"W": W.astype("f2"), "m": bits}, bits={"m": "bfloat16"})
-    assert (ds.exp_avg.values == W).all()
-    assert "m: the bits of its float16 were read as bits of bfloat16" in done.notes
 
 
 def test_bits_of_other_types_are_refused(tmp_path: Path) -> None:
