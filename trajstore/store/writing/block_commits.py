@@ -80,9 +80,9 @@ class BlockCommits:
         self._committer: Committer | None = None
         if lock is not None:
             self._committer = Committer(run.path, run.metadata, run.fingerprint, fsync=fsync)
-        self._shared = None if run.share is None else SharedCommits(run.share, self._committer)
+        self._commits = SharedCommits(run.share, self._committer)
         # No timer with several processes, as all would have to stop at the same row.
-        self._timer = self._new_timer(commit_every if run.share is None else None)
+        self._timer = self._new_timer(commit_every if run.share.count == 1 else None)
         self._shards = BlockWriter(run.path, layout, fsync=fsync, lock=lock)
         self._failure: BaseException | None = None  # nothing is written or committed after it
         self._thread = ThreadPoolExecutor(1, "trajstore-writer")
@@ -102,9 +102,7 @@ class BlockCommits:
     @property
     def committed_rows(self) -> int:
         """Rows that readers see."""
-        commits = self._committer or self._shared
-        assert commits is not None
-        return commits.rows
+        return self._commits.rows
 
     @property
     def bytes_written(self) -> int:
@@ -113,8 +111,7 @@ class BlockCommits:
 
     def cut(self) -> None:
         """Cut the stored run to the kept rows."""
-        if self._shared is not None:
-            self._shared.rows = self.rows
+        self._commits.rows = self.rows
         if self._committer is not None:
             unfinished = self.rows % self.layout.block_rows
             last = (unfinished, self._run.digest_of_unfinished()) if unfinished else None
@@ -245,14 +242,11 @@ class BlockCommits:
         try:
             return self._shards.write(number, rows)
         except BaseException as error:
-            if self._shared is not None:
-                self._shared.fail(error)
+            self._commits.fail(error)
             raise
 
     def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        commits = self._shared or self._committer
-        assert commits is not None
-        commits.commit(change, written)
+        self._commits.commit(change, written)
         if self._timer is not None:
             rows, status = change
             unfinished = rows % self.layout.block_rows != 0 and status == "recording"

@@ -1,4 +1,4 @@
-"""A run that several processes write. The first one plans, creates and commits it.
+"""A run that one or several processes write. The first one plans, creates and commits it.
 
 No shard contains tokens of two processes. Each process writes the shards of its own tokens in a
 background thread, block after block. After each block all processes report the rows they wrote and
@@ -43,7 +43,7 @@ def plan_shared(
     threads: int | None = None,
     **others: Any,
 ) -> Layout:
-    """Plan a run that several processes write.
+    """Plan a run that one or several processes write.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def announce_run(share: TokenShare, run: ResumedRun) -> None:
     RecordingError
         If one of them cannot join.
     """
-    share.exchange(replace(run, share=None))
+    share.exchange({**vars(run), "share": None})  # processes cannot exchange a share
     with in_all_processes(share):
         pass
 
@@ -155,11 +155,11 @@ def joined_run(path: RunPath, share: TokenShare) -> Iterator[ResumedRun]:
     """
     with in_all_processes(share):
         pass
-    run: ResumedRun = share.exchange(None)[0]
+    facts = share.exchange(None)[0]
     with in_all_processes(share):
         place = location(path).absolute()
-        _check_seen(place, run.layout)
-        yield replace(run, path=place, share=share)
+        _check_seen(place, facts["layout"])
+        yield ResumedRun(**(facts | {"path": place, "share": share}))
 
 
 def _check_seen(path: Location, layout: Layout) -> None:
