@@ -224,30 +224,23 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
     The root's own attributes win, unless only the copy is plausible.
     """
     own, copy = fixed_attributes(metadata.attributes), metadata.copy or {}
-    settled, actions = dict(own), []
-    for key, value in copy.items():
-        if key not in own:
-            if metadata.root is not None:
-                actions.append(f"the attribute {key} is restored from its copy in step")
-            settled[key] = value
-        elif not same(own[key], value):
-            # zarr drops the consolidated metadata when a user sets an attribute. Without them,
-            # a change is intended; with them, it is damage.
-            if metadata.consolidated() is None:
-                actions.append(f"the copy in step receives the attribute {key}")
-            else:
-                actions.append(f"the attribute {key} is restored from its copy in step")
-                settled[key] = value
-    if metadata.copy is not None and metadata.root is not None:
-        for key in sorted(own.keys() - copy.keys()):
-            lost = [name for name in copy.keys() - own.keys() if same(copy[name], own[key])]
-            if lost:
-                actions.append(
-                    f"the attribute {key} is removed: it is {lost[0]} with a broken name"
-                )
-                del settled[key]
-            else:
-                actions.append(f"the copy in step receives the attribute {key}")
+    # zarr drops the consolidated metadata when a user sets an attribute. Without them, a change is
+    # intended; with them, it is damage.
+    intended = metadata.consolidated() is None
+    settled = {**copy, **own} if intended else {**own, **copy}
+    actions = []
+    compared = settled if metadata.root is not None and metadata.copy is not None else ()
+    for key in list(compared):
+        if key in own and key in copy and same(own[key], copy[key]):
+            continue
+        lost = [name for name in copy.keys() - own.keys() if same(copy[name], own.get(key))]
+        if key in copy and (key not in own or not intended):
+            actions.append(f"the attribute {key} is restored from its copy in step")
+        elif key not in copy and lost:
+            actions.append(f"the attribute {key} is removed: it is {lost[0]} with a broken name")
+            del settled[key]
+        else:
+            actions.append(f"the copy in step receives the attribute {key}")
     if metadata.root is None and metadata.copy is None:
         actions.append(
             "the attributes of the root are lost, without a copy: config, optimizer and provenance "

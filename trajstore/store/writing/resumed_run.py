@@ -101,7 +101,7 @@ class ResumedRun:
         return _stored_digest(self.arrays.values(), *divmod(self.rows, self.layout.block_rows))
 
     def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
-        """Load the rows of the unfinished block, and check that the full blocks exist.
+        """Load the rows of the unfinished block.
 
         Parameters
         ----------
@@ -111,15 +111,13 @@ class ResumedRun:
         Returns
         -------
         int
-            Bytes of the shards of the full blocks.
+            Bytes of the shards of the full blocks, if this process counts them.
 
         Raises
         ------
         FormatError
-            If a shard is missing, or a shard that is read is broken.
+            If a shard that is read is missing or broken.
         """
-        size = 0
-        sizes = object_sizes(self.path)
         unfinished = self.rows % self.layout.block_rows
         for name, array in self.layout.arrays.items():
             if unfinished and name in block:
@@ -128,29 +126,21 @@ class ResumedRun:
                     key.append(self.share.tokens(array.row[0]))
                 kept = self.arrays[name].values(tuple(key))
                 block[name][:unfinished] = as_bits(kept, array.native, name)
-            if self.share.is_first:
-                size += self._size_of_full_blocks(name, sizes)
-        return size
+        if not self.share.is_first:
+            return 0
+        sizes = object_sizes(self.path)
+        return sum(
+            sizes[stored.key(number, part)]
+            for stored in self.arrays.values()
+            for number in range(self.rows // self.layout.block_rows)
+            for part in range(stored.parts)
+        )
 
     def skips(self) -> int:
         """Number of skipped steps before the unfinished block, if rows are computed."""
         if not any(array.chain.rule for array in self.layout.arrays.values()):
             return 0
         return skipped_steps(self.arrays, self.rows - self.rows % self.layout.block_rows)
-
-    def _size_of_full_blocks(self, name: str, sizes: Mapping[str, int]) -> int:
-        size = 0
-        stored = self.arrays[name]
-        for number in range(self.rows // self.layout.block_rows):
-            for part in range(stored.parts):
-                key = stored.key(number, part)
-                if key not in sizes:
-                    raise FormatError(
-                        f"{name}, block {number}: the shard {self.path / key} is missing; restore "
-                        f"a sound run with: trajstore repair {shlex.quote(str(self.path))}"
-                    )
-                size += sizes[key]
-        return size
 
 
 def check_run(path: RunPath) -> Location:
@@ -220,8 +210,7 @@ def resumed_run(
         raise InvalidArgument(
             f"cannot resume {path} after {keep} rows, expected 0 to {committed}, its committed rows"
         )
-    lasting = {**root["attributes"], **(attributes or {})}
-    metadata = RunMetadata.stored({**root, "attributes": lasting})
+    metadata = RunMetadata.stored(root, attributes)
     found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
     _check_content(path, root, found[-1])
     fitting = within(share.of_layout(layout), parse_bytes(memory), threads=threads)
