@@ -21,7 +21,7 @@ from trajstore.schema import STEP, entry_of
 from trajstore.store.metadata.array_document import is_series, with_rows
 from trajstore.store.metadata.document_form import Status, root_of
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
-from trajstore.strict_json import utc_now
+from trajstore.strict_json import fits, utc_now
 
 __all__ = [
     "CHANGING",
@@ -123,14 +123,7 @@ def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
         If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``.
     """
     found = attributes.get(NOTES, [])
-    numbers = ("first_step", "last_step", "count")
-    sound = isinstance(found, list) and all(
-        isinstance(one, dict)
-        and isinstance(one.get("note"), str)
-        and all(type(one.get(number)) is int for number in numbers)
-        for one in found
-    )
-    if not sound:
+    if not fits(found, [{"note": str, "first_step": int, "last_step": int, "count": int}]):
         raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
     return [dict(one) for one in found]
 
