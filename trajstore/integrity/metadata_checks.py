@@ -390,19 +390,14 @@ def _has_shape(document: Any) -> bool:
 
 def _check_lengths(found: CheckedMetadata) -> None:
     """Check that required arrays exist, and that all lengths agree."""
-    for name in (STEP.name, "token"):
-        if name not in found.arrays and name not in found.own:
-            found.report(name, "it is missing; every run needs it", remedy="none")
     there = found.arrays.keys() | found.own.keys()
-    if not there.isdisjoint(OF_PARAMETERS) and "parameter" not in there:
-        message = "it is missing; it names the parameters of the model"
-        found.report("parameter", message, remedy="none")
+    needed = {STEP.name: "every run needs it", "token": "every run needs it"}
+    if not there.isdisjoint(OF_PARAMETERS):
+        needed["parameter"] = "it names the parameters of the model"
     if there.isdisjoint(TRAJECTORIES):
-        found.report(
-            "W",
-            "it is missing; every run needs W, or delta, or cells",
-            remedy="none",
-        )
+        needed["W"] = "every run needs W, or delta, or cells"
+    for name in sorted(needed.keys() - there):
+        found.report(name, f"it is missing; {needed[name]}", remedy="none")
     shapes = {name: document["shape"] for name, document in found.arrays.items()}
     for name, dim, length, other in contradicting_lengths(shapes):
         found.report(name, f"has {length} along {dim}, others have {other}", remedy="none")

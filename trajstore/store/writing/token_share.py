@@ -99,8 +99,13 @@ ALONE = TokenShare(number=0, count=1, exchange=lambda value: [value])
 
 
 @contextlib.contextmanager
-def in_all_processes(share: TokenShare) -> Iterator[None]:
+def in_all_processes(share: TokenShare | None) -> Iterator[None]:
     """Run a ``with`` block in all processes of a run. If it fails in one, it fails in all.
+
+    Parameters
+    ----------
+    share : TokenShare or None
+        None if there is only one process.
 
     Raises
     ------
@@ -113,7 +118,7 @@ def in_all_processes(share: TokenShare) -> Iterator[None]:
     except BaseException as caught:
         error = caught
     try:
-        failures = share.exchange(None if error is None else sentence(error))
+        failures = (share or ALONE).exchange(None if error is None else sentence(error))
     except RecordingError:
         if error is not None:
             raise error from None  # it may be the reason why the others ended
