@@ -17,6 +17,7 @@ __all__ = [
     "changes",
     "differences",
     "document_bytes",
+    "fits",
     "parse",
     "same",
     "too_large",
@@ -134,6 +135,33 @@ def changes(one: Any, other: Any, at: str = "") -> list[tuple[str, Any, Any]]:
         for key, pair in zip(keys, pairs, strict=True)
         for found in changes(*pair, f"{at}.{key}" if at else str(key))
     ]
+
+
+def fits(value: Any, form: Any) -> bool:
+    """True if a JSON value has a form.
+
+    Parameters
+    ----------
+    value : object
+    form : object
+        A type; a function of the value; ``[form]`` of each item of a list; or a form of each member
+        of an object. A member whose name ends with ``?`` may be missing, and others may be there.
+
+    Examples
+    --------
+    >>> fits({"step": 3, "more": None}, {"step": int, "config?": dict})
+    True
+    """
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(item, form[0]) for item in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            fits(value[key], wanted) if (key := name.rstrip("?")) in value else key != name
+            for name, wanted in form.items()
+        )
+    if isinstance(form, type):
+        return isinstance(value, form) and isinstance(value, bool) == (form is bool)
+    return bool(form(value))
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:

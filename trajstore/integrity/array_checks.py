@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import ObjectStoreError
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks, check_shard
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP
 from trajstore.store.metadata.array_document import is_series
 from trajstore.store.metadata.object_keys import chunk_key
-from trajstore.store.storage.object_file import size_of
-from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
+from trajstore.store.storage.remote_path import REMOTE_REQUESTS, RemotePath
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -94,29 +92,17 @@ def _step(found: CheckedChunks, row: int) -> int | None:
 
 def _size_of_shards(metadata: CheckedMetadata) -> int:
     """Bytes of the existing shards of the committed rows."""
-    sizes = metadata.objects
     keys = [
         stored.key(block, part)
         for stored in map(metadata.stored, filter(is_series, metadata.arrays))
         for block in range(-(-metadata.rows // stored.shard[0]))
         for part in range(stored.parts)
     ]
-    if sizes is not None:
-        return sum(sizes.get(key, 0) for key in keys)
-    paths = (metadata.path / key for key in keys)
-    if isinstance(metadata.path, RemotePath):
-        return sum(in_parallel((partial(_size, path) for path in paths), REMOTE_REQUESTS))
-    return sum(map(_size, paths))
-
-
-def _size(path: Location) -> int:
-    """Bytes of an object; 0 if it is missing, which another check reports."""
-    try:
-        return size_of(path)
-    except ObjectStoreError:
-        raise
-    except OSError:
-        return 0
+    if metadata.objects is not None:
+        return sum(metadata.objects.get(key, 0) for key in keys)
+    assert isinstance(metadata.path, RemotePath)  # a web server
+    found = in_parallel([(metadata.path / key).stat for key in keys], REMOTE_REQUESTS)
+    return sum(facts["size"] for facts in found if facts)
 
 
 def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:

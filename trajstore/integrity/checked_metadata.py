@@ -23,8 +23,7 @@ class CheckedMetadata:
     ----------
     path : Path or RemotePath
     objects : dict of str to int or None
-        Bytes of each object by its key, as an object store lists them; None for a folder or a web
-        server.
+        Bytes of each object by its key; None for a web server, which lists none.
     root : dict or None
         Stored document of the root; None if it cannot be read.
     own : dict

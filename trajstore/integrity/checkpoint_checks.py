@@ -8,7 +8,6 @@ tensor under ``tensors``; and ``crc32c``, the checksum of the first text, in dec
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,22 +38,16 @@ def check_checkpoints(run: Location) -> Iterator[Problem]:
         With array None; its path names the checkpoint.
     """
     folder: Location = checkpoint_folder(run)
-    if isinstance(folder, RemotePath):
-        names = [path.name for path in folder.iterdir()] if folder.listed else []
-        yield from _check_all(folder, names)
-        return
-    if not folder.is_dir():
+    if (isinstance(folder, RemotePath) and not folder.listed) or not folder.is_dir():
         return
     try:
-        names = os.listdir(folder)
+        names = sorted(path.name for path in folder.iterdir())
+    except ObjectStoreError:
+        raise
     except OSError as error:
         yield _unread(folder, error)
         return
-    yield from _check_all(folder, names)
-
-
-def _check_all(folder: Location, names: list[str]) -> Iterator[Problem]:
-    for path in (folder / name for name in sorted(filter(CHECKPOINT.fullmatch, names))):
+    for path in (folder / name for name in names if CHECKPOINT.fullmatch(name)):
         try:
             with local_file(path) as local:
                 yield from _check_file(path, local)

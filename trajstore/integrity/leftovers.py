@@ -32,8 +32,6 @@ class Leftovers:
     beyond : dict of str to list of Path or RemotePath
         Shards past the committed rows, by array.
     unknown : list of Path or RemotePath
-    unlisted : list of str
-        A sentence for each folder that the system refused to read.
     lock : Path or RemotePath or None
         The lock of a dead writer.
     links : list of Path
@@ -43,7 +41,6 @@ class Leftovers:
     temporaries: list[Location] = field(default_factory=list)
     beyond: dict[str, list[Location]] = field(default_factory=dict)
     unknown: list[Location] = field(default_factory=list)
-    unlisted: list[str] = field(default_factory=list)
     lock: Location | None = None
     links: list[Path] = field(default_factory=list)
 
@@ -68,12 +65,11 @@ class Leftovers:
                 "writer; the next writer removes it"
             )
         notes += [f"{path.name} is not part of the run" for path in self.unknown]
-        notes += [
+        return notes + [
             f"{path.name} is a link to {os.readlink(path)}: readers follow it, and nothing is "
             "written, removed or repaired through it"
             for path in self.links
         ]
-        return notes + self.unlisted
 
 
 def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftovers:
@@ -85,28 +81,34 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
     rows : int, optional
         Rows of the run; by default the committed rows.
     """
-    if isinstance(metadata.path, RemotePath) and metadata.objects is None:
-        unlisted = "a web server lists no files, so leftovers and checkpoints were not checked"
-        return Leftovers(unlisted=[unlisted])
+    if metadata.objects is None:
+        return Leftovers()
     found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
-    for path in _entries(metadata, "", found):
-        if not _is_known(path) and path.name not in metadata.own:
-            found.unknown.append(path)
+    inside: dict[str, set[str]] = {}
+    for key in metadata.objects:
+        first, _, rest = key.partition("/")
+        inside.setdefault(first, set()).add(rest.partition("/")[0])
+    for name in sorted(inside.keys() - metadata.own):
+        if not _is_known(metadata.path / name):
+            found.unknown.append(metadata.path / name)
     for name in metadata.own:
-        _find_in_array(metadata, name, rows, found)
-    with contextlib.suppress(OSError):  # the folder's note reports it
+        paths = [metadata.path / name / each for each in sorted(inside.get(name, ())) if each]
+        _find_in_array(metadata, name, paths, rows, found)
+    with contextlib.suppress(OSError):  # the note on the folder reports it
         found.links = inner_links(metadata.path)
     return found
 
 
-def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Leftovers) -> None:
+def _find_in_array(
+    metadata: CheckedMetadata, name: str, paths: list[Location], rows: int, found: Leftovers
+) -> None:
     document = metadata.arrays.get(name)
     if document is None or not is_series(name):
         return
     stored = metadata.stored(name)
     beyond = []
-    for path in _entries(metadata, name, found):
+    for path in paths:
         if _is_known(path):
             continue
         place = block_of(path.name, len(document["shape"]))
@@ -116,24 +118,6 @@ def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Lefto
             beyond.append((place, path))
     if beyond:
         found.beyond[name] = [path for _, path in sorted(beyond, key=lambda item: item[0])]
-
-
-def _entries(metadata: CheckedMetadata, name: str, found: Leftovers) -> list[Location]:
-    """Entries in the folder of an array, or of the run, sorted by name."""
-    if metadata.objects is not None:
-        prefix = f"{name}/" if name else ""
-        inside = [key[len(prefix) :] for key in metadata.objects if key.startswith(prefix)]
-        folder: Location = metadata.path / name
-        return [folder / each for each in sorted({key.partition("/")[0] for key in inside})]
-    assert isinstance(metadata.path, Path)  # other places are listed or skipped
-    folder = metadata.path / name
-    try:
-        return [folder / each for each in sorted(os.listdir(folder))]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        found.unlisted.append(f"{folder.name} cannot be searched for leftovers: {error.strerror}")
-        return []
 
 
 def _size(path: Location) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +42,7 @@ from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
-from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
+from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.strict_json import Document, differences, parse, same
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]
@@ -69,8 +68,6 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     """
     text, place = str(path), location(path).absolute()
     found = CheckedMetadata(path=place)
-    if isinstance(place, RemotePath) and place.listed:
-        found.objects = object_sizes(place)
     folders = _array_folders(found, text)
     found.root = _read(found, None)
     if found.root is not None:
@@ -121,46 +118,64 @@ def _no_run(found: CheckedMetadata, text: str) -> str:
     return f"{text} {what}: it has no trajstore_format"
 
 
-def _runs_in(found: CheckedMetadata) -> list[str]:
+def _runs_in(found: CheckedMetadata) -> set[str]:
     """Entries of a folder with steps."""
-    key = f"{STEP.name}/{DOCUMENT}"
-    if found.objects is not None:
-        return [name.split("/")[0] for name in found.objects if name.endswith(f"/{key}")]
-    if not isinstance(found.path, Path):
-        return []
-    return [entry.name for entry in found.path.iterdir() if (entry / key).exists()]
+    key = f"/{STEP.name}/{DOCUMENT}"
+    if isinstance(found.path, Path):
+        return {place.parent.parent.name for place in found.path.glob(f"*{key}")}
+    return {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
 
 
 def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
-    """Folders with an array, or with the name of one; None for a place without a listing.
+    """Folders with an array, or with the name of one; None for a web server. List all objects.
 
     Raises
     ------
     RunNotFound, FormatError
         If there is nothing, or no array and no document.
     """
-    path, objects = found.path, found.objects
+    path = found.path
     if isinstance(path, Path):
         if not path.exists():
             raise RunNotFound(f"there is no run at {text}{similar_runs(path)}")
         if not path.is_dir():
             raise FormatError(f"{text} is a file; a run is a folder")
-        with os.scandir(path) as entries:
-            names = {entry.name for entry in entries if entry.is_dir()}
-    elif objects is None:
-        return None
-    elif not objects:
-        raise RunNotFound(f"there is no run at {text}")
+        objects = _files(path, found.notes)
+    elif path.listed:
+        objects = object_sizes(path)
+        if not objects:
+            raise RunNotFound(f"there is no run at {text}")
     else:
-        names = {key.partition("/")[0] for key in objects if "/" in key}
-
-    def has(key: str) -> bool:
-        return os.path.lexists(f"{path}/{key}") if objects is None else key in objects
-
-    folders = [name for name in names if entry_of(name) or has(f"{name}/{DOCUMENT}")]
-    if not folders and not has(DOCUMENT):
+        found.notes.append(
+            "a web server lists no files, so leftovers and checkpoints were not checked"
+        )
+        return None
+    found.objects = objects
+    names = {key.partition("/")[0] for key in objects if "/" in key}
+    folders = [name for name in names if entry_of(name) or f"{name}/{DOCUMENT}" in objects]
+    if not folders and DOCUMENT not in objects:
         raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
     return folders
+
+
+def _files(run: Path, notes: list[str]) -> dict[str, int]:
+    """Bytes of each file in a run and in its folders. Keys of folders end with a slash."""
+    sizes: dict[str, int] = {}
+
+    def search(folder: str) -> None:
+        with os.scandir(run / folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
+                    size = entry.stat(follow_symlinks=False).st_size
+                    sizes[f"{folder}{entry.name}{'/' * entry.is_dir()}"] = size
+
+    search("")
+    for folder in sorted(key for key in sizes if key.endswith("/")):
+        try:
+            search(folder)
+        except OSError as error:
+            notes.append(f"{folder[:-1]} cannot be searched for leftovers: {error.strerror}")
+    return sizes
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:
@@ -375,19 +390,14 @@ def _has_shape(document: Any) -> bool:
 
 def _check_lengths(found: CheckedMetadata) -> None:
     """Check that required arrays exist, and that all lengths agree."""
-    for name in (STEP.name, "token"):
-        if name not in found.arrays and name not in found.own:
-            found.report(name, "it is missing; every run needs it", remedy="none")
     there = found.arrays.keys() | found.own.keys()
-    if not there.isdisjoint(OF_PARAMETERS) and "parameter" not in there:
-        message = "it is missing; it names the parameters of the model"
-        found.report("parameter", message, remedy="none")
+    needed = {STEP.name: "every run needs it", "token": "every run needs it"}
+    if not there.isdisjoint(OF_PARAMETERS):
+        needed["parameter"] = "it names the parameters of the model"
     if there.isdisjoint(TRAJECTORIES):
-        found.report(
-            "W",
-            "it is missing; every run needs W, or delta, or cells",
-            remedy="none",
-        )
+        needed["W"] = "every run needs W, or delta, or cells"
+    for name in sorted(needed.keys() - there):
+        found.report(name, f"it is missing; {needed[name]}", remedy="none")
     shapes = {name: document["shape"] for name, document in found.arrays.items()}
     for name, dim, length, other in contradicting_lengths(shapes):
         found.report(name, f"has {length} along {dim}, others have {other}", remedy="none")
@@ -412,30 +422,16 @@ def _check_extent(found: CheckedMetadata) -> None:
     for name in filter(is_series, found.arrays):
         stored = found.stored(name)
         announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
-    files = _files(found, announced)
-    if files is None:
+    if found.objects is None:
         return
-    most = _MOST_MISSING + max(files.values(), default=0)
+    files = Counter(key.partition("/")[0] for key in found.objects)
+    most = _MOST_MISSING + max((files[name] for name in announced), default=0)
     for name, shards in announced.items():
         if shards > most:
             raise FormatError(
                 f"the documents of {found.path} announce {shards:,} shards of {name}, and there "
                 f"are {files[name]:,} files of it; they are not those of this run"
             )
-
-
-def _files(found: CheckedMetadata, names: Iterable[str]) -> dict[str, int] | None:
-    """Number of files of each array; None for places without a listing."""
-    if found.objects is not None:
-        folders = Counter(key.partition("/")[0] for key in found.objects)
-        return {name: folders[name] for name in names}
-    if not isinstance(found.path, Path):
-        return None
-    counts = dict.fromkeys(names, 0)
-    for name in counts:
-        with contextlib.suppress(OSError):  # another check reports it
-            counts[name] = len(os.listdir(found.path / name))
-    return counts
 
 
 def is_outdated(metadata: CheckedMetadata) -> bool:

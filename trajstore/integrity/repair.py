@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
-from trajstore.integrity.repair_plan import RepairPlan, plan_repair
+from trajstore.integrity.repair_plan import Repair, RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
 from trajstore.store.storage.atomic import flush, flush_tree, put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
@@ -25,50 +24,6 @@ from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, l
 from trajstore.threads import Progress
 
 __all__ = ["Repair", "repair"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Repair:
-    """Result of `repair`, applied or planned.
-
-    Attributes
-    ----------
-    path : Path or RemotePath
-    actions : tuple of str
-        One sentence each; empty for a sound run.
-    unrepaired : tuple of str
-        Problems that stay, because no other copy exists.
-    rows_before, rows : int
-        Committed rows.
-    damaged : dict of str to str
-        Damaged arrays with their damaged steps; empty text for damage outside of steps.
-    whole : tuple of str
-        Names of the sound variables, with `step`.
-    exports : tuple of str
-        Options of ``trajstore export --format run`` that copy more than the repair keeps.
-    done : bool
-        True if the actions were applied.
-    """
-
-    path: Location
-    actions: tuple[str, ...]
-    unrepaired: tuple[str, ...]
-    rows_before: int
-    rows: int
-    damaged: dict[str, str]
-    whole: tuple[str, ...]
-    exports: tuple[str, ...]
-    done: bool
-
-    def facts(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self) | {
-            "path": str(self.path),
-            "actions": list(self.actions),
-            "unrepaired": list(self.unrepaired),
-            "whole": list(self.whole),
-            "exports": list(self.exports),
-        }
 
 
 def repair(
@@ -133,17 +88,7 @@ def repair(
             if isinstance(lock, RemoteLock) and not lock.is_held():
                 raise taken_over(run)
             _carry_out(run, plan)
-    return Repair(
-        path=run,
-        actions=plan.actions,
-        unrepaired=plan.unrepaired,
-        rows_before=checked.metadata.rows,
-        rows=plan.rows,
-        damaged=plan.damaged,
-        whole=plan.whole,
-        exports=plan.exports,
-        done=yes,
-    )
+    return replace(plan.report, done=yes)
 
 
 def _has_place_for_lock(run: Location) -> bool:
@@ -170,7 +115,7 @@ def _carry_out(run: Location, plan: RepairPlan) -> None:
             folder.rmdir()
     if plan.sweeps:
         sweep(run)
-    if isinstance(run, Path) and plan.actions:
+    if isinstance(run, Path) and plan.report.actions:
         # The writer may have left the run's name and the rows that stay to the system.
         flush_tree(run)
         flush([run.parent])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trajstore.codec.computed_rows import unit_of
@@ -36,69 +36,94 @@ from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
 from trajstore.version import __version__
 
-__all__ = ["RepairPlan", "plan_repair"]
+__all__ = ["Repair", "RepairPlan", "plan_repair"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """Result of `repair`, applied or planned.
+
+    Attributes
+    ----------
+    path : Path or RemotePath
+    actions : tuple of str
+        One sentence each; empty for a sound run.
+    unrepaired : tuple of str
+        Problems that stay, because no other copy exists.
+    rows_before, rows : int
+        Committed rows.
+    damaged : dict of str to str
+        Damaged arrays with their damaged steps; empty text for damage outside of steps.
+    whole : tuple of str
+        Names of the sound variables, with `step`.
+    exports : tuple of str
+        Options of ``trajstore export --format run`` that copy more than the repair keeps.
+    done : bool
+        True if the actions were applied.
+    """
+
+    path: Location
+    actions: tuple[str, ...] = ()
+    unrepaired: tuple[str, ...]
+    rows_before: int
+    rows: int
+    damaged: dict[str, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    exports: tuple[str, ...] = ()
+    done: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return asdict(self) | {
+            "path": str(self.path),
+            "actions": list(self.actions),
+            "unrepaired": list(self.unrepaired),
+            "whole": list(self.whole),
+            "exports": list(self.exports),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairPlan:
-    """Files to write and to remove, in this order, with the reasons.
+    """Files to write and to remove, in this order.
 
     Attributes
     ----------
-    rows : int
-        Remaining rows.
+    report : Repair
     documents : dict of Path or RemotePath to bytes
         Documents to write.
     removed : tuple of Path or RemotePath
         Files to remove.
     sweeps : bool
         True if there are temporary files to remove.
-    actions : tuple of str
-        One sentence each; empty for a sound run.
-    unrepaired : tuple of str
-        Problems that stay.
-    damaged : dict of str to str
-        Damaged arrays with their damaged steps; empty text for damage outside of steps.
-    whole : tuple of str
-        Names of the sound variables, with `step`.
-    exports : tuple of str
-        Options of `trajstore export --format run` that copy more than the repair keeps.
     """
 
-    rows: int
+    report: Repair
     documents: dict[Location, bytes] = field(default_factory=dict)
     removed: tuple[Location, ...] = ()
     sweeps: bool = False
-    actions: tuple[str, ...] = ()
-    unrepaired: tuple[str, ...]
-    damaged: dict[str, str] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
-    exports: tuple[str, ...] = ()
 
 
 def plan_repair(checked: CheckedRun) -> RepairPlan:
     """Plan the repair of a run."""
     metadata = checked.metadata
     # A document that the system refuses to read may be sound: do not replace it, drop no rows.
+    facts: dict[str, Any] = {"path": metadata.path, "rows_before": metadata.rows}
     if metadata.refused or STEP.name not in metadata.arrays:
-        return RepairPlan(rows=metadata.rows, unrepaired=tuple(map(str, checked.found.problems)))
+        problems = tuple(map(str, checked.found.problems))
+        return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=problems, **facts))
     lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
     damaged = _damage_by_array(checked)
+    whole = tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
     attributes, on_attributes = _attributes(metadata)
     digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
     changed = _changed_documents(metadata, rows, attributes, _status(metadata, rows), digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
-    return RepairPlan(
+    report = Repair(
         rows=rows,
-        documents={
-            path: json.dumps(document, indent=1, allow_nan=False).encode()
-            for path, document in changed.items()
-        },
-        removed=(*beyond, *broken),
-        sweeps=bool(checked.leftovers.temporaries),
         actions=(
             *_on_rows(metadata, rows, lost),
             *on_attributes,
@@ -109,8 +134,18 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
         ),
         unrepaired=tuple(map(str, lasting)),
         damaged=damaged,
-        whole=_whole(metadata, damaged),
-        exports=_exports(checked, damaged),
+        whole=whole,
+        exports=_exports(checked, lost, damaged, whole),
+        **facts,
+    )
+    return RepairPlan(
+        report=report,
+        documents={
+            path: json.dumps(document, indent=1, allow_nan=False).encode()
+            for path, document in changed.items()
+        },
+        removed=(*beyond, *broken),
+        sweeps=bool(checked.leftovers.temporaries),
     )
 
 
@@ -146,12 +181,12 @@ def _damage_by_array(checked: CheckedRun) -> dict[str, str]:
     return {name: in_steps(checked.read, rows[name]) if rows[name] else "" for name in rows}
 
 
-def _whole(metadata: CheckedMetadata, damaged: dict[str, str]) -> tuple[str, ...]:
-    """Names of the sound variables, with `step`."""
-    return tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
-
-
-def _exports(checked: CheckedRun, damaged: dict[str, str]) -> tuple[str, ...]:
+def _exports(
+    checked: CheckedRun,
+    lost: list[tuple[int, Problem]],
+    damaged: dict[str, str],
+    whole: tuple[str, ...],
+) -> tuple[str, ...]:
     """Options of `trajstore export --format run` that copy more than the repair keeps."""
     # A run is not opened if a coordinate has no values at all. Broken values have a place.
     is_closed = any(
@@ -162,10 +197,9 @@ def _exports(checked: CheckedRun, damaged: dict[str, str]) -> tuple[str, ...]:
     if not damaged or is_closed or {STEP.name, "token", "parameter"} & damaged.keys():
         return ()
     found = []
-    whole = [name for name in _whole(checked.metadata, damaged) if name != STEP.name]
     if all(map(is_series, damaged)) and not set(whole).isdisjoint(TRAJECTORIES):
-        found.append(f"--vars {','.join(whole)}")
-    if _lost_blocks(checked) or not all(map(is_series, damaged)):
+        found.append(f"--vars {','.join(name for name in whole if name != STEP.name)}")
+    if lost or not all(map(is_series, damaged)):
         found.append("--fill-damaged")
     return tuple(found)
 
@@ -190,30 +224,23 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
     The root's own attributes win, unless only the copy is plausible.
     """
     own, copy = fixed_attributes(metadata.attributes), metadata.copy or {}
-    settled, actions = dict(own), []
-    for key, value in copy.items():
-        if key not in own:
-            if metadata.root is not None:
-                actions.append(f"the attribute {key} is restored from its copy in step")
-            settled[key] = value
-        elif not same(own[key], value):
-            # zarr drops the consolidated metadata when a user sets an attribute. Without them,
-            # a change is intended; with them, it is damage.
-            if metadata.consolidated() is None:
-                actions.append(f"the copy in step receives the attribute {key}")
-            else:
-                actions.append(f"the attribute {key} is restored from its copy in step")
-                settled[key] = value
-    if metadata.copy is not None and metadata.root is not None:
-        for key in sorted(own.keys() - copy.keys()):
-            lost = [name for name in copy.keys() - own.keys() if same(copy[name], own[key])]
-            if lost:
-                actions.append(
-                    f"the attribute {key} is removed: it is {lost[0]} with a broken name"
-                )
-                del settled[key]
-            else:
-                actions.append(f"the copy in step receives the attribute {key}")
+    # zarr drops the consolidated metadata when a user sets an attribute. Without them, a change is
+    # intended; with them, it is damage.
+    intended = metadata.consolidated() is None
+    settled = {**copy, **own} if intended else {**own, **copy}
+    actions = []
+    compared = settled if metadata.root is not None and metadata.copy is not None else ()
+    for key in list(compared):
+        if key in own and key in copy and same(own[key], copy[key]):
+            continue
+        lost = [name for name in copy.keys() - own.keys() if same(copy[name], own.get(key))]
+        if key in copy and (key not in own or not intended):
+            actions.append(f"the attribute {key} is restored from its copy in step")
+        elif key not in copy and lost:
+            actions.append(f"the attribute {key} is removed: it is {lost[0]} with a broken name")
+            del settled[key]
+        else:
+            actions.append(f"the copy in step receives the attribute {key}")
     if metadata.root is None and metadata.copy is None:
         actions.append(
             "the attributes of the root are lost, without a copy: config, optimizer and provenance "

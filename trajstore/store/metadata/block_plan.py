@@ -232,21 +232,18 @@ def plan(
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
     lengths = dict(lengths or {}) | {"token": tokens, "hidden": hidden, "parameter": parameters}
-    for dim, given in (("example", examples), ("position", positions)):
-        needing = [name for name, (entry, _) in kinds.items() if dim in entry.dims]
-        if needing and given is None:
-            raise InvalidArgument(
-                f"{', '.join(needing)}: got no length of the dimension {dim}; pass the largest "
-                f"number of {dim}s in a row ({dim}s=…)"
-            )
-        if given is not None:
-            lengths[dim] = given
+    lengths |= {
+        dim: given
+        for dim, given in (("example", examples), ("position", positions))
+        if given is not None
+    }
     for variable_name, (entry, _) in kinds.items():
         for dim in entry.dims[1:]:
             if dim not in lengths:
+                named = dim in ("example", "position")
                 raise InvalidArgument(
-                    f"{variable_name}: got no length of the dimension {dim}; pass it with "
-                    f"lengths={{{dim!r}: …}}"
+                    f"{variable_name}: got no length of the dimension {dim}; pass the largest of a "
+                    f"row with {f'{dim}s=…' if named else f'lengths={{{dim!r}: …}}'}"
                 )
     for name, length in lengths.items():
         if length < 1:

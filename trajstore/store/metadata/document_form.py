@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
@@ -17,7 +17,7 @@ from trajstore.codec.block_form import Runs
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.stretches import STRETCHES, are_stretches
-from trajstore.strict_json import MISSING, Document, changes
+from trajstore.strict_json import MISSING, Document, changes, fits
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = [
@@ -90,7 +90,7 @@ def is_length(value: Any) -> bool:
 
 def are_lengths(value: Any) -> bool:
     """True for a list of lengths."""
-    return isinstance(value, list) and all(map(is_length, value))
+    return fits(value, [is_length])
 
 
 def is_digest(value: Any) -> TypeGuard[str]:
@@ -108,68 +108,38 @@ def is_moment(text: Any) -> bool:
 
 def are_runs(value: Any) -> bool:
     """True for a list of identities, each with its first block, from block 0."""
-    if not isinstance(value, list) or not value:
+    return fits(value, [_is_run]) and [entry[0] for entry in value[:1]] == [0]
+
+
+def _is_run(entry: Any) -> bool:
+    if not fits(entry, list) or len(entry) != 2 or not is_length(entry[0]):
         return False
-    for entry in value:
-        if not isinstance(entry, list) or len(entry) != 2 or not is_length(entry[0]):
-            return False
-        if not isinstance(entry[1], str) or not re.fullmatch("([0-9a-f]{2})+", entry[1]):
-            return False
-    return bool(value[0][0] == 0)
+    return isinstance(entry[1], str) and re.fullmatch("([0-9a-f]{2})+", entry[1]) is not None
+
+
+_TENSOR: dict[str, Any] = {"name": str, "dtype": str, "shape": are_lengths, "offset?": is_length}
+_PARAMETER = _TENSOR | {
+    "variable": ("W", "params").__contains__,
+    "group?": lambda value: value is None or is_length(value),
+    "position?": is_length,
+    "requires_grad": bool,
+    "tied?": [str],
+    **{f"{kind}_dtype?": str for kind in VECTORS},
+}
 
 
 def _are_parameters(value: Any) -> bool:
     """True for a table of parameters, each with its place in W or params."""
-    return isinstance(value, list) and all(map(_is_parameter, value))
-
-
-def _is_parameter(entry: Any) -> bool:
-    if not _is_tensor(entry):
-        return False
-    group, tied = entry.get("group"), entry.get("tied", [])
-    return (
-        entry.get("variable") in ("W", "params")
-        and ("offset" in entry) == (entry["variable"] == "params")
-        and (group is None or is_length(group))
-        and is_length(entry.get("position", 0))
-        and type(entry.get("requires_grad")) is bool
-        and isinstance(tied, list)
-        and all(isinstance(name, str) for name in tied)
-        and all(isinstance(entry.get(f"{kind}_dtype", ""), str) for kind in VECTORS)
-    )
-
-
-def _are_buffers(value: Any) -> bool:
-    """True for a table of buffers, each with its place in the variable."""
-    return isinstance(value, list) and all(
-        _is_tensor(entry) and "offset" in entry for entry in value
-    )
-
-
-def _is_tensor(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("dtype"), str)
-        and are_lengths(entry.get("shape"))
-        and is_length(entry.get("offset", 0))
-    )
-
-
-def _is_model_config(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("class"), str)
-        and isinstance(value.get("transformers"), str)
-        and isinstance(value.get("config"), dict)
+    return fits(value, [_PARAMETER]) and all(
+        ("offset" in entry) == (entry["variable"] == "params") for entry in value
     )
 
 
 RUNS = "a list of [block, identity of the run], from block 0"
 
-_ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "trajstore_format": (lambda value: type(value) is int and value == FORMAT, str(FORMAT)),
-    "trajstore_version": (lambda value: isinstance(value, str), "a string"),
+    "trajstore_version": (str, "a string"),
     "status": (lambda value: value in STATUSES, f"one of {', '.join(STATUSES)}"),
     "committed_rows": (is_length, "a number of rows"),
     "created": (is_moment, "a time, ISO 8601"),
@@ -177,7 +147,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeline": (lambda value: value == "post-step", "post-step"),
     "encoding": (lambda value: value in ENCODINGS, " or ".join(ENCODINGS)),
     "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
-    "config": (lambda value: isinstance(value, dict), "an object"),
+    "config": (dict, "an object"),
     "runs": (are_runs, RUNS),
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
@@ -186,10 +156,16 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _are_parameters,
         "a list of objects with name, shape, dtype, variable, offset, group, requires_grad",
     ),
-    "buffers": (_are_buffers, "a list of objects with name, shape, dtype, offset"),
-    "model_config": (_is_model_config, "an object with class, transformers and config"),
+    "buffers": (
+        [_TENSOR | {"offset": is_length}],
+        "a list of objects with name, shape, dtype, offset",
+    ),
+    "model_config": (
+        {"class": str, "transformers": str, "config": dict},
+        "an object with class, transformers and config",
+    ),
 }
-"""Attributes of the root that the format defines: a check of the value, and its description."""
+"""Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
 _OPTIONAL = (STRETCHES, "parameters", "buffers", "model_config")
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
@@ -198,16 +174,16 @@ REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 
 def is_possible(key: str, value: Any) -> bool:
     """True if a root can have an attribute with that value."""
-    return key not in _ATTRIBUTES or _ATTRIBUTES[key][0](value)
+    return key not in _ATTRIBUTES or fits(value, _ATTRIBUTES[key][0])
 
 
 def attribute_faults(
     attributes: Mapping[str, Any], required: Collection[str] = ()
 ) -> Iterator[Fault]:
     """Attributes of a root with impossible values, and required ones that are missing."""
-    for name, (possible, expected) in _ATTRIBUTES.items():
+    for name, (form, expected) in _ATTRIBUTES.items():
         value = attributes.get(name, MISSING)
-        if name in required if value is MISSING else not possible(value):
+        if name in required if value is MISSING else not fits(value, form):
             yield Fault(f"attributes.{name}", expected, value)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore.errors import FormatError
+from trajstore.strict_json import fits
 
 __all__ = [
     "STRETCHES",
@@ -159,15 +160,11 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
 
 def are_stretches(value: Any) -> bool:
     """True if the attribute can have this value: from step 0, in increasing order."""
-    if not isinstance(value, list) or not value:
+    if not value or not fits(value, [{"step": int, "config": dict}]):
         return False
-    for entry in value:
-        if not isinstance(entry, dict) or entry.keys() != {"step", "config"}:
-            return False
-        if type(entry["step"]) is not int or not isinstance(entry["config"], dict):
-            return False
-    steps = [entry["step"] for entry in value]
-    return steps[0] == 0 and all(a < b for a, b in itertools.pairwise(steps))
+    steps = [entry["step"] for entry in value if len(entry) == 2]
+    rising = all(a < b for a, b in itertools.pairwise(steps))
+    return len(steps) == len(value) and steps[0] == 0 and rising
 
 
 def _trains_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -187,9 +184,7 @@ def _resumed(attributes: Mapping[str, Any]) -> list[Entry]:
     """Entries of ``provenance.resumed``, without those of steps that were recorded again."""
     kept: list[Entry] = []
     listed = _provenance(attributes).get("resumed", [])
-    if not isinstance(listed, list) or not all(
-        isinstance(entry, dict) and type(entry.get("step")) is int for entry in listed
-    ):
+    if not fits(listed, [{"step": int}]):
         raise FormatError(
             f"zarr.json: attributes.provenance.resumed is {listed!r}, expected a list of objects, "
             "each with a step"

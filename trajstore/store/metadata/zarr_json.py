@@ -21,7 +21,7 @@ from trajstore.schema import STEP, entry_of
 from trajstore.store.metadata.array_document import is_series, with_rows
 from trajstore.store.metadata.document_form import Status, root_of
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
-from trajstore.strict_json import utc_now
+from trajstore.strict_json import fits, utc_now
 
 __all__ = [
     "CHANGING",
@@ -49,6 +49,8 @@ class RunMetadata:
 
     Attributes
     ----------
+    attributes : dict
+        Attributes of the root except `CHANGING`.
     notes : list of dict
         The attribute `NOTES` of the next root document.
     """
@@ -59,7 +61,7 @@ class RunMetadata:
             name: array for name, array in arrays.items() if not is_outgrown(name, array)
         }
         copy = json.dumps(dict(attributes), allow_nan=False)
-        self._attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
+        self.attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
         step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Other arrays in the group do not belong to the run and do not change.
@@ -76,15 +78,11 @@ class RunMetadata:
         attributes : mapping, optional
             Attributes that replace present ones.
         """
-        fixed = {name: value for name, value in root["attributes"].items() if name not in CHANGING}
-        found = cls(root["consolidated_metadata"]["metadata"], fixed | dict(attributes or {}))
-        found.notes = notes_of(root["attributes"])
+        present = root["attributes"] | dict(attributes or {})
+        fixed = {name: value for name, value in present.items() if name not in CHANGING}
+        found = cls(root["consolidated_metadata"]["metadata"], fixed)
+        found.notes = notes_of(present)
         return found
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """Attributes of the root except `CHANGING`."""
-        return self._attributes
 
     def array(self, name: str, rows: int) -> bytes:
         """Document of an array with that number of rows."""
@@ -100,7 +98,7 @@ class RunMetadata:
 
     def fingerprint(self, coordinates: Mapping[str, bytes], block_rows: int) -> Fingerprint:
         """Digests of the run without rows. `coordinates` are digests by key."""
-        return Fingerprint(self._arrays, self._attributes, coordinates, block_rows)
+        return Fingerprint(self._arrays, self.attributes, coordinates, block_rows)
 
     def root(self, rows: int, status: Status, digests: Mapping[str, str]) -> bytes:
         """Document of the root: attributes, digests, and every array with that number of rows."""
@@ -113,7 +111,7 @@ class RunMetadata:
         if self.notes:
             changing[NOTES] = self.notes
         arrays = {name: with_rows(name, array, rows) for name, array in self._arrays.items()}
-        return _dump(root_of(self._attributes | changing, arrays))
+        return _dump(root_of(self.attributes | changing, arrays))
 
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -125,14 +123,7 @@ def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
         If they are not objects with ``note``, ``first_step``, ``last_step`` and ``count``.
     """
     found = attributes.get(NOTES, [])
-    numbers = ("first_step", "last_step", "count")
-    sound = isinstance(found, list) and all(
-        isinstance(one, dict)
-        and isinstance(one.get("note"), str)
-        and all(type(one.get(number)) is int for number in numbers)
-        for one in found
-    )
-    if not sound:
+    if not fits(found, [{"note": str, "first_step": int, "last_step": int, "count": int}]):
         raise FormatError("the attribute notes of the run is damaged; delete it from zarr.json")
     return [dict(one) for one in found]
 

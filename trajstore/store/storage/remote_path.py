@@ -163,10 +163,6 @@ class RemotePath:
         with readable_errors(self):
             return retried_once(read)
 
-    def read_end(self, length: int) -> bytes:
-        """Read the last bytes of the object. Errors: see `end_and_facts`."""
-        return self.end_and_facts(length)[0]
-
     def end_and_facts(self, length: int) -> tuple[bytes, Mapping[str, Any]]:
         """Read the last bytes of the object, and return them with the facts of `stat`.
 
@@ -350,12 +346,10 @@ def location(path: RunPath) -> Location:
             f"{text} is not a supported address, expected SCHEME://BUCKET/KEY; credentials come "
             "from the environment"
         )
+    root, key = f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
     if parts.scheme == "hf":
         root, key = split_hub_address(text)
-        obstore()
-        return RemotePath(root, key)
-    root, key = f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
-    if not parts.netloc or not key:
+    elif not parts.netloc or not key:
         raise InvalidArgument(f"{text} names no run; expected SCHEME://BUCKET/KEY")
     obstore()
     return RemotePath(root, key)

@@ -32,7 +32,6 @@ from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer, Written
 from trajstore.store.writing.commit_timer import CommitTimer
 from trajstore.store.writing.resumed_run import ResumedRun, remove_past_end
-from trajstore.store.writing.shared_run import SharedCommits
 from trajstore.threads import submit
 
 __all__ = ["BlockCommits"]
@@ -77,12 +76,9 @@ class BlockCommits:
         self._run = run
         self._lock = lock
         self._rows_lock = threading.Lock()  # the timer's thread reads the number of rows
-        self._committer: Committer | None = None
-        if lock is not None:
-            self._committer = Committer(run.path, run.metadata, run.fingerprint, fsync=fsync)
-        self._shared = None if run.share is None else SharedCommits(run.share, self._committer)
+        self._committer = Committer(run, fsync=fsync)
         # No timer with several processes, as all would have to stop at the same row.
-        self._timer = self._new_timer(commit_every if run.share is None else None)
+        self._timer = self._new_timer(commit_every if run.share.count == 1 else None)
         self._shards = BlockWriter(run.path, layout, fsync=fsync, lock=lock)
         self._failure: BaseException | None = None  # nothing is written or committed after it
         self._thread = ThreadPoolExecutor(1, "trajstore-writer")
@@ -102,9 +98,7 @@ class BlockCommits:
     @property
     def committed_rows(self) -> int:
         """Rows that readers see."""
-        commits = self._committer or self._shared
-        assert commits is not None
-        return commits.rows
+        return self._committer.rows
 
     @property
     def bytes_written(self) -> int:
@@ -113,12 +107,7 @@ class BlockCommits:
 
     def cut(self) -> None:
         """Cut the stored run to the kept rows."""
-        if self._shared is not None:
-            self._shared.rows = self.rows
-        if self._committer is not None:
-            unfinished = self.rows % self.layout.block_rows
-            last = (unfinished, self._run.digest_of_unfinished()) if unfinished else None
-            self._committer.cut(self.rows, last)
+        self._committer.cut()
 
     def start(self) -> None:
         """Start the commits of unfinished blocks at intervals."""
@@ -163,13 +152,13 @@ class BlockCommits:
             self._timer.stop()
         try:
             self._submit(status, block=self.rows % self.layout.block_rows != 0).result()
-            if self._committer is not None:
+            if self._run.share.is_first:
                 remove_past_end(self._run.path, self.layout, self.rows)
         except BaseException:
-            if self._failure is not None and self._committer is not None:
+            if self._failure is not None and self._run.share.is_first:
                 # If this fails, too, the first failure is more important.
                 with contextlib.suppress(OSError):
-                    self._committer.commit((self.committed_rows, "interrupted"))
+                    self._committer.put_documents((self.committed_rows, "interrupted"))
             raise
 
     def close(self) -> None:
@@ -245,14 +234,11 @@ class BlockCommits:
         try:
             return self._shards.write(number, rows)
         except BaseException as error:
-            if self._shared is not None:
-                self._shared.fail(error)
+            self._committer.fail(error)
             raise
 
     def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        commits = self._shared or self._committer
-        assert commits is not None
-        commits.commit(change, written)
+        self._committer.commit(change, written)
         if self._timer is not None:
             rows, status = change
             unfinished = rows % self.layout.block_rows != 0 and status == "recording"

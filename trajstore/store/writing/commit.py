@@ -6,15 +6,20 @@ of the arrays, and a cut replaces it before them. Readers see a row only if ever
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from trajstore.store.metadata.fingerprint import Fingerprint, ShardDigest, block_digest
+from trajstore.errors import RecordingError
+from trajstore.store.metadata.fingerprint import ShardDigest, block_digest
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import RunMetadata, Status
+from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
+from trajstore.store.writing.resumed_run import ResumedRun
+from trajstore.store.writing.token_share import in_all_processes, raise_failure, sentence
 from trajstore.threads import in_parallel
 
 __all__ = ["Committer", "Written"]
@@ -23,15 +28,26 @@ Written = tuple[int, Sequence[ShardDigest]]
 """Rows of a block, and its written shards."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """Report of a process on a block: the commit it is ready for, or its failure."""
+
+    change: tuple[int, Status] | None = None
+    written: Written | None = None
+    failure: str | None = None
+
+
 class Committer:
-    """Writes the documents of one run.
+    """Writes the documents of one run, jointly in all processes that write it.
+
+    After each block all processes report the rows they wrote and the digests of their shards. If
+    all succeeded, the first process commits, and reports that. So readers never see a row with a
+    missing shard. If one process fails, all fail, in the same block.
 
     Parameters
     ----------
-    path : Path or RemotePath
-    metadata : RunMetadata
-    fingerprint : Fingerprint
-        Fingerprint of the present rows.
+    run : ResumedRun
+        The present rows, and the share of this process.
     fsync : bool
         Flush every document to disk.
 
@@ -41,30 +57,48 @@ class Committer:
         Rows that readers see.
     """
 
-    def __init__(
-        self,
-        path: Location,
-        metadata: RunMetadata,
-        fingerprint: Fingerprint,
-        *,
-        fsync: bool,
-    ) -> None:
+    def __init__(self, run: ResumedRun, *, fsync: bool) -> None:
         self.rows = 0
-        self._path = path
-        self._metadata = metadata
-        self._fingerprint = fingerprint
+        self._run = run
+        self._path = run.path
+        self._metadata = run.metadata
+        self._fingerprint = run.fingerprint
+        self._share = run.share
         self._fsync = fsync
-        self._root_tag = _tag_of(path / DOCUMENT)
+        self._root_tag = _tag_of(run.path / DOCUMENT) if run.share.is_first else None
 
-    def commit(self, change: tuple[int, Status], written: Written | None = None) -> None:
-        """Make rows visible to readers, and set the status. All their shards must be written.
+    def commit(self, change: tuple[int, Status], written: Written | None) -> None:
+        """Make rows visible after all processes have written their tokens, and set the status.
 
         Parameters
         ----------
         change : (int, str)
             Total number of rows, and status.
-        written : Written, optional
-            The last block, if it is new.
+        written : Written or None
+            The last block, with the shards of this process, if it is new.
+
+        Raises
+        ------
+        RecordingError
+            If another process failed or has another number of rows. Then nothing is committed.
+        """
+        reports = self._share.exchange(_Report(change=change, written=written))
+        raise_failure([one.failure for one in reports])
+        _check_alike(reports)
+        with in_all_processes(self._share):
+            if self._share.is_first:
+                self.put_documents(change, _whole_block(reports))
+        self.rows = change[0]
+
+    def fail(self, error: BaseException) -> None:
+        """Report to the other processes that this block cannot be written."""
+        with contextlib.suppress(RecordingError):  # they have ended; the caller raises `error`
+            self._share.exchange(_Report(failure=sentence(error)))
+
+    def put_documents(self, change: tuple[int, Status], written: Written | None = None) -> None:
+        """Commit in the first process. All shards must be written. For the parameters see `commit`.
+
+        `written` is the last block, with the shards of all processes, if it is new.
         """
         rows, status = change
         block = None if written is None else (written[0], block_digest(written[1]))
@@ -72,17 +106,15 @@ class Committer:
             self._put_arrays(rows)
         self._put_root(rows, status, block)
 
-    def cut(self, rows: int, block: tuple[int, bytes] | None = None) -> None:
-        """Cut the run to its first `rows` rows, before it is resumed from there.
-
-        Parameters
-        ----------
-        rows : int
-        block : (int, bytes), optional
-            Rows and digest of the last block, if it is not full.
-        """
-        self._put_root(rows, "recording", block)
-        self._put_arrays(rows)
+    def cut(self) -> None:
+        """Cut the stored run to the kept rows, before it is resumed from there."""
+        run = self._run
+        if self._share.is_first:
+            unfinished = run.rows % run.layout.block_rows
+            block = (unfinished, run.digest_of_unfinished()) if unfinished else None
+            self._put_root(run.rows, "recording", block)
+            self._put_arrays(run.rows)
+        self.rows = run.rows
 
     def _put_arrays(self, rows: int) -> None:
         path = self._path
@@ -118,3 +150,24 @@ def _tag_of(root: Location) -> str | None:
     """Tag of the present root of a remote run, whose lock another writer may take over."""
     found = root.stat() if isinstance(root, RemotePath) else None
     return None if found is None else str(found["e_tag"])
+
+
+def _check_alike(reports: Sequence[_Report]) -> None:
+    if len({(one.change, one.written is None) for one in reports}) > 1:
+        places = ", ".join(
+            f"process {number} with {one.change[0]} rows, {one.change[1]}"
+            for number, one in enumerate(reports)
+            if one.change is not None
+        )
+        raise RecordingError(
+            f"the processes that record a run have different numbers of rows: {places}; the rows "
+            "committed before are complete; resume the run from them"
+        )
+
+
+def _whole_block(reports: Sequence[_Report]) -> Written | None:
+    """The block that all processes wrote; None if there is none."""
+    written = [one.written for one in reports if one.written is not None]
+    if not written:
+        return None
+    return written[0][0], [shard for _, shards in written for shard in shards]

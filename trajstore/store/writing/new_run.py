@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from trajstore.store.metadata.array_document import (
     recorded_attributes,
     stored_values,
 )
-from trajstore.store.metadata.block_plan import plan
 from trajstore.store.metadata.document_form import attribute_faults
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
@@ -150,7 +148,7 @@ def new_run(
     config: Mapping[str, Any] | None,
     attributes: Mapping[str, Any] | None,
     encoding: str,
-    share: TokenShare | None,
+    share: TokenShare,
     on_note: Callable[[str], None] | None,
     **sizes: Any,
 ) -> tuple[ResumedRun, dict[str, bytes]]:
@@ -169,12 +167,12 @@ def new_run(
         Other attributes of the root.
     encoding : str
         One of `ENCODINGS`.
-    share : TokenShare or None
-        Tokens of this process, if several write the run.
+    share : TokenShare
+        Tokens of this process.
     on_note : callable or None
         See `replay_rule`.
     **sizes
-        Other arguments of `trajstore.store.metadata.block_plan.plan`.
+        Other arguments of `plan_shared`.
 
     Returns
     -------
@@ -188,12 +186,12 @@ def new_run(
         If an argument is impossible.
     """
     check_variables(variables)
-    check_encoding(encoding, shared=share is not None)
+    check_encoding(encoding, shared=share.count > 1)
     if encoding == "replay":
         sizes["rule"] = replay_rule(attributes, variables, on_note)
         sizes["vectors"] = vector_rule(attributes, variables, on_note)
-    planned = plan if share is None else partial(plan_shared, share)
-    layout = planned(
+    layout = plan_shared(
+        share,
         variables,
         tokens=np.size(coordinates["token"]),
         parameters=np.size(coordinates.get("parameter", "")),

@@ -36,7 +36,7 @@ from trajstore.store.storage.remote_path import (
     RunPath,
     location,
 )
-from trajstore.store.writing.token_share import TokenShare, has_tokens
+from trajstore.store.writing.token_share import ALONE, TokenShare, has_tokens
 from trajstore.threads import default_threads, in_parallel
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
@@ -61,8 +61,8 @@ class ResumedRun:
         Arrays of the layout, with all committed rows.
     fingerprint : Fingerprint
         Digests of the kept full blocks.
-    share : TokenShare or None
-        Tokens to read, if several processes resume the run.
+    share : TokenShare
+        Tokens of this process.
     """
 
     path: Location
@@ -71,12 +71,12 @@ class ResumedRun:
     metadata: RunMetadata
     arrays: dict[str, StoredArray]
     fingerprint: Fingerprint
-    share: TokenShare | None = None
+    share: TokenShare
 
     @property
     def own_layout(self) -> Layout:
         """Part of the layout that this process holds."""
-        return self.layout if self.share is None else self.share.of_layout(self.layout)
+        return self.share.of_layout(self.layout)
 
     def last_step(self) -> int:
         """Step of the last kept row; −1 without rows.
@@ -101,7 +101,7 @@ class ResumedRun:
         return _stored_digest(self.arrays.values(), *divmod(self.rows, self.layout.block_rows))
 
     def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
-        """Load the rows of the unfinished block, and check that the full blocks exist.
+        """Load the rows of the unfinished block.
 
         Parameters
         ----------
@@ -111,50 +111,36 @@ class ResumedRun:
         Returns
         -------
         int
-            Bytes of the shards of the full blocks.
+            Bytes of the shards of the full blocks, if this process counts them.
 
         Raises
         ------
         FormatError
-            If a shard is missing, or a shard that is read is broken.
+            If a shard that is read is missing or broken.
         """
-        size = 0
-        sizes = object_sizes(self.path)
         unfinished = self.rows % self.layout.block_rows
         for name, array in self.layout.arrays.items():
             if unfinished and name in block:
-                key = (slice(self.rows - unfinished, self.rows), *self._tokens(array))
-                kept = self.arrays[name].values(key)
+                key = [slice(self.rows - unfinished, self.rows)]
+                if has_tokens(array):
+                    key.append(self.share.tokens(array.row[0]))
+                kept = self.arrays[name].values(tuple(key))
                 block[name][:unfinished] = as_bits(kept, array.native, name)
-            if self.share is None or self.share.is_first:
-                size += self._size_of_full_blocks(name, sizes)
-        return size
+        if not self.share.is_first:
+            return 0
+        sizes = object_sizes(self.path)
+        return sum(
+            sizes[stored.key(number, part)]
+            for stored in self.arrays.values()
+            for number in range(self.rows // self.layout.block_rows)
+            for part in range(stored.parts)
+        )
 
     def skips(self) -> int:
         """Number of skipped steps before the unfinished block, if rows are computed."""
         if not any(array.chain.rule for array in self.layout.arrays.values()):
             return 0
         return skipped_steps(self.arrays, self.rows - self.rows % self.layout.block_rows)
-
-    def _tokens(self, array: ArrayLayout) -> tuple[slice, ...]:
-        """Selection of the tokens that this process holds."""
-        if self.share is None or not has_tokens(array):
-            return ()
-        return (self.share.tokens(array.row[0]),)
-
-    def _size_of_full_blocks(self, name: str, sizes: Mapping[str, int]) -> int:
-        size = 0
-        stored = self.arrays[name]
-        for number in range(self.rows // self.layout.block_rows):
-            for part in range(stored.parts):
-                key = stored.key(number, part)
-                if key not in sizes:
-                    raise FormatError(
-                        f"{name}, block {number}: the shard {self.path / key} is missing; restore "
-                        f"a sound run with: trajstore repair {shlex.quote(str(self.path))}"
-                    )
-                size += sizes[key]
-        return size
 
 
 def check_run(path: RunPath) -> Location:
@@ -185,7 +171,7 @@ def resumed_run(
     attributes: Mapping[str, Any] | None,
     memory: int | str,
     threads: int | None,
-    share: TokenShare | None = None,
+    share: TokenShare = ALONE,
 ) -> ResumedRun:
     """Prepare to resume a run after its first `rows` rows. Nothing is written yet.
 
@@ -202,7 +188,7 @@ def resumed_run(
     threads : int or None
         Number of encoding threads; None to choose as `trajstore.store.metadata.block_plan.plan`.
     share : TokenShare, optional
-        Tokens of this process, if several resume the run.
+        Tokens of this process.
 
     Raises
     ------
@@ -224,12 +210,11 @@ def resumed_run(
         raise InvalidArgument(
             f"cannot resume {path} after {keep} rows, expected 0 to {committed}, its committed rows"
         )
-    lasting = {**root["attributes"], **(attributes or {})}
-    metadata = RunMetadata.stored({**root, "attributes": lasting})
+    metadata = RunMetadata.stored(root, attributes)
     found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
     _check_content(path, root, found[-1])
-    own = layout if share is None else share.of_layout(layout)
-    layout = replace(layout, threads=within(own, parse_bytes(memory), threads=threads).threads)
+    fitting = within(share.of_layout(layout), parse_bytes(memory), threads=threads)
+    layout = replace(layout, threads=fitting.threads)
     return ResumedRun(
         path=path,
         rows=keep,

@@ -1,9 +1,7 @@
-"""A run that several processes write. The first one plans, creates and commits it.
+"""A run that one or several processes write. The first one plans and creates it.
 
 No shard contains tokens of two processes. Each process writes the shards of its own tokens in a
-background thread, block after block. After each block all processes report the rows they wrote and
-the digests of their shards. If all succeeded, the first process commits, and reports that. So
-readers never see a row with a missing shard. If one process fails, all fail, in the same block.
+background thread, block after block, and commits them with the others (`commit`).
 """
 
 from __future__ import annotations
@@ -12,26 +10,22 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from trajstore.byte_sizes import DEFAULT_MEMORY
-from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.store.writing.commit import Committer, Written
 from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.token_share import (
     TokenShare,
     has_tokens,
     in_all_processes,
-    raise_failure,
-    sentence,
 )
 
-__all__ = ["SharedCommits", "announce_run", "joined_run", "plan_shared"]
+__all__ = ["announce_run", "joined_run", "plan_shared"]
 
 
 def plan_shared(
@@ -43,7 +37,7 @@ def plan_shared(
     threads: int | None = None,
     **others: Any,
 ) -> Layout:
-    """Plan a run that several processes write.
+    """Plan a run that one or several processes write.
 
     Parameters
     ----------
@@ -135,7 +129,7 @@ def announce_run(share: TokenShare, run: ResumedRun) -> None:
     RecordingError
         If one of them cannot join.
     """
-    share.exchange(replace(run, share=None))
+    share.exchange({**vars(run), "share": None})  # processes cannot exchange a share
     with in_all_processes(share):
         pass
 
@@ -155,11 +149,11 @@ def joined_run(path: RunPath, share: TokenShare) -> Iterator[ResumedRun]:
     """
     with in_all_processes(share):
         pass
-    run: ResumedRun = share.exchange(None)[0]
+    facts = share.exchange(None)[0]
     with in_all_processes(share):
         place = location(path).absolute()
-        _check_seen(place, run.layout)
-        yield replace(run, path=place, share=share)
+        _check_seen(place, facts["layout"])
+        yield ResumedRun(**(facts | {"path": place, "share": share}))
 
 
 def _check_seen(path: Location, layout: Layout) -> None:
@@ -178,82 +172,3 @@ def _check_seen(path: Location, layout: Layout) -> None:
             f"{path} is not the run that the first process created there; processes that record "
             "one run together need a shared folder or an object store"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Report:
-    """Report of a process on a block: the commit it is ready for, or its failure."""
-
-    change: tuple[int, Status] | None = None
-    written: Written | None = None
-    failure: str | None = None
-
-
-class SharedCommits:
-    """Joint commits of all processes, in one of them.
-
-    Parameters
-    ----------
-    share : TokenShare
-    committer : Committer or None
-        Committer of the first process; None in the others.
-
-    Attributes
-    ----------
-    rows : int
-        Rows that readers see.
-    """
-
-    def __init__(self, share: TokenShare, committer: Committer | None) -> None:
-        self.rows = 0
-        self._share = share
-        self._committer = committer
-
-    def commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        """Make rows visible after all processes have written their tokens.
-
-        Parameters
-        ----------
-        change : (int, str)
-            Total number of rows, and status.
-        written : Written or None
-            The last block, with the shards of this process, if it is new.
-
-        Raises
-        ------
-        RecordingError
-            If another process failed or has another number of rows. Then nothing is committed.
-        """
-        reports = self._share.exchange(_Report(change=change, written=written))
-        raise_failure([one.failure for one in reports])
-        _check_alike(reports)
-        with in_all_processes(self._share):
-            if self._committer is not None:
-                self._committer.commit(change, _whole_block(reports))
-        self.rows = change[0]
-
-    def fail(self, error: BaseException) -> None:
-        """Report to the other processes that this block cannot be written."""
-        with contextlib.suppress(RecordingError):  # they have ended; the caller raises `error`
-            self._share.exchange(_Report(failure=sentence(error)))
-
-
-def _check_alike(reports: Sequence[_Report]) -> None:
-    if len({(one.change, one.written is None) for one in reports}) > 1:
-        places = ", ".join(
-            f"process {number} with {one.change[0]} rows, {one.change[1]}"
-            for number, one in enumerate(reports)
-            if one.change is not None
-        )
-        raise RecordingError(
-            f"the processes that record a run have different numbers of rows: {places}; the rows "
-            "committed before are complete; resume the run from them"
-        )
-
-
-def _whole_block(reports: Sequence[_Report]) -> Written | None:
-    """The block that all processes wrote; None if there is none."""
-    written = [one.written for one in reports if one.written is not None]
-    if not written:
-        return None
-    return written[0][0], [shard for _, shards in written for shard in shards]

@@ -17,7 +17,7 @@ from typing import Any
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout
 
-__all__ = ["TokenShare", "has_tokens", "in_all_processes", "raise_failure", "sentence"]
+__all__ = ["ALONE", "TokenShare", "has_tokens", "in_all_processes", "raise_failure", "sentence"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +94,10 @@ class TokenShare:
         )
 
 
+ALONE = TokenShare(number=0, count=1, exchange=lambda value: [value])
+"""All tokens of a run that one process writes."""
+
+
 @contextlib.contextmanager
 def in_all_processes(share: TokenShare | None) -> Iterator[None]:
     """Run a ``with`` block in all processes of a run. If it fails in one, it fails in all.
@@ -113,17 +117,15 @@ def in_all_processes(share: TokenShare | None) -> Iterator[None]:
         yield
     except BaseException as caught:
         error = caught
-    if share is not None:
-        try:
-            failures = share.exchange(None if error is None else sentence(error))
-        except RecordingError:
-            if error is not None:
-                raise error from None  # it may be the reason why the others ended
-            raise
-        if error is None:
-            raise_failure(failures)
+    try:
+        failures = (share or ALONE).exchange(None if error is None else sentence(error))
+    except RecordingError:
+        if error is not None:
+            raise error from None  # it may be the reason why the others ended
+        raise
     if error is not None:
         raise error
+    raise_failure(failures)
 
 
 def raise_failure(failures: Sequence[str | None]) -> None:

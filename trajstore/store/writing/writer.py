@@ -34,7 +34,7 @@ from trajstore.store.writing.create import check_target, create_folder, remove_f
 from trajstore.store.writing.new_run import new_run, parameter_coordinate, token_coordinates
 from trajstore.store.writing.resumed_run import ResumedRun, check_run, resumed_run
 from trajstore.store.writing.shared_run import announce_run, joined_run
-from trajstore.store.writing.token_share import TokenShare, in_all_processes
+from trajstore.store.writing.token_share import ALONE, TokenShare, in_all_processes
 from trajstore.values.native_types import as_bits
 
 __all__ = ["RunWriter"]
@@ -211,7 +211,8 @@ class RunWriter:
             If an argument is impossible.
         """
         check_commit_every(commit_every)
-        if share is not None and not share.is_first:
+        share = share or ALONE
+        if not share.is_first:
             with joined_run(path, share) as joined:
                 return cls(joined, None, commit_every=None, fsync=fsync)
         with ExitStack() as undo:
@@ -246,9 +247,8 @@ class RunWriter:
                 create_folder(place, new.metadata, chunks, found, overwrite=overwrite, fsync=fsync)
                 run = cls(new, lock, commit_every=commit_every, fsync=fsync)
                 run._blocks.start()
-            if share is not None:
-                undo.callback(run._release, remove_empty=True)
-                announce_run(share, new)
+            undo.callback(run._release, remove_empty=True)
+            announce_run(share, new)
             undo.pop_all()
         return run
 
@@ -293,11 +293,12 @@ class RunWriter:
             If another process of the run cannot resume it.
         """
         check_commit_every(commit_every)
+        share = share or ALONE
         with ExitStack() as undo:
             lock: RunLock | RemoteLock | None = None
             with in_all_processes(share):
                 place = check_run(path)
-                if share is None or share.is_first:
+                if share.is_first:
                     lock = RunLock.acquire(place)
                     undo.callback(lock.release)
                     sweep(place)

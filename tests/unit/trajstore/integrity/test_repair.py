@@ -142,18 +142,7 @@ def test_a_lost_array_costs_every_row_and_the_run_still_goes_on(run: Path, whole
     assert_first_rows(run, whole, 0)
     source = open_run(whole)
     with RunWriter.resume(run) as writer:
-        row = {name: source[name].values[0] for name in SERIES if name != "step"}
-        writer.append(step=0, **row)
-    assert verify(run).clean
-    assert open_run(run).W.values.tobytes() == source.W.values[:1].tobytes()
-
-
-def test_rows_can_be_appended_after_a_repair(run: Path, whole: Path) -> None:
-    (run / "W" / "c.2.0.0").unlink()
-    mended(run)
-    source = open_run(whole)
-    with RunWriter.resume(run) as writer:
-        for row in range(8, 11):
+        for row in range(11):
             values = {name: source[name].values[row] for name in SERIES if name != "step"}
             writer.append(step=row, **values)
     assert verify(run).clean

@@ -39,6 +39,7 @@ def test_the_document_of_a_recorder_is_that_of_its_facts(name: str) -> None:
         ("shape.1", "4", "expected 3 lengths"),
         ("shape.0", 1 << 48, "expected 3 lengths"),
         ("shape.2", 9, "shape is [7, 4, 9], expected lengths that blocks of [3, 4, 3] cover"),
+        ("node_type", "group", 'node_type is \'group\', expected "array"'),
         ("data_type", 4, 'data_type is 4, expected "float32"'),
         ("chunk_grid", "regular", "chunk_grid.configuration.chunk_shape is missing, expected 3"),
         ("chunk_grid.name", "irregular", 'chunk_grid.name is \'irregular\', expected "regular"'),

@@ -65,13 +65,14 @@ def test_two_folders_change_places_at_once(tmp_path: Path) -> None:
 def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    run = tmp_path / "a.h5"
-    file, folder = (tmp_path / f".a.h5.{dead.pid}{end}" for end in (".partial", ".old"))
+    run = tmp_path / "a[1].h5"  # a name is no pattern
+    file, folder = (tmp_path / f".{run.name}.{dead.pid}{end}" for end in (".partial", ".old"))
     file.write_text("x")
     folder.mkdir()
     (folder / "x").write_text("x")
-    own = tmp_path / f".a.h5.{os.getpid()}.partial"
-    kept = [tmp_path / name for name in (f".a.h5.{os.getppid()}.partial", ".b.h5.1.partial")]
+    own = tmp_path / f".{run.name}.{os.getpid()}.partial"
+    others = (f".{run.name}.{os.getppid()}", f".a1.h5.{dead.pid}", f".{run.name}.v2.{dead.pid}")
+    kept = [tmp_path / f"{name}.partial" for name in others]
     for path in (own, *kept):
         path.write_text("x")
     assert sorted(leftovers(run)) == sorted([file, folder])

@@ -73,29 +73,6 @@ def test_a_lock_is_renewed(place: RemotePath, monkeypatch: pytest.MonkeyPatch) -
     assert not lock.exists()
 
 
-def test_who_was_stopped_for_too_long_writes_no_more(
-    place: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a night of a closed laptop: another has gone on meanwhile."""
-    run = RunWriter.create(
-        place, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=1, commit_every=None
-    )
-    value = np.ones((2, 2), "f4")
-    run.append(0, W=value)
-    while run.committed_rows < 1:
-        pass
-    with monkeypatch.context() as patch:
-        patch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
-        with RunWriter.resume(place) as other:
-            other.append(1, W=2 * value)
-    with pytest.raises(RunLocked, match="took over its lock"):
-        late(run, 3 * value)
-    found = open_run(place).load()
-    assert found.sizes["step"] == 2
-    assert found.W[1].values.tolist() == (2 * value).tolist()
-    assert found.attrs["status"] == "complete"
-
-
 @pytest.fixture
 def two_writers(
     place: RemotePath, monkeypatch: pytest.MonkeyPatch

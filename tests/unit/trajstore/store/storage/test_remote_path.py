@@ -59,8 +59,7 @@ def test_objects(place: RemotePath) -> None:
     assert [path.name for path in place.iterdir()] == ["W", "zarr.json"]
     assert place.below() == {place / "W/c.0": 10, place / "zarr.json": 4}
     chunk = place / "W/c.0"
-    assert chunk.read_end(3) == b"789"
-    assert chunk.read_end(99) == b"0123456789"
+    assert [chunk.end_and_facts(length)[0] for length in (3, 99)] == [b"789", b"0123456789"]
     with opened(chunk) as file:
         assert (file.end(2), file.read(3, 4), file.read(8, 9)) == (b"89", b"3456", b"89")
     with local_file(chunk) as local:
@@ -106,7 +105,7 @@ def test_the_end_of_nothing_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         place = location("s3://bucket/object")
         assert isinstance(place, RemotePath)
         place.write_bytes(b"")
-        assert place.read_end(5) == b""
+        assert place.end_and_facts(5)[0] == b""
 
 
 class _NoSuffix(BaseHTTPRequestHandler):
