@@ -10,11 +10,11 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     central_range,
+    draw_counts,
     log_scale,
     name_kinds,
     named,
-    note,
-    with_legend,
+    step_edges,
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, figure
@@ -149,7 +149,7 @@ def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
         lost = int(part["outside"] + part["nan"])
         if lost:
             run = f"{look.run}: " if look.run else ""
-            note(ax, f"{run}{named(population)}: {lost:,} beyond all classes or NaN")
+            look.note(f"{run}{named(population)}: {lost:,} beyond all classes or NaN")
     name_kinds(ax, look, [named(population) for population in populations])
     counted = data["count"].values.sum(0)
     ax.set_xlabel(f"length of a hop (L1 norm) / {data.attrs['units']}")
@@ -158,9 +158,8 @@ def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
     log_scale(ax, "y", counted)
     _crop(ax, "x", edges, counted, look)
     if counted.any() and ax.get_xlim()[0] < 1:
-        note(ax, "below 1: down across a power of two, where the spacing halves")
+        look.note("below 1: down across a power of two, where the spacing halves")
     ax.grid(True)
-    with_legend(ax)
 
 
 def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: Look) -> None:
@@ -177,7 +176,7 @@ def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: Look) -> None:
     getattr(ax, f"set_{axis}lim")(low, high)
     below, above = int(counted[edges[1:] <= low].sum()), int(counted[edges[:-1] >= high].sum())
     if below or above:
-        note(ax, f"outliers beyond the axis: {below:,} smaller, {above:,} larger")
+        look.note(f"outliers beyond the axis: {below:,} smaller, {above:,} larger")
 
 
 def pooled_steps(counts: xr.DataArray) -> tuple[xr.DataArray, int]:
@@ -197,30 +196,17 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_speed_density, measures=("step_norm",))
 def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Distribution of the tokens' speeds at every step."""
-    from matplotlib.colors import LogNorm
-
     counts, width = pooled_steps(data["count"])
     values = counts.transpose("value_class", "step").values
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
-    starts = counts["step"].values.astype(np.float64)
-    spacing = starts[-1] - starts[-2] if starts.size > 1 else 1.0
+    label = "tokens" if width == 1 else f"tokens × steps, {width} steps per column"
+    draw_counts(ax, step_edges(counts["step"]), edges, values, look.style.density, label)
     counted = values.sum(1)
-    if counted.any():
-        mesh = ax.pcolormesh(
-            np.append(starts, starts[-1] + spacing),
-            edges,
-            np.ma.masked_equal(values, 0),
-            norm=LogNorm(1, max(2, values.max())),
-            cmap=look.style.density,
-            rasterized=True,
-        )
-        bar = ax.figure.colorbar(mesh, ax=ax)
-        bar.set_label("tokens" if width == 1 else f"tokens × steps, {width} steps per column")
     log_scale(ax, "y", counted)
     _crop(ax, "y", edges, counted, look)
     unchanged, lost = int(data["zero"].sum()), int((data["outside"] + data["nan"]).sum())
     total = int(data["count"].sum()) + unchanged + lost
     text = f"{named(str(data['population'].item()))}; unchanged, not shown: {unchanged / total:.1%}"
-    note(ax, text + (f"; {lost:,} beyond all classes or NaN" if lost else ""))
+    look.note(text + (f"; {lost:,} beyond all classes or NaN" if lost else ""))
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(with_units("speed", data.attrs["units"]))
