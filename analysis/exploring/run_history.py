@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import xarray as xr
@@ -128,7 +129,7 @@ def _measure(
         "cause": lambda: freeze_cause(scan).to_dataset(name="cause"),
     }
     for name in ("heatmap", "freeze", "loss", "gradients", "displacement"):
-        questions[name] = lambda name=name: FIGURES[name].collect(scan, Options())
+        questions[name] = partial(FIGURES[name].collect, scan, Options())
     lazy: dict[str, xr.Dataset] = {}
     unknown: dict[str, str] = {}
     for name, question in questions.items():

@@ -22,7 +22,6 @@ from trajstore.analysis.figures.style import Look
 from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 
 if TYPE_CHECKING:
@@ -78,11 +77,6 @@ def log_histogram(
         and infinities among them) and ``nan``. Without ``is_dead`` the only population is
         ``all``.
 
-    Raises
-    ------
-    InvalidArgument
-        Without a dimension token, or for bounds that leave no class.
-
     Examples
     --------
     >>> from trajstore.analysis import speed
@@ -90,34 +84,19 @@ def log_histogram(
     >>> found["count"].sel(population="all").values, found.zero.sel(population="all").item()
     (array([  0, 118,   0,   0]), 10)
     """
-    if "token" not in da.dims:
-        raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
-    if per_decade < 1 or not lowest < highest:
-        raise InvalidArgument(
-            f"got classes from 10^{lowest} to 10^{highest}, {per_decade} per decade; expected "
-            "a larger second power and at least one class per decade"
-        )
     edges = np.logspace(lowest, highest, round((highest - lowest) * per_decade) + 1)
     size = edges.size + 2
     table = over_groups(
         _class_counts, da, *populations(da), "value_class", size, np.int64, edges=edges
     )
     classes = edges.size - 1
-    name = da.attrs.get("long_name", da.name or "value")
-    counts = table.isel(value_class=slice(None, classes)).assign_coords(
-        lower=("value_class", edges[:-1]), upper=("value_class", edges[1:])
-    )
-    return xr.Dataset(
-        {
-            "count": counts.assign_attrs(long_name=f"tokens by {name}", units="1"),
-            **{
-                kind: table.isel(value_class=classes + at).assign_attrs(
-                    long_name=f"tokens whose {name} is {kind}", units="1"
-                )
-                for at, kind in enumerate(("zero", "outside", "nan"))
-            },
-        }
-    )
+    lower, upper = (("value_class", ends) for ends in (edges[:-1], edges[1:]))
+    counts = table.isel(value_class=slice(None, classes)).assign_coords(lower=lower, upper=upper)
+    kinds = {
+        kind: table.isel(value_class=classes + at)
+        for at, kind in enumerate(("zero", "outside", "nan"))
+    }
+    return xr.Dataset({"count": counts, **kinds})
 
 
 def _hops(scan: Scan, options: Options) -> xr.Dataset:
