@@ -157,14 +157,15 @@ def draw_curves(
     texts: list[str] = []
     for population, name in product(populations, shown):
         part, color, kind = data.sel(population=population), look.color(population), len(texts)
-        edges = None
+        edges: Any = None
         if look.band is not None:
             edges = [edge[name].sel(population=population).values for edge in look.band]
         elif look.alone and "quantiles" in part:
             edges = part["quantiles"].transpose("quantile", along).values
         if edges is not None:
             opacity = look.style.band / look.runs**0.5
-            ax.fill_between(places, *edges, color=color, alpha=opacity, lw=0)
+            low, high = edges
+            ax.fill_between(places, low, high, color=color, alpha=opacity, lw=0)
         texts.append(": ".join(filter(None, [named(population), labels[name]])))
         ax.plot(
             places,
@@ -225,6 +226,7 @@ def add_legend(ax: Axes, notes: Sequence[str]) -> None:
     if not handles and not notes:
         return
     place: dict[str, Any] = {"loc": "best"}
+    canvas: Any = ax.figure
     if ax.figure.get_layout_engine() is not None:
         room = _letters(ax, "small")
         labels = [textwrap.fill(label, room - _HANDLE) for label in labels]
@@ -233,7 +235,7 @@ def add_legend(ax: Axes, notes: Sequence[str]) -> None:
         place = {
             "loc": "upper left",
             "bbox_to_anchor": (0, 0),
-            "bbox_transform": offset_copy(ax.transAxes, ax.figure, 0, -_GAP, units="points"),
+            "bbox_transform": offset_copy(ax.transAxes, canvas, 0, -_GAP, units="points"),
             "borderaxespad": 0,
             "frameon": False,
             "ncols": next(fitting, 1),
@@ -246,4 +248,5 @@ def add_legend(ax: Axes, notes: Sequence[str]) -> None:
 
 def _fits(widths: Sequence[int], number: int, room: int) -> bool:
     """True if so many columns fit, each as wide as its longest label."""
-    return sum(column.max(initial=0) for column in np.array_split(widths, number)) <= room
+    columns = np.array_split(widths, number)
+    return bool(sum(column.max(initial=0) for column in columns) <= room)

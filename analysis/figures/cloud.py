@@ -44,7 +44,7 @@ _ROWS = {"all": "all steps", "last": "last step"}
 def _spectra(scan: Scan, options: Options) -> xr.Dataset:
     """Variances ``all`` and ``last`` along the axes of each population, and effective ranks."""
     shown = options.populations(scan)
-    found = {}
+    found: dict[str, xr.DataArray] = {}
     for rows in _ROWS:
         parts = [shape.pca(scan, name, 1, rows)[["spectrum", "effective_rank"]] for name in shown]
         whole = xr.concat(parts, "population", combine_attrs="drop")

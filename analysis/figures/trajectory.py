@@ -281,9 +281,9 @@ def _draw_cells(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> No
         there = np.isfinite(x)
         columns, rows = _cells(x[there], left, right), _cells(y[there], bottom, top)
         counts += np.bincount(rows * _CELLS + columns, minlength=counts.size)
-    edges = (np.linspace(*ends, _CELLS + 1) for ends in ((left, right), (bottom, top)))
+    x, y = (np.linspace(*ends, _CELLS + 1) for ends in ((left, right), (bottom, top)))
     colors = shades(color, look.style.ground)
-    draw_counts(ax, *edges, counts.reshape(_CELLS, _CELLS), colors)
+    draw_counts(ax, x, y, counts.reshape(_CELLS, _CELLS), colors)
 
 
 def _cells(values: npt.NDArray[Any], low: float, high: float) -> npt.NDArray[np.int64]:
