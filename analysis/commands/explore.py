@@ -34,7 +34,7 @@ __all__ = ["explore"]
 def explore(run: str, host: str, port: int, browse: bool) -> None:
     """Show a run in a browser: token positions per step, heatmap, curves, single tokens.
 
-    Reads the run once and serves its page until Ctrl-C. Works during recording: new rows appear
+    Reads the run and serves its page until Ctrl-C. Works during recording: new rows appear
     automatically. The page loads nothing from the network.
 
     \b

@@ -19,13 +19,14 @@ from trajstore.analysis.figures.titles import titled_runs
 __all__ = ["Page"]
 
 _CURVES = {
-    "loss": "training loss",
-    "gradient": "gradient norms (L2)",
-    "displacement": "displacement from the first step (L2)",
-    "unchanged": "fraction of unchanged tokens",
-    "frozen": "fraction of frozen tokens",
+    "training loss": ("loss", "loss"),
+    "gradient norms (L2)": ("gradients", "mean"),
+    "displacement from the first step (L2)": ("displacement", "mean"),
+    "fraction of unchanged tokens": ("freeze", "unchanged_fraction"),
+    "fraction of frozen tokens": ("freeze", "frozen_fraction"),
 }
-_LOGARITHMIC = ("gradient",)
+"""Figure and variable of each curve by its title."""
+
 _OF_TOKEN = {
     "hop": "hops of the token (L1, lattice spacings)",
     "gradient": "gradient norm of the token (L2)",
@@ -130,9 +131,9 @@ class Page:
             f"principal components 1 ({share[0]:.1%} of the variance of W) and 2 ({share[1]:.1%})"
         )
         curves = [
-            titled(title, self._curve(name), colors if name != "loss" else None)
-            for name, title in _CURVES.items()
-            if name in self._seen.history.curves
+            titled(title, self._curve(figure, name), colors if figure != "loss" else None)
+            for title, (figure, name) in _CURVES.items()
+            if figure in self._seen.history.data
         ]
         causes = dict(list(CAUSE_COLORS.items())[1:])
         of_token = [
@@ -174,14 +175,14 @@ class Page:
         position = self._seen.history.position.values[self._player.value]
         return plots.plane_points(position, self._of_token)
 
-    def _curve(self, name: str) -> Any:
+    def _curve(self, figure: str, name: str) -> Any:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda number: plots.curve_plot(self._seen.history.curves, name),
+            lambda number: plots.curve_plot(self._seen.history.data[figure], name),
             streams=[self._renewed],
         )
-        return self._along_steps(drawn, logy=name in _LOGARITHMIC)
+        return self._along_steps(drawn, logy=figure == "gradients")
 
     def _token_curve(self, name: str) -> Any:
         import holoviews as hv
@@ -200,7 +201,8 @@ class Page:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda number: plots.layer_plot(self._seen.history.layers), streams=[self._renewed]
+            lambda number: plots.layer_plot(self._seen.history.data["heatmap"]),
+            streams=[self._renewed],
         )
         return self._along_steps(drawn, self._mark_rank)
 
@@ -249,9 +251,9 @@ class Page:
         step, history = self._step_shown(), self._seen.history
         for span in self._steps:
             span.location = step
-        texts = [f"step {step:,} of {int(history.steps[-1]):,}"]
-        if "loss" in history.curves:
-            texts.append(f"loss {float(history.curves['loss'].sel(step=step)):.4f}")
+        texts = [f"step {step:,} of {history.last_step:,}"]
+        if "loss" in history.data:
+            texts.append(f"loss {float(history.data['loss']['loss'].sel(step=step)):.4f}")
         self._step.object = f"<b>{', '.join(texts)}</b>"
         self._moved.event(number=self._moved.number + 1)
         self._placed.event(number=self._placed.number + 1)

@@ -145,27 +145,21 @@ def _rgb(color: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(color.removeprefix("#")))
 
 
-def curve_plot(curves: xr.Dataset, name: str) -> Any:
+def curve_plot(data: xr.Dataset, name: str) -> Any:
     """One curve of a run: a line for each population, with a band of its tokens."""
     import holoviews as hv
 
-    steps = curves["step"].values
-    if name == "loss":
-        return hv.Overlay([hv.Curve((steps, curves["loss"].values), "step", name).opts(color=_INK)])
+    steps = data["step"].values
+    if "population" not in data.dims:
+        return hv.Overlay([hv.Curve((steps, data[name].values), "step", name).opts(color=_INK)])
     parts = []
-    for population in curves["population"].values.tolist():
-        values = curves[name].sel(population=population)
-        color = population_color(population)
-        if "statistic" in values.dims:
-            mean, low, high = (
-                values.sel(statistic=part).values for part in ("mean", "low", "high")
-            )
+    for population in data["population"].values.tolist():
+        part, color = data.sel(population=population), population_color(population)
+        if "quantiles" in part:
+            low, high = part["quantiles"].transpose("quantile", "step").values
             band = hv.Area((steps, low, high), "step", [name, "high"])
             parts.append(band.opts(color=color, alpha=0.2, line_alpha=0))
-        else:
-            mean = values.values
-        line = hv.Curve((steps, mean), "step", name)
-        parts.append(line.opts(color=color))
+        parts.append(hv.Curve((steps, part[name].values), "step", name).opts(color=color))
     return hv.Overlay(parts)
 
 

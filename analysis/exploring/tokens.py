@@ -90,7 +90,7 @@ class TokenList:
         if self._count is not None:
             columns["count in text"] = _known(self._count[those])
         columns["last change"] = _known(history.last_motion.values[those])
-        columns["changes"] = history.moves.values[those]
+        columns["changes"] = history.data["tokens"]["moves"].values[those]
         return columns
 
 
@@ -152,8 +152,8 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
     }
     if "grad" in one:
         found["gradient"] = grad_norms(scan)
-    if history.cause is not None:
-        cause = history.cause.isel(token=slice(at, at + 1))
+    if "cause" in history.data:
+        cause = history.data["cause"]["cause"].isel(token=slice(at, at + 1))
         found["cause"] = cause.reindex(step=steps, fill_value=-1)
     return xr.Dataset({name: array.isel(token=0) for name, array in found.items()}).compute()
 

@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.text import Text
-    from matplotlib.transforms import Transform
+    from matplotlib.colors import Colormap
 
     from trajstore.analysis.figures.style import Look
 
 __all__ = [
+    "add_legend",
     "along_steps",
     "central_range",
+    "draw_counts",
+    "draw_curves",
     "log_scale",
     "message",
     "name_kinds",
     "named",
-    "note",
-    "population_band",
-    "population_curves",
     "set_title",
     "shade_region",
-    "spread_edges",
-    "spread_note",
-    "text_width",
-    "with_legend",
+    "step_edges",
     "with_units",
 ]
 
-_NOTE = "_note"  # a label that no legend shows
-_LINE_HEIGHT = 10  # points
 _GAP = 38
-"""Points between the axes and the notes below them, for ticks and the label of the axis."""
+"""Points between the axes and the legend below them, for ticks and the label of the axis."""
 
 _SIDE = 60
 """Points that ticks and the label of a vertical axis take."""
@@ -48,14 +43,8 @@ _SIDE = 60
 _LETTER = 0.55
 """Mean width of a letter, in sizes of its font."""
 
-_HANDLE = 5
-"""Width of a handle in a legend and the gaps around it, in sizes of its font."""
-
-_HINTING = 1.06
-"""Factor by which letters on screens are wider than their outlines."""
-
-_REGION = "region"
-"""Prefix of the identity of shaded regions, which a legend shows last."""
+_HANDLE = 9
+"""Width of a handle in a legend and the gaps around it, in letters."""
 
 
 def with_units(text: str, units: object) -> str:
@@ -100,38 +89,6 @@ def central_range(edges: Any, counted: Any) -> tuple[float, float]:
     return float(edges[low]), float(edges[min(high, edges.size - 2) + 1])
 
 
-def note(ax: Axes, text: str) -> None:
-    """Write a note once: below the axes if a layout makes room, else inside."""
-    held = _noted(ax)
-    lines = textwrap.wrap(text, _letters(ax, "x-small"))
-    if held is not None:
-        if text not in held.get_text().replace("\n", " "):
-            held.set_text("\n".join([held.get_text(), *lines]))
-        return
-    below = _makes_room(ax)
-    x, y = (0, 0) if below else (0.02, 0.02)
-    ax.text(
-        x,
-        y,
-        "\n".join(lines),
-        transform=_below(ax, _GAP) if below else ax.transAxes,
-        label=_NOTE,
-        fontsize="x-small",
-        va="top" if below else "bottom",
-        linespacing=1.2,
-        bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.75, "pad": 2},
-        zorder=10,
-    )
-
-
-def _noted(ax: Axes) -> Text | None:
-    return next((text for text in ax.texts if text.get_label() == _NOTE), None)
-
-
-def _makes_room(ax: Axes) -> bool:
-    return ax.figure.get_layout_engine() is not None
-
-
 def _room(ax: Axes) -> float:
     """Width of the axes in points, which a color bar reduces."""
     width = float(ax.figure.bbox.width * 72 / ax.figure.dpi)
@@ -154,7 +111,7 @@ def set_title(ax: Axes, text: str) -> None:
 
 def shade_region(ax: Axes, low: float, high: float, label: str, color: str) -> None:
     """Shade a range of steps once, also if several runs share it."""
-    name = f"{_REGION} {low:g} {high:g}"
+    name = f"{low:g} {high:g}"
     if any(patch.get_gid() == name for patch in ax.patches):
         return
     known = label in ax.get_legend_handles_labels()[1]
@@ -163,58 +120,62 @@ def shade_region(ax: Axes, low: float, high: float, label: str, color: str) -> N
     )
 
 
-def _below(ax: Axes, points: float) -> Transform:
-    """Place so many points below the left end of the axes."""
-    from matplotlib.transforms import ScaledTranslation
+def draw_curves(
+    ax: Axes,
+    data: xr.Dataset,
+    look: Look,
+    labels: Mapping[str, str],
+    along: str = "step",
+    about: Callable[[xr.Dataset, str], str] = lambda part, name: "",
+    **line: Any,
+) -> None:
+    """Draw a line for each population and variable, with a band of its tokens or of its runs.
 
-    return ax.transAxes + ScaledTranslation(0, -points / 72, ax.figure.dpi_scale_trans)
+    Several runs have no band of tokens. They show all variables of a single population, or the
+    first variable of several.
 
-
-def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> None:
-    """Draw the mean over the tokens of a population, and the band between two quantiles.
-
-    Several runs have means only. The mean of many runs has a band of the spread between them.
+    Parameters
+    ----------
+    ax : Axes
+    data : Dataset
+        Variables of dims population and `along`; ``quantiles``, the lower and upper edge of the
+        band of the first one.
+    look : Look
+    labels : mapping
+        Text by the name of each variable.
+    along : str
+        Coordinate to the right.
+    about : callable
+        Takes the data of a population and the name of a variable; returns the rest of the label.
+    **line
+        Of matplotlib.
     """
-    part = data.sel(population=population)
-    kind = data["population"].values.tolist().index(population)
-    steps, color = part["step"].values, look.color(population)
-    spread_edges(ax, steps, look, "mean", population)
-    if look.alone and look.band is None:
-        low, high = part["quantiles"].transpose("quantile", "step").values
-        ax.fill_between(steps, low, high, color=color, alpha=look.style.band, lw=0)
-    label = look.label(f"{named(population)} ({int(part['tokens']):,})", kind)
-    ax.plot(steps, part["mean"].values, look.line(kind), color=color, label=label)
-
-
-def population_curves(ax: Axes, data: xr.Dataset, look: Look, labels: Mapping[str, str]) -> None:
-    """Draw two variables over the steps: a solid and a dotted line for each population.
-
-    Several runs show both variables of a single population, or the first variable of several.
-    """
-    steps = data["step"].values
+    places = data[along].values
     populations = data["population"].values.tolist()
-    first = dict([*labels.items()][:1])
-    shown = labels if look.alone or len(populations) == 1 else first
-    kinds = [(population, name) for population in populations for name in shown]
-    for kind, (population, name) in enumerate(kinds):
-        spread_edges(ax, steps, look, name, population)
+    first = next(iter(labels))
+    shown = labels if look.alone or len(populations) == 1 else [first]
+    texts: list[str] = []
+    for population, name in product(populations, shown):
+        part, color, kind = data.sel(population=population), look.color(population), len(texts)
+        edges: Any = None
+        if look.band is not None:
+            edges = [edge[name].sel(population=population).values for edge in look.band]
+        elif look.alone and "quantiles" in part:
+            edges = part["quantiles"].transpose("quantile", along).values
+        if edges is not None:
+            opacity = look.style.band / look.runs**0.5
+            low, high = edges
+            ax.fill_between(places, low, high, color=color, alpha=opacity, lw=0)
+        texts.append(": ".join(filter(None, [named(population), labels[name]])))
         ax.plot(
-            steps,
-            data[name].sel(population=population).values,
-            ":" if look.alone and name not in first else look.line(kind),
-            color=look.color(population),
-            label=look.label(f"{named(population)}: {labels[name]}", kind),
+            places,
+            part[name].values,
+            ":" if look.alone and name != first else look.line(kind),
+            color=color,
+            label=look.label(texts[-1] + about(part, name), kind),
+            **line,
         )
-    name_kinds(ax, look, [f"{named(population)}: {labels[name]}" for population, name in kinds])
-
-
-def spread_edges(ax: Axes, steps: Any, look: Look, name: str, population: str) -> None:
-    """Draw the band of the spread between runs, if `look` has one."""
-    if look.band is None:
-        return
-    low, high = (edge[name].sel(population=population).values for edge in look.band)
-    opacity = look.style.band / look.runs**0.5
-    ax.fill_between(steps, low, high, color=look.color(population), alpha=opacity, lw=0)
+    name_kinds(ax, look, texts)
 
 
 def name_kinds(ax: Axes, look: Look, kinds: Sequence[str]) -> None:
@@ -224,12 +185,31 @@ def name_kinds(ax: Axes, look: Look, kinds: Sequence[str]) -> None:
             ax.plot([], [], look.line(kind), color=look.style.ink, label=text)
 
 
-def spread_note(ax: Axes, look: Look, *, over: str = "runs", alone: str = "") -> None:
-    """Write what lines and bands of several runs are, or the note of a single run."""
-    if look.band is not None:
-        note(ax, f"line: mean over {over}; band: ± one standard deviation between runs")
-    elif alone and look.alone:
-        note(ax, alone)
+def step_edges(steps: xr.DataArray) -> npt.NDArray[np.float64]:
+    """Edges of the columns of a map: each step, and the end of the last column."""
+    starts = steps.values.astype(np.float64)
+    spacing = starts[-1] - starts[-2] if starts.size > 1 else 1.0
+    return np.append(starts, starts[-1] + spacing)
+
+
+def draw_counts(
+    ax: Axes, x: Any, y: Any, counts: Any, colors: str | Colormap, label: str = ""
+) -> None:
+    """Draw a map of counts with logarithmic colors, blank where none are; label its color bar."""
+    from matplotlib.colors import LogNorm
+
+    if not counts.any():
+        return
+    mesh = ax.pcolormesh(
+        x,
+        y,
+        np.ma.masked_equal(counts, 0),
+        norm=LogNorm(1, max(2, counts.max())),
+        cmap=colors,
+        rasterized=True,
+    )
+    if label:
+        ax.figure.colorbar(mesh, ax=ax).set_label(label)
 
 
 def named(population: str) -> str:
@@ -238,71 +218,35 @@ def named(population: str) -> str:
     return own.get(population, f"{population} tokens")
 
 
-def with_legend(ax: Axes, *others: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """Add a legend after all notes: below the axes if a layout makes room, else inside.
+def add_legend(ax: Axes, notes: Sequence[str]) -> None:
+    """Add a legend headed by notes: below the axes if a layout makes room, else inside."""
+    from matplotlib.transforms import offset_copy
 
-    Parameters
-    ----------
-    ax : Axes
-    *others : Axes
-        More axes whose lines the legend shows.
-    handles : sequence of Artist, optional
-        By default everything that has a label.
-    """
-    shown = list(handles or ())
-    for each in () if shown else (ax, *others):
-        shown += each.get_legend_handles_labels()[0]
-    if not shown:
+    handles, labels = ax.get_legend_handles_labels()
+    if not handles and not notes:
         return
-    shown.sort(key=_is_region)
-    if not _makes_room(ax):
-        ax.legend(handles=shown, loc="best")
-        return
-    held = _noted(ax)
-    lines = len(held.get_text().splitlines()) if held else 0
-    length = _letters(ax, "small") - _HANDLE * 2
-    labels = [textwrap.fill(str(handle.get_label()), length) for handle in shown]
+    place: dict[str, Any] = {"loc": "best"}
+    canvas: Any = ax.figure
+    if ax.figure.get_layout_engine() is not None:
+        room = _letters(ax, "small")
+        labels = [textwrap.fill(label, room - _HANDLE) for label in labels]
+        widths = [max(map(len, label.splitlines()), default=0) + _HANDLE for label in labels]
+        fitting = (number for number in range(len(labels), 1, -1) if _fits(widths, number, room))
+        place = {
+            "loc": "upper left",
+            "bbox_to_anchor": (0, 0),
+            "bbox_transform": offset_copy(ax.transAxes, canvas, 0, -_GAP, units="points"),
+            "borderaxespad": 0,
+            "frameon": False,
+            "ncols": next(fitting, 1),
+        }
+    lines = (line for text in notes for line in textwrap.wrap(text, _letters(ax, "x-small")))
     ax.legend(
-        handles=shown,
-        labels=labels,
-        loc="upper left",
-        bbox_to_anchor=(0, 0),
-        bbox_transform=_below(ax, _GAP + _LINE_HEIGHT * lines),
-        borderaxespad=0,
-        frameon=False,
-        ncols=_columns(labels, _room(ax)),
+        handles, labels, title="\n".join(lines), title_fontsize="x-small", alignment="left", **place
     )
 
 
-def _is_region(handle: object) -> bool:
-    from matplotlib.patches import Patch
-
-    return isinstance(handle, Patch) and str(handle.get_gid() or "").startswith(_REGION)
-
-
-def _columns(labels: Sequence[str], room: float) -> int:
-    """Most columns that fit, each as wide as its longest label."""
-    from matplotlib.font_manager import FontProperties
-
-    font = FontProperties(size="small")
-    points = font.get_size_in_points()
-    widths = [
-        max(text_width(line, points) for line in label.splitlines() or [""]) + _HANDLE * points
-        for label in labels
-    ]
-    for number in range(len(labels), 1, -1):
-        # As matplotlib distributes them.
-        columns = [column for column in np.array_split(widths, number) if column.size]
-        if sum(column.max() for column in columns) <= room:
-            return number
-    return 1
-
-
-def text_width(text: str, points: float) -> float:
-    """Width of a line of text in points."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    font = FontProperties(size=points)
-    width = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
-    return float(width) * _HINTING
+def _fits(widths: Sequence[int], number: int, room: int) -> bool:
+    """True if so many columns fit, each as wide as its longest label."""
+    columns = np.array_split(widths, number)
+    return bool(sum(column.max(initial=0) for column in columns) <= room)

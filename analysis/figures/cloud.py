@@ -10,12 +10,8 @@ import xarray as xr
 from trajstore.analysis.cloud import identical_vectors, shape
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    draw_curves,
     log_scale,
-    name_kinds,
-    named,
-    population_curves,
-    spread_note,
-    with_legend,
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, figure
@@ -38,53 +34,47 @@ def _centroid(scan: Scan, options: Options) -> xr.Dataset:
 def centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Norm of the tokens' centroid, and their mean distance from it."""
     labels = {"centroid_norm": "norm of the centroid", "mean_radius": "mean distance from it"}
-    population_curves(ax, data, look, labels)
+    draw_curves(ax, data, look, labels)
     along_steps(ax, "L2 norm, distance", data["centroid_norm"].attrs["units"])
-    spread_note(ax, look)
-    with_legend(ax)
 
 
 _ROWS = {"all": "all steps", "last": "last step"}
 
 
 def _spectra(scan: Scan, options: Options) -> xr.Dataset:
+    """Variances ``all`` and ``last`` along the axes of each population, and effective ranks."""
     shown = options.populations(scan)
-    found = [xr.concat([_spectrum(scan, name, rows) for rows in _ROWS], "rows") for name in shown]
-    whole = xr.concat(found, "population").assign_coords(population=shown, rows=list(_ROWS))
-    whole["spectrum"].attrs["units"] = found[0]["spectrum"].attrs["units"]
-    return whole
-
-
-def _spectrum(scan: Scan, population: str, rows: str) -> xr.Dataset:
-    return shape.pca(scan, population, 1, rows)[["spectrum", "effective_rank"]].drop_attrs(
-        deep=False
-    )
+    found: dict[str, xr.DataArray] = {}
+    for rows in _ROWS:
+        parts = [shape.pca(scan, name, 1, rows)[["spectrum", "effective_rank"]] for name in shown]
+        whole = xr.concat(parts, "population", combine_attrs="drop")
+        whole["spectrum"].attrs = parts[0]["spectrum"].attrs
+        found |= {rows: whole["spectrum"], f"{rows}_rank": whole["effective_rank"]}
+    return xr.Dataset(found).assign_coords(population=shown)
 
 
 @figure(_spectra, rows=1, overlays=True, of_window=True, reading="plane")
 def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Variance of the tokens along their principal axes."""
-    values = data["spectrum"].transpose("population", "rows", "principal").values
-    numbers = np.arange(1, values.shape[2] + 1)
-    populations = data["population"].values.tolist()
-    shown = _ROWS if look.alone or len(populations) == 1 else {"all": _ROWS["all"]}
-    kinds = [(place, rows) for place in range(len(populations)) for rows in range(len(shown))]
-    texts = [f"{named(populations[place])}, {[*shown.values()][rows]}" for place, rows in kinds]
-    for kind, (place, rows) in enumerate(kinds):
-        variances, rank = values[place, rows], data["effective_rank"].values[place, rows]
-        # A logarithmic axis has no zero, and smaller variances are rounding errors.
-        least = variances.max(initial=0) * variances.size * np.finfo(np.float64).eps
-        drawn = np.where(variances > least, variances, np.nan)
-        line = ":" if look.alone and rows else look.line(kind)
-        label = look.label(f"{texts[kind]}: effective rank {rank:.3g}", kind)
-        color = look.color(populations[place])
-        ax.plot(numbers, drawn, line, marker=".", ms=4, color=color, label=label)
-    name_kinds(ax, look, texts)
+    values = data[[*_ROWS]].to_array()
+    # A logarithmic axis has no zero, and smaller variances are rounding errors.
+    least = values.max("principal") * data.sizes["principal"] * np.finfo(np.float64).eps
+    draw_curves(
+        ax,
+        data.assign(values.where(values > least).to_dataset("variable")).assign_coords(
+            principal=np.arange(1, data.sizes["principal"] + 1)
+        ),
+        look,
+        _ROWS,
+        "principal",
+        lambda part, rows: f", effective rank {float(part[f'{rows}_rank']):.3g}",
+        marker=".",
+        ms=4,
+    )
     ax.set_xlabel("principal axis, by decreasing variance")
-    ax.set_ylabel(with_units("variance along the axis", data["spectrum"].attrs["units"]))
+    ax.set_ylabel(with_units("variance along the axis", data["all"].attrs["units"]))
     ax.grid(True, axis="y")
     log_scale(ax, "y", values)
-    with_legend(ax)
 
 
 def _clusters(scan: Scan, options: Options) -> xr.Dataset:
@@ -102,11 +92,9 @@ def clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     labels = {"vectors": "distinct vectors", "largest": "tokens at the most common vector"}
-    population_curves(ax, data, look, labels)
+    draw_curves(ax, data, look, labels)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:,.0f}")
     ax.yaxis.set_minor_formatter(NullFormatter())
     along_steps(ax, "number of vectors or tokens")
-    spread_note(ax, look)
-    with_legend(ax)

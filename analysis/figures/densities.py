@@ -10,11 +10,11 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     central_range,
+    draw_counts,
     log_scale,
     name_kinds,
     named,
-    note,
-    with_legend,
+    step_edges,
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, figure
@@ -22,7 +22,6 @@ from trajstore.analysis.figures.style import Look
 from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 
 if TYPE_CHECKING:
@@ -78,11 +77,6 @@ def log_histogram(
         and infinities among them) and ``nan``. Without ``is_dead`` the only population is
         ``all``.
 
-    Raises
-    ------
-    InvalidArgument
-        Without a dimension token, or for bounds that leave no class.
-
     Examples
     --------
     >>> from trajstore.analysis import speed
@@ -90,34 +84,19 @@ def log_histogram(
     >>> found["count"].sel(population="all").values, found.zero.sel(population="all").item()
     (array([  0, 118,   0,   0]), 10)
     """
-    if "token" not in da.dims:
-        raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
-    if per_decade < 1 or not lowest < highest:
-        raise InvalidArgument(
-            f"got classes from 10^{lowest} to 10^{highest}, {per_decade} per decade; expected "
-            "a larger second power and at least one class per decade"
-        )
     edges = np.logspace(lowest, highest, round((highest - lowest) * per_decade) + 1)
     size = edges.size + 2
     table = over_groups(
         _class_counts, da, *populations(da), "value_class", size, np.int64, edges=edges
     )
     classes = edges.size - 1
-    name = da.attrs.get("long_name", da.name or "value")
-    counts = table.isel(value_class=slice(None, classes)).assign_coords(
-        lower=("value_class", edges[:-1]), upper=("value_class", edges[1:])
-    )
-    return xr.Dataset(
-        {
-            "count": counts.assign_attrs(long_name=f"tokens by {name}", units="1"),
-            **{
-                kind: table.isel(value_class=classes + at).assign_attrs(
-                    long_name=f"tokens whose {name} is {kind}", units="1"
-                )
-                for at, kind in enumerate(("zero", "outside", "nan"))
-            },
-        }
-    )
+    lower, upper = (("value_class", ends) for ends in (edges[:-1], edges[1:]))
+    counts = table.isel(value_class=slice(None, classes)).assign_coords(lower=lower, upper=upper)
+    kinds = {
+        kind: table.isel(value_class=classes + at)
+        for at, kind in enumerate(("zero", "outside", "nan"))
+    }
+    return xr.Dataset({"count": counts, **kinds})
 
 
 def _hops(scan: Scan, options: Options) -> xr.Dataset:
@@ -149,7 +128,7 @@ def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
         lost = int(part["outside"] + part["nan"])
         if lost:
             run = f"{look.run}: " if look.run else ""
-            note(ax, f"{run}{named(population)}: {lost:,} beyond all classes or NaN")
+            look.note(f"{run}{named(population)}: {lost:,} beyond all classes or NaN")
     name_kinds(ax, look, [named(population) for population in populations])
     counted = data["count"].values.sum(0)
     ax.set_xlabel(f"length of a hop (L1 norm) / {data.attrs['units']}")
@@ -158,9 +137,8 @@ def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
     log_scale(ax, "y", counted)
     _crop(ax, "x", edges, counted, look)
     if counted.any() and ax.get_xlim()[0] < 1:
-        note(ax, "below 1: down across a power of two, where the spacing halves")
+        look.note("below 1: down across a power of two, where the spacing halves")
     ax.grid(True)
-    with_legend(ax)
 
 
 def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: Look) -> None:
@@ -177,7 +155,7 @@ def _crop(ax: Axes, axis: str, edges: Any, counted: Any, look: Look) -> None:
     getattr(ax, f"set_{axis}lim")(low, high)
     below, above = int(counted[edges[1:] <= low].sum()), int(counted[edges[:-1] >= high].sum())
     if below or above:
-        note(ax, f"outliers beyond the axis: {below:,} smaller, {above:,} larger")
+        look.note(f"outliers beyond the axis: {below:,} smaller, {above:,} larger")
 
 
 def pooled_steps(counts: xr.DataArray) -> tuple[xr.DataArray, int]:
@@ -197,30 +175,17 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_speed_density, measures=("step_norm",))
 def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Distribution of the tokens' speeds at every step."""
-    from matplotlib.colors import LogNorm
-
     counts, width = pooled_steps(data["count"])
     values = counts.transpose("value_class", "step").values
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
-    starts = counts["step"].values.astype(np.float64)
-    spacing = starts[-1] - starts[-2] if starts.size > 1 else 1.0
+    label = "tokens" if width == 1 else f"tokens × steps, {width} steps per column"
+    draw_counts(ax, step_edges(counts["step"]), edges, values, look.style.density, label)
     counted = values.sum(1)
-    if counted.any():
-        mesh = ax.pcolormesh(
-            np.append(starts, starts[-1] + spacing),
-            edges,
-            np.ma.masked_equal(values, 0),
-            norm=LogNorm(1, max(2, values.max())),
-            cmap=look.style.density,
-            rasterized=True,
-        )
-        bar = ax.figure.colorbar(mesh, ax=ax)
-        bar.set_label("tokens" if width == 1 else f"tokens × steps, {width} steps per column")
     log_scale(ax, "y", counted)
     _crop(ax, "y", edges, counted, look)
     unchanged, lost = int(data["zero"].sum()), int((data["outside"] + data["nan"]).sum())
     total = int(data["count"].sum()) + unchanged + lost
     text = f"{named(str(data['population'].item()))}; unchanged, not shown: {unchanged / total:.1%}"
-    note(ax, text + (f"; {lost:,} beyond all classes or NaN" if lost else ""))
+    look.note(text + (f"; {lost:,} beyond all classes or NaN" if lost else ""))
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(with_units("speed", data.attrs["units"]))

@@ -15,7 +15,7 @@ from trajstore.analysis.figures.across_runs import (
     mean_and_spread,
     run_groups,
 )
-from trajstore.analysis.figures.axes_marks import set_title
+from trajstore.analysis.figures.axes_marks import add_legend, set_title
 from trajstore.analysis.figures.style import STYLES, Look, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
@@ -322,6 +322,7 @@ class Figure:
         shown = _after_the_first(groups) if self.between else groups
         runs = len(groups) if len(shown) > 1 else 1
         curves: list[xr.Dataset] = []
+        notes: list[str] = []
         for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
             if len(group.members) > 1:
@@ -329,15 +330,19 @@ class Figure:
             same = next((at for at, other in enumerate(curves, 1) if other.equals(data)), None)
             curves.append(data)
             label = group.label if same is None else f"{group.label} (same as no. {same})"
-            look = Look(style=STYLES[style], run=label, number=number, runs=runs, band=band)
-            self._draw(ax, data, look)
-        _scale(ax, log)
-
-    def _draw(self, ax: Axes, data: xr.Dataset, look: Look) -> None:
-        self.draw(ax, data, look)
-        label, alone = ax.get_xlabel(), data.attrs.get(_ALONE, "")
-        if alone and alone not in label:
-            ax.set_xlabel(f"{label} ({alone})")
+            look = Look(
+                style=STYLES[style], run=label, number=number, runs=runs, band=band, notes=notes
+            )
+            if band is not None:
+                look.note("line: mean over runs; band: ± one standard deviation between runs")
+            self.draw(ax, data, look)
+            label, alone = ax.get_xlabel(), data.attrs.get(_ALONE, "")
+            if alone and alone not in label:
+                ax.set_xlabel(f"{label} ({alone})")
+        if log is not None:
+            ax.set_xscale("log" if "x" in log else "linear")
+            ax.set_yscale("log" if "y" in log else "linear")
+        add_legend(ax, notes)
 
 
 def _after_the_first(groups: Sequence[Group]) -> list[Group]:
@@ -380,12 +385,6 @@ def _check_axes(ax: object, projection: str) -> None:
             f"got {ax.name} axes, expected {projection}; make them with "
             f"pyplot.subplots(subplot_kw={{'projection': {projection!r}}})"
         )
-
-
-def _scale(ax: Axes, log: str | None) -> None:
-    if log is not None:
-        ax.set_xscale("log" if "x" in log else "linear")
-        ax.set_yscale("log" if "y" in log else "linear")
 
 
 def asked_for(options: Mapping[str, Any]) -> Options:

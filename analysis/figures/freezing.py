@@ -10,14 +10,12 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    draw_curves,
     message,
     name_kinds,
     named,
-    note,
-    population_curves,
     shade_region,
-    spread_note,
-    with_legend,
+    step_edges,
 )
 from trajstore.analysis.figures.figure import Options, figure
 from trajstore.analysis.figures.style import REGIME_COLORS, REGIME_MEANINGS, Look, population_color
@@ -28,7 +26,6 @@ from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.patches import Patch
 
 __all__ = ["freeze", "heatmap", "last_motion", "lifecycle"]
 
@@ -79,15 +76,13 @@ def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
         "frozen_fraction": "never move again",
         "unchanged_fraction": "unchanged at this step",
     }
-    population_curves(ax, data, look, labels)
+    draw_curves(ax, data, look, labels)
     along_steps(ax, "fraction of the tokens")
     ax.set_ylim(-0.02, 1.02)
-    spread_note(ax, look)
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
     text = f"unchanged to the end, step {end:,}, for {min_unchanged:,} steps or more"
-    note(ax, f"never again: {text}")
+    look.note(f"never again: {text}")
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
-    with_legend(ax)
 
 
 def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
@@ -133,8 +128,7 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.set_ylim(0, 1)
         message(ax, "no token moved last at these steps")
     if before or after:
-        note(ax, f"not shown: {before:,} tokens moved last before these steps, {after:,} after")
-    with_legend(ax)
+        look.note(f"not shown: {before:,} tokens moved last before these steps, {after:,} after")
 
 
 def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
@@ -159,8 +153,7 @@ def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
     _shade_end(ax, data, look, first, int(data["last_step"]))
-    note(ax, "small hop: single or neighbor; a token without one is past it from the start")
-    with_legend(ax)
+    look.note("small hop: single or neighbor; a token without one is past it from the start")
 
 
 def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
@@ -172,22 +165,18 @@ def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
 def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Update-size heatmap: tokens sorted by their last motion."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
-    from matplotlib.patches import Patch
 
     size = data["update_size"].transpose("group", "step")
-    steps = size["step"].values.astype(np.float64)
     sizes = data["tokens"].values
-    spacing = steps[-1] - steps[-2] if steps.size > 1 else 1.0
-    edges = np.append(steps, steps[-1] + spacing)
+    edges = step_edges(size["step"])
     depths = np.append(0, sizes.cumsum())
     if size.dtype == np.int8:
         colors = ListedColormap(list(REGIME_COLORS.values()))
         norm = BoundaryNorm(np.arange(len(REGIMES) + 1) - 0.5, len(REGIMES))
         ax.pcolormesh(edges, depths, size.values, cmap=colors, norm=norm, rasterized=True)
-        patches = [
-            Patch(color=REGIME_COLORS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
-            for name in REGIMES
-        ]
+        for name in REGIMES:
+            label = f"{name}: {REGIME_MEANINGS[name]}"
+            ax.plot([], [], "s", color=REGIME_COLORS[name], label=label)
         pooled, single = "color: the most common regime", "color: the regime"
     else:
         values = np.ma.masked_where(~(size.values > 0), size.values)
@@ -197,7 +186,6 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
                 edges, depths, values, norm=scale, cmap=look.style.density, rasterized=True
             )
             ax.figure.colorbar(mesh, ax=ax).set_label(f"mean hop (L1) / {size.attrs['units']}")
-        patches = []
         single = "blank: unchanged; color: the hop"
         pooled = "blank: unchanged; color: the mean hop"
     ax.set_xlabel("optimizer step")
@@ -208,25 +196,23 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
     else:
         cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} per cell"
     mixed = tokens > 1 and "dead_fraction" in data
-    note(ax, cell + ("; strip: mixed colors where a cell holds both kinds" if mixed else ""))
+    look.note(cell + ("; strip: mixed colors where a cell holds both kinds" if mixed else ""))
     if "dead_fraction" in data:
-        patches += _draw_populations(ax, data["dead_fraction"].values, depths)
-    with_legend(ax, handles=patches)
+        _draw_populations(ax, data["dead_fraction"].values, depths)
 
 
 def _up_to(number: int, noun: str) -> str:
     return f"up to {number:,} {noun}s" if number > 1 else f"1 {noun}"
 
 
-def _draw_populations(ax: Axes, dead: npt.NDArray[Any], depths: npt.NDArray[Any]) -> list[Patch]:
+def _draw_populations(ax: Axes, dead: npt.NDArray[Any], depths: npt.NDArray[Any]) -> None:
     """Draw the strip that marks dead tokens, or the fraction of dead tokens in a cell."""
     from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.patches import Patch
 
     colors = {name: population_color(name) for name in ("live", "dead")}
     strip = ax.inset_axes((1.005, 0, 0.02, 1), sharey=ax)
     strip.set_axis_off()
     shares = LinearSegmentedColormap.from_list("shares", list(colors.values()))
     strip.pcolormesh([0, 1], depths, dead[:, None], cmap=shares, vmin=0, vmax=1, rasterized=True)
-    label = "strip at the right: {}".format
-    return [Patch(color=color, label=label(named(name))) for name, color in colors.items()]
+    for name, color in colors.items():
+        ax.plot([], [], "s", color=color, label=f"strip at the right: {named(name)}")

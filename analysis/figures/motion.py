@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +11,9 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    draw_curves,
     log_scale,
-    name_kinds,
     named,
-    note,
-    population_band,
-    spread_note,
-    with_legend,
     with_units,
 )
 from trajstore.analysis.figures.figure import Figure, Options, after_first_row, figure
@@ -51,20 +48,17 @@ def _bands(values: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    for population in data["population"].values.tolist():
-        population_band(ax, data, population, look)
+    draw_curves(
+        ax, data, look, {"mean": ""}, about=lambda part, name: f" ({int(part['tokens']):,})"
+    )
     label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
     along_steps(ax, label, data["mean"].attrs.get("units"))
     log_scale(ax, "y", data["mean"].values)
-    text = "line: mean over tokens; band: 5 % to 95 % of them"
-    spread_note(ax, look, over="tokens and runs", alone=text)
     if look.band is None:
-        if not look.alone:
-            note(ax, "line: mean over tokens")
+        band = "; band: 5 % to 95 % of them" if look.alone else ""
+        look.note(f"line: mean over tokens{band}")
         if zeros := _zeros(data, look):
-            note(ax, f"zeros, not shown: {zeros}")
-    name_kinds(ax, look, [named(population) for population in data["population"].values.tolist()])
-    with_legend(ax)
+            look.note(f"zeros, not shown: {zeros}")
 
 
 def _zeros(data: xr.Dataset, look: Look) -> str:
@@ -142,12 +136,10 @@ def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
     units = data["bulk_speed"].attrs["units"]
     ax.set_xlabel(with_units("thermal speed (rms about the mean velocity)", units))
     ax.set_ylabel(with_units("bulk speed (mean velocity)", units))
-    note(
-        ax,
+    look.note(
         f"one point per step: faint at step {steps[0]:,}, strong at step {steps[-1]:,}; the bulk "
         "speed is 0 without motion of the centroid, the thermal speed if all tokens move alike",
     )
-    with_legend(ax)
 
 
 def _split(bulk: npt.NDArray[Any], thermal: npt.NDArray[Any]) -> str:
@@ -186,27 +178,14 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_autocorrelation, rows=3, overlays=True, of_window=True, reading="lags")
 def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Autocorrelation of the velocity."""
-    values = data["autocorrelation"].transpose("population", "lag").values
-    populations = data["population"].values.tolist()
-    for kind, (population, curve) in enumerate(zip(populations, values, strict=True)):
-        ax.plot(
-            data["lag_steps"].values,
-            curve,
-            look.line(kind),
-            marker=".",
-            ms=4,
-            color=look.color(population),
-            label=look.label(named(population), kind),
-        )
-    name_kinds(ax, look, [named(population) for population in populations])
+    draw_curves(ax, data, look, {"autocorrelation": ""}, "lag_steps", marker=".", ms=4)
     ax.set_xscale("log")
     ax.axhline(0, color=look.style.grid, lw=1, zorder=0)
     ax.set_xlabel("lag / optimizer steps")
     ax.set_ylabel("autocorrelation of the velocity")
     ax.grid(True, axis="y")
-    if not np.isfinite(values).any():
-        note(ax, "all values are NaN")
-    with_legend(ax)
+    if not np.isfinite(data["autocorrelation"]).any():
+        look.note("all values are NaN")
 
 
 _THRESHOLD = 8.0
@@ -237,35 +216,16 @@ def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylim(-top, top)
     along_steps(ax, "robust z-score: change of log mean speed")
     shown = ", ".join(map(str, steps[at][:12])) + (", …" if at.size > 12 else "")
-    note(ax, f"discontinuities at step {shown}" if at.size else "no discontinuity")
-    with_legend(ax)
+    look.note(f"discontinuities at step {shown}" if at.size else "no discontinuity")
 
 
-gradients = Figure(
-    name="gradients",
-    title="Gradient norm per token",
-    collect=_gradients,
-    draw=_draw_bands,
-    overlays=True,
-    averages=True,
-    reading="moments",
+_of_bands = partial(Figure, draw=_draw_bands, overlays=True, averages=True)
+gradients = _of_bands(
+    name="gradients", title="Gradient norm per token", collect=_gradients, reading="moments"
 )
-
-displacement = Figure(
-    name="displacement",
-    title="Distance of the tokens from their start",
-    collect=_displacement,
-    draw=_draw_bands,
-    overlays=True,
-    averages=True,
+displacement = _of_bands(
+    name="displacement", title="Distance of the tokens from their start", collect=_displacement
 )
-
-speed = Figure(
-    name="speed",
-    title="Speed of the tokens",
-    collect=_speed,
-    draw=_draw_bands,
-    measures=("step_norm",),
-    overlays=True,
-    averages=True,
+speed = _of_bands(
+    name="speed", title="Speed of the tokens", collect=_speed, measures=("step_norm",)
 )

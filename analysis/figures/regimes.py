@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
+from trajstore.analysis.figures.axes_marks import along_steps, named
 from trajstore.analysis.figures.figure import Options, figure
 from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, REGIME_MEANINGS, Look
 from trajstore.analysis.motion import ulp_motion
@@ -63,7 +63,6 @@ def _regimes(scan: Scan, options: Options) -> xr.Dataset:
 def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Tokens by regime of motion."""
     _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
-    with_legend(ax)
 
 
 def _causes(scan: Scan, options: Options) -> xr.Dataset:
@@ -79,8 +78,8 @@ def causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     _draw(ax, data, CAUSE_COLORS, {})
     right = ax.twinx()
     steps, rates = data["step"].values, data["lr"].values
-    right.plot(steps, rates, "--", color=look.style.ink, lw=1, label="learning rate")
+    right.plot(steps, rates, "--", color=look.style.ink, lw=1)
+    ax.plot([], [], "--", color=look.style.ink, lw=1, label="learning rate")
     right.set_ylabel("learning rate")
     right.set_ylim(bottom=0)
     right.margins(x=0)
-    with_legend(ax, right)

@@ -204,6 +204,8 @@ class Look:
         Number of runs. A single run has the colors of the populations.
     band : tuple of Dataset, optional
         Lower and upper edge of the spread between runs, for a mean of several.
+    notes : list of str
+        Notes of all runs.
     """
 
     style: Style = field(default_factory=lambda: STYLES["light"])
@@ -211,6 +213,12 @@ class Look:
     number: int = 0
     runs: int = 1
     band: tuple[xr.Dataset, xr.Dataset] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Add a note to the legend, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     @property
     def alone(self) -> bool:

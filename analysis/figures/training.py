@@ -10,12 +10,10 @@ import xarray as xr
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     central_range,
+    draw_counts,
+    draw_curves,
     log_scale,
     named,
-    note,
-    population_curves,
-    spread_note,
-    with_legend,
 )
 from trajstore.analysis.figures.figure import Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS, Look
@@ -58,17 +56,15 @@ def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
     )
     ax.plot(steps, data["entropy"].values, color=look.style.ink, label="entropy of the softmax")
     along_steps(ax, "logits, entropy", data["entropy"].attrs["units"])
-    others = []
     if "dead_mass" in data:
-        others.append(ax.twinx())
         color, label = POPULATION_COLORS["dead"], "probability of all dead tokens"
-        (right,) = others
-        right.plot(steps, data["dead_mass"].values, color=color, label=label)
+        ax.plot([], [], color=color, label=label)
+        right = ax.twinx()
+        right.plot(steps, data["dead_mass"].values, color=color)
         right.set_ylabel(label, color=color)
         right.set_ylim(0, 1)
         right.margins(x=0.01)
         right.tick_params(axis="y", colors=color)
-    with_legend(ax, *others)
 
 
 def _moments(scan: Scan, options: Options) -> xr.Dataset:
@@ -80,21 +76,10 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_moments, of_window=True, reading="last row")
 def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Adam's moments, and the threshold of lost updates."""
-    from matplotlib.colors import LogNorm
-
     counts = data["count"].transpose("size_class", "root_class").values
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
     by_root, by_size = counts.sum(0), counts.sum(1)
-    if counts.any():
-        mesh = ax.pcolormesh(
-            edges,
-            edges,
-            np.ma.masked_equal(counts, 0),
-            norm=LogNorm(1, max(2, counts.max())),
-            cmap=look.style.density,
-            rasterized=True,
-        )
-        ax.figure.colorbar(mesh, ax=ax).set_label("elements")
+    draw_counts(ax, edges, edges, counts, look.style.density, "elements")
     log_scale(ax, "x", by_root)
     log_scale(ax, "y", by_size)
     root, color = data["root"].values, CAUSE_COLORS["lost_update"]
@@ -110,17 +95,14 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlabel(f"√v, root of the second moment / {unit}")
     ax.set_ylabel(f"|m|, first moment / {unit}")
     beyond = int(data["elsewhere"])
-    note(
-        ax,
+    look.note(
         f"step {int(data['step']):,}, learning rate {float(data['lr']):.3g}, "
         f"{named(str(data['population'].item()))}",
     )
-    note(
-        ax,
+    look.note(
         f"{beyond + int(counts.sum()):,} elements, of which not shown: {outside:,} outliers, "
         f"{beyond:,} that are 0 or beyond all classes",
     )
-    with_legend(ax)
 
 
 def _moment_sizes(scan: Scan, options: Options) -> xr.Dataset:
@@ -141,11 +123,11 @@ _MOMENT_LABELS = {
 @figure(_moment_sizes, overlays=True, averages=True, reading="moments")
 def moment_sizes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Sizes of Adam's moments, with bias correction."""
-    population_curves(ax, data, look, _MOMENT_LABELS)
+    draw_curves(ax, data, look, _MOMENT_LABELS)
     along_steps(ax, "mean over tokens and hidden", "nat per unit of W")
     log_scale(ax, "y", *(data[name].values for name in _MOMENT_LABELS))
-    spread_note(ax, look, alone="vertical distance of two curves: ratio of these means")
-    with_legend(ax)
+    if look.alone and look.band is None:
+        look.note("vertical distance of two curves: ratio of these means")
 
 
 def _show_central(ax: Axes, edges: Any, counts: Any, line: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import xarray as xr
 
 from trajstore.analysis.cloud import shape, sky_directions
 from trajstore.analysis.figures.axes_marks import (
+    draw_counts,
     named,
-    note,
-    text_width,
-    with_legend,
     with_units,
 )
 from trajstore.analysis.figures.figure import Options, after_first_row, figure
@@ -36,14 +33,11 @@ _LINES = 500
 _POINTS = 1 << 25
 _CELLS = 500
 
-_NEAR = 6
-"""Points up to which tokens share one label."""
+_NAMED = np.array([[8], [20]])
+"""Columns and rows of the cells that have one name each."""
 
-_MOST_NAMES = 4
-"""Names in one label."""
-
-_LETTER = 7
-"""Size of names, in points."""
+_EDGE = 0.9
+"""Part of the width from which names are to the left of their ends."""
 
 
 def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
@@ -69,39 +63,45 @@ def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_trajectory, rows=1, scales=False, reading="plane")
 def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Paths of the tokens in a plane."""
-    _draw_paths(ax, data, look, ["the axes have different scales"])
+    look.note("the axes have different scales")
+    _draw_paths(ax, data, look)
     _label_axes(ax, data)
 
 
-def _draw_paths(ax: Axes, data: xr.Dataset, look: Look, notes: list[str]) -> None:
-    """Draw the paths of each population, and the notes."""
+def _draw_paths(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Draw the paths of each population."""
     position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= _LINES
     # Dead tokens last: most of them share one place, which live ones would cover.
     for population in reversed(data["population"].values.tolist()):
-        member = data["member"].sel(population=population).values
-        paths = position.values[..., member]
-        color = population_color(population)
-        if few:
-            _draw_lines(ax, paths, color, look)
-        else:
-            _draw_counts(ax, paths, color, look)
-        label = f"{named(population)} ({paths.shape[-1]:,})"
-        ax.plot([], [], color=color, lw=3, label=label)
-    if few:
-        first, last = (int(data["step"][at]) for at in (0, -1))
-        ink = look.style.ink
-        ax.plot([], [], "o", mfc=look.style.ground, mec=ink, ms=7, label=f"start, step {first:,}")
-        ax.plot([], [], "o", color=ink, ms=4, label=f"end, step {last:,}")
-    else:
-        notes.append("color: number of tokens × steps in a cell, logarithmic")
+        paths = position.values[..., data["member"].sel(population=population).values]
+        draw = _draw_lines if few else _draw_cells
+        draw(ax, paths, _color_of(ax, population, paths.shape[-1]), look)
     _set_limits(ax, position.values)
     if few:
+        _mark_ends(ax, data, look, start=True)
         _name_ends(ax, data, look)
-        notes.append("names: tokens whose ends have room for one; +n: more tokens at that place")
-    notes += [f"1 of every {data.attrs['every']} steps"] if data.attrs["every"] > 1 else []
-    note(ax, "; ".join(notes))
-    with_legend(ax)
+        look.note("names: the outermost token of each part of the plane; +n: more tokens there")
+    else:
+        look.note("color: number of tokens × steps in a cell, logarithmic")
+    if data.attrs["every"] > 1:
+        look.note(f"1 of every {data.attrs['every']} steps")
+
+
+def _color_of(ax: Axes, population: str, tokens: int) -> str:
+    """Color of a population, which it adds to the legend."""
+    color = population_color(population)
+    ax.plot([], [], color=color, lw=3, label=f"{named(population)} ({tokens:,})")
+    return color
+
+
+def _mark_ends(ax: Axes, data: xr.Dataset, look: Look, start: bool) -> None:
+    """Add the marks of the ends of paths to the legend."""
+    first, last = (int(data["step"][at]) for at in (0, -1))
+    ground, ink = look.style.ground, look.style.ink
+    if start:
+        ax.plot([], [], "o", mfc=ground, mec=ink, ms=7, label=f"start, step {first:,}")
+    ax.plot([], [], "o", color=ink, ms=4, label=f"end, step {last:,}")
 
 
 def _moment_tracks(scan: Scan, options: Options) -> xr.Dataset:
@@ -129,9 +129,10 @@ def moment_tracks(ax: Axes, data: xr.Dataset, look: Look) -> None:
     with np.errstate(divide="ignore"):
         # Logarithms, so that distances between names and ends are those on paper.
         places = np.log10(data["position"].where(data["position"] > 0))
-    notes = ["means over hidden, with bias correction"]
-    notes += [f"zeros, not shown: {zeros:,} tokens × steps"] if zeros else []
-    _draw_paths(ax, data.assign(position=places), look, notes)
+    look.note("means over hidden, with bias correction")
+    if zeros:
+        look.note(f"zeros, not shown: {zeros:,} tokens × steps")
+    _draw_paths(ax, data.assign(position=places), look)
     ends = [min(ax.get_xlim()[0], ax.get_ylim()[0]), max(ax.get_xlim()[1], ax.get_ylim()[1])]
     limits = ax.get_xlim(), ax.get_ylim()
     for power in range(0, -4, -1):
@@ -144,7 +145,6 @@ def moment_tracks(ax: Axes, data: xr.Dataset, look: Look) -> None:
         axis.set_major_formatter(lambda power, _: f"{10**power:.2g}")
     ax.set_xlabel("√v̂, root of the second moment / nat per unit of W")
     ax.set_ylabel("|m̂|, first moment / nat per unit of W")
-    with_legend(ax)
 
 
 _AXES = {"principal": "centroid", "hidden_mean": "hidden_mean"}
@@ -180,31 +180,23 @@ def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
     few = data.sizes["token"] <= _LINES
     for population in reversed(data["population"].values.tolist()):
         paths = angles[..., data["member"].sel(population=population).values]
-        color = population_color(population)
-        label = f"{named(population)} ({paths.shape[-1]:,})"
+        color = _color_of(ax, population, paths.shape[-1])
         if few:
             for x, y in paths.transpose(2, 0, 1):
                 ax.plot(_unwrapped(x), y, color=color, lw=0.6, alpha=0.5, rasterized=True)
             ax.plot(*paths[:, 0], "o", mfc=look.style.ground, mec=color, ms=6, mew=1.2, zorder=4)
         ax.plot(*paths[:, -1], "o", color=color, ms=4 if few else 1.5, zorder=3, rasterized=True)
-        ax.plot([], [], color=color, lw=3, label=label)
-    first, last = (int(data["step"][at]) for at in (0, -1))
-    ink = look.style.ink
-    if few:
-        ax.plot([], [], "o", mfc=look.style.ground, mec=ink, ms=6, label=f"start, step {first:,}")
-    ax.plot([], [], "o", color=ink, ms=4, label=f"end, step {last:,}")
+    _mark_ends(ax, data, look, few)
     # Stretched, areas keep their ratios. With a fixed aspect, the layout would cut off the notes.
     ax.set_aspect("auto")
     ax.grid(True)
     ax.tick_params(labelsize="x-small")
     ax.set_xlabel("longitude / degrees")
     ax.set_ylabel("latitude / degrees")
-    note(
-        ax,
+    look.note(
         f"directions of {data.attrs['of']}; north pole: mean of {data.attrs['axis']}; longitude: "
         "in the plane of largest variance across this axis",
     )
-    with_legend(ax)
 
 
 def _unwrapped(longitude: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -249,62 +241,34 @@ def _draw_lines(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> No
 
 
 def _name_ends(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    """Write names at the ends of paths, the outermost first, where they cover no other end."""
-    shown = data["member"].values.any(0)
-    ends = data["position"].transpose("component", "step", "token").values[:, -1, shown]
-    if not np.isfinite(ends).any():
+    """Write the name of the outermost end in each cell of a grid, and the number of others."""
+    ends = data["position"].transpose("component", "step", "token").values[:, -1]
+    shown = data["member"].values.any(0) & np.isfinite(ends).all(0)
+    if not shown.any():
         return
-    names = data["name"].values[shown]
-    canvas = np.array([ax.figure.bbox.width, ax.figure.bbox.height]) * 72 / ax.figure.dpi
-    limits = np.array([ax.get_xlim(), ax.get_ylim()])
-    size = np.array([0.85, 0.68]) * canvas  # about that of the axes, in points
-    places = (ends.T - limits[:, 0]) / np.diff(limits)[:, 0] * size
-    distance = np.linalg.norm(places - np.nanmedian(places, 0), axis=1)
-    left = np.isfinite(distance)
-    taken = np.empty((0, 4))
-    for token in np.argsort(-distance):
-        if not left[token]:
-            continue
-        near = np.linalg.norm(places - places[token], axis=1) <= _NEAR
-        text = _joined(names[near & left])
-        left &= ~near
-        width, height = text_width(text, _LETTER), _LETTER * 1.2
-        for side in (1, -1):
-            x, y = places[token] + [side * _NEAR - (side < 0) * width, -height / 2]
-            box = np.array([x, y, x + width, y + height])
-            if not (0 <= x <= x + width <= size[0]) or _covers(box, taken, places[~near]):
-                continue
-            taken = np.vstack([taken, box])
-            ax.annotate(
-                text,
-                tuple(ends[:, token]),
-                (side * _NEAR, 0),
-                textcoords="offset points",
-                fontsize=_LETTER,
-                color=look.style.ink,
-                ha="left" if side > 0 else "right",
-                va="center",
-                parse_math=False,
-                zorder=5,
-            )
-            break
+    names, ends = data["name"].values[shown], ends[:, shown]
+    low, high = np.array([ax.get_xlim(), ax.get_ylim()]).T[..., None]
+    places = (ends - low) / (high - low)
+    outermost = np.argsort(-np.linalg.norm(places - np.median(places, 1, keepdims=True), axis=0))
+    cells = np.floor(places * _NAMED)[:, outermost]
+    _, first, counts = np.unique(cells, axis=1, return_index=True, return_counts=True)
+    for token, count in zip(outermost[first], counts, strict=True):
+        left = places[0, token] < _EDGE
+        ax.annotate(
+            names[token] + (f" +{count - 1}" if count > 1 else ""),
+            tuple(ends[:, token]),
+            (6 if left else -6, 0),
+            textcoords="offset points",
+            fontsize=7,
+            color=look.style.ink,
+            ha="left" if left else "right",
+            va="center",
+            parse_math=False,
+            zorder=5,
+        )
 
 
-def _joined(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return " ".join(names[:_MOST_NAMES]) + (f" +{more}" if more > 0 else "")
-
-
-def _covers(box: npt.NDArray[Any], boxes: npt.NDArray[Any], points: npt.NDArray[Any]) -> bool:
-    """True if a box (left, bottom, right, top) overlaps another one or holds a point."""
-    overlaps = (boxes[:, :2] < box[2:]).all(1) & (boxes[:, 2:] > box[:2]).all(1)
-    holds = (points > box[:2] - 2).all(1) & (points < box[2:] + 2).all(1)
-    return bool(overlaps.any() or holds.any())
-
-
-def _draw_counts(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:
-    from matplotlib.colors import LogNorm
-
+def _draw_cells(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> None:
     if not np.isfinite(paths).any():
         return
     limits = [(float(np.nanmin(axis)), float(np.nanmax(axis))) for axis in paths]
@@ -317,14 +281,9 @@ def _draw_counts(ax: Axes, paths: npt.NDArray[Any], color: str, look: Look) -> N
         there = np.isfinite(x)
         columns, rows = _cells(x[there], left, right), _cells(y[there], bottom, top)
         counts += np.bincount(rows * _CELLS + columns, minlength=counts.size)
-    ax.pcolormesh(
-        np.linspace(left, right, _CELLS + 1),
-        np.linspace(bottom, top, _CELLS + 1),
-        np.ma.masked_equal(counts.reshape(_CELLS, _CELLS), 0),
-        cmap=shades(color, look.style.ground),
-        norm=LogNorm(1, max(2, counts.max())),
-        rasterized=True,
-    )
+    x, y = (np.linspace(*ends, _CELLS + 1) for ends in ((left, right), (bottom, top)))
+    colors = shades(color, look.style.ground)
+    draw_counts(ax, x, y, counts.reshape(_CELLS, _CELLS), colors)
 
 
 def _cells(values: npt.NDArray[Any], low: float, high: float) -> npt.NDArray[np.int64]:

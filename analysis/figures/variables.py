@@ -13,9 +13,6 @@ import xarray as xr
 from trajstore.analysis.figures.across_runs import MOST_CURVES
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
-    note,
-    spread_note,
-    with_legend,
     with_units,
 )
 from trajstore.analysis.figures.figure import Figure, Options, after_first_row, figure
@@ -53,17 +50,13 @@ def _curve(ax: Axes, data: xr.Dataset, look: Look, name: str) -> None:
     if look.band is not None:
         low, high = (edge[name].values for edge in look.band)
         ax.fill_between(steps, low, high, color=color, alpha=look.style.band, lw=0)
-        spread_note(ax, look)
-    ax.plot(steps, values, color=color, lw=0.9, label=look.label(name))
+    ax.plot(steps, values, color=color, lw=0.9, label=look.label(name) if look.run else None)
     last = np.flatnonzero(np.isfinite(values))
     if not look.run and last.size:
-        note(
-            ax,
+        look.note(
             f"{values[last[0]]:.3f} at step {steps[last[0]]}, "
             f"{values[last[-1]]:.3f} at step {steps[last[-1]]}",
         )
-    if look.run:
-        with_legend(ax)
 
 
 def variable(name: str, ds: xr.Dataset) -> Figure:
@@ -133,9 +126,8 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
         data[name].values.T, data["row"].values, look.style.runs, strict=False
     ):
         ax.plot(data["step"].values, values, color=color, label=str(label))
-    with_legend(ax)
     if data.attrs["every"] > 1:
-        note(ax, f"1 of every {data.attrs['every']} steps")
+        look.note(f"1 of every {data.attrs['every']} steps")
 
 
 def _parameters(scan: Scan, options: Options) -> xr.Dataset:
@@ -174,4 +166,4 @@ def _map(ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, **limits
     ax.set_yticks(named, [str(rows[at]) for at in named], fontsize="xx-small")
     ax.set_xlabel("optimizer step")
     if data.attrs["every"] > 1:
-        note(ax, f"1 of every {data.attrs['every']} steps")
+        look.note(f"1 of every {data.attrs['every']} steps")

@@ -31,7 +31,7 @@ def test_new_rows_come_while_the_run_is_recorded(tmp_path: Path) -> None:
         extend(run, range(4), seed=1)
     live.look()
     assert live.seen.history.rows == 4
-    assert float(live.seen.history.curves["loss"][0]) == 6
+    assert float(live.seen.history.data["loss"]["loss"][0]) == 6
 
 
 def test_what_cannot_be_read_is_said_and_what_was_seen_stays(

@@ -88,7 +88,7 @@ def test_the_axes_of_a_token_follow_it(page: Page) -> None:
 
 
 def test_the_picture_of_layers_is_the_heatmap(page: Page) -> None:
-    layers = page._seen.history.layers
+    layers = page._seen.history.data["heatmap"]
     picture = plots.layer_plot(layers)
     red, green, blue = (picture.dimension_values(name, flat=False) for name in "RGB")
     assert red.shape == (6, 7)

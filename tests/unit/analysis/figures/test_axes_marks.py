@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure as Canvas
 
-from trajstore.analysis.figures.axes_marks import note, set_title, with_legend
+from trajstore.analysis.figures.axes_marks import add_legend, set_title
 from trajstore.analysis.figures.figure import in_style
 
 
@@ -13,9 +13,8 @@ def legend_of(labels, width=8):
     ax = canvas.subplots()
     for label in labels:
         ax.plot([1, 2], label=label)
-    note(ax, "a note")
     with in_style("light"):
-        with_legend(ax)
+        add_legend(ax, ["a note"])
     canvas.draw_without_rendering()
     return ax, ax.get_legend()
 

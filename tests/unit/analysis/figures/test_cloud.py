@@ -33,7 +33,7 @@ def test_spectra_and_their_ranks(population, run):
             np.testing.assert_array_equal(shown[there], expected.spectrum[there])
             assert (expected.spectrum[~there] <= 1e-14 * expected.spectrum.max()).all()
             rank = expected.effective_rank.item()
-            assert line.get_label() == f"{name} tokens, {rows}: effective rank {rank:.3g}"
+            assert line.get_label() == f"{name} tokens: {rows}, effective rank {rank:.3g}"
     assert not list(lines)
     assert ax.get_yscale() == "log"
 

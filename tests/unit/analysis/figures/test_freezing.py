@@ -54,7 +54,10 @@ def test_a_window_shows_what_the_whole_run_gives(run):
     last = analysis.freeze(run).last_motion.values
     ax = FIGURES["last-motion"](run, Canvas().subplots(), steps="8:15")
     before, after = ((last >= 0) & (last < 8)).sum(), (last > 14).sum()
-    assert f"{before} tokens moved last before these steps, {after} after" in ax.texts[0].get_text()
+    assert (
+        f"{before} tokens moved last before these steps, {after} after"
+        in ax.get_legend().get_title().get_text()
+    )
 
 
 def test_last_motion(run):
@@ -106,8 +109,8 @@ def test_regimes_and_hops(run):
         (mesh,) = ax.collections
         shown = mesh.get_array()
         np.testing.assert_array_equal(np.ma.filled(shown, 0), expected)
-        assert "of one token at one step" in ax.texts[0].get_text()
-        assert ("blank: unchanged" in ax.texts[0].get_text()) == (color == "hop")
+        assert "of one token at one step" in ax.get_legend().get_title().get_text()
+        assert ("blank: unchanged" in ax.get_legend().get_title().get_text()) == (color == "hop")
 
 
 def test_a_strip_marks_dead_tokens(run):
@@ -130,7 +133,7 @@ def test_the_note_gives_the_size_of_pooled_cells(run, monkeypatch):
     )
     ax = FIGURES["heatmap"](run, Canvas().subplots())
     expected = "color: the most common regime of up to 4 tokens × up to 6 steps per cell"
-    assert ax.texts[0].get_text().replace("\n", " ") == (
+    assert ax.get_legend().get_title().get_text().replace("\n", " ") == (
         expected + "; strip: mixed colors where a cell holds both kinds"
     )
     assert ax.get_ylim() == (0, 11)

@@ -49,4 +49,4 @@ def test_moments(run):
 
 
 def notes(ax):
-    return ax.texts[0].get_text().replace("\n", " ")
+    return ax.get_legend().get_title().get_text().replace("\n", " ")

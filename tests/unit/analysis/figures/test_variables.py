@@ -66,8 +66,10 @@ def test_what_is_refused(results):
 def test_loss(run):
     ax = FIGURES["loss"](run, Canvas().subplots())
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), run.loss)
-    assert "3.000 at step 1, 2.000 at step 22" not in ax.texts[0].get_text()  # row 0 is NaN
-    assert "2.955 at step 1, 2.000 at step 22" in ax.texts[0].get_text()
+    assert (
+        "3.000 at step 1, 2.000 at step 22" not in ax.get_legend().get_title().get_text()
+    )  # row 0 is NaN
+    assert "2.955 at step 1, 2.000 at step 22" in ax.get_legend().get_title().get_text()
 
 
 def test_every_parameter_at_every_step(run, monkeypatch):
@@ -80,4 +82,4 @@ def test_every_parameter_at_every_step(run, monkeypatch):
     ax = FIGURES["parameters"](run, Canvas().subplots())
     thinned = ax.collections[0].get_array().reshape(3, -1)
     np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
-    assert "1 of every 7 steps" in ax.texts[0].get_text()
+    assert "1 of every 7 steps" in ax.get_legend().get_title().get_text()
