@@ -20,12 +20,11 @@ from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.numeric_advice import optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import find_parameters
-from trajstore.trainers.recording.planned_run import plan_runs
+from trajstore.trainers.recording.parameters import find_parameters, unwrap
+from trajstore.trainers.recording.planned_run import Recording, plan_runs
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
-from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
 
 __all__ = ["attach", "capture"]
@@ -83,7 +82,15 @@ def attach(
     advice = optimizer_advice(parameters, real)
     if options.strict_numerics:
         require_sound(advice)
-    planned, whole, state = [], None, None
+    recording = Recording(
+        model=unwrap(model),
+        optimizer=real,
+        options=options,
+        loop=loop,
+        notes=notes,
+        on_note=on_note,
+    )
+    planned = []
     all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
     shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
     try:
@@ -91,46 +98,22 @@ def attach(
             if _is_first_process() or shares[0] is not None:
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.variables):
-                    whole = ModelParameters(model, real, device, of_model)
+                    recording.summaries = ModelParameters(model, real, device, of_model)
                 of_state = [name for name in EVERYTHING if name in options.variables]
                 if of_state:
                     _check_one_matrix(len(parameters), of_state[0])
-                    state = ModelState(model, real, parameters[0], options.variables)
-                planned = plan_runs(
-                    path,
-                    parameters,
-                    real,
-                    options,
-                    loop,
-                    model=whole,
-                    state=state,
-                    shares=shares,
-                    on_note=on_note,
-                )
+                    recording.state = ModelState(model, real, parameters[0], options.variables)
+                planned = plan_runs(path, parameters, recording, shares)
             rows = []
             for run in planned:
                 existing = ExistingRun.find(run, comparison) if options.resume else None
-                rows.append(ParameterRows(run, notes, existing))
+                rows.append(ParameterRows(run, existing))
     except BaseException:
         for share in filter(None, shares):
             share.close()
         raise
     multiplied = next((one for one in parameters if one.head is not None), parameters[0])
-    recorder = Recorder(
-        model,
-        real,
-        rows,
-        whole,
-        state,
-        loop=loop,
-        notes=notes,
-        examples=StepExamples(options.variables),
-        head=multiplied.head,
-        hidden_size=multiplied.tensor.shape[1],
-        hidden_from=options.hidden_from,
-        logits_mode=options.logits_mode,
-        on_step=on_step,
-    )
+    recorder = Recorder(recording, rows, multiplied, on_step=on_step)
     try:
         # All checks have passed; only now rows may be dropped.
         for parameter in rows:

@@ -19,16 +19,20 @@ import torch
 
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.flat_vectors import JoinedVector
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = [
     "DeferredTransfer",
     "DirectTransfer",
+    "HostTransfer",
     "Transfer",
     "memory_in_transit",
     "open_transfer",
     "place_tensor",
 ]
+
+Value = torch.Tensor | JoinedVector
 
 _SLOTS = 3
 """Maximum number of rows in transit: one being filled, one on the bus, one being stored."""
@@ -57,13 +61,32 @@ def _places(writer: RowTarget) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(place: torch.Tensor, value: torch.Tensor, ids: torch.Tensor | None) -> None:
-    if ids is None:
+def _fill(place: torch.Tensor, value: Value, ids: torch.Tensor | None) -> None:
+    if isinstance(value, JoinedVector):
+        value.copy_to(place)
+    elif ids is None:
         place.copy_(value)
     elif value.device == place.device:
         torch.index_select(value, 0, ids, out=place)
     else:
         place.copy_(value.index_select(0, ids))
+
+
+class HostTransfer:
+    """Copies values to host memory: those of the first rows, before the run has their types."""
+
+    def put(self, name: str, value: Value, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy of a value, or of the rows `ids` of it."""
+        if isinstance(value, JoinedVector):
+            return value.on_host()
+        chosen = value if ids is None else value.index_select(0, ids)
+        return chosen.to("cpu", copy=True)
+
+    def commit(self, step: int) -> None:
+        """Keep nothing: the recorder has the row."""
+
+    def close(self) -> None:
+        """Release nothing."""
 
 
 class DirectTransfer:
@@ -78,7 +101,7 @@ class DirectTransfer:
         self._writer = writer
         self._row: dict[str, torch.Tensor] = {}
 
-    def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def put(self, name: str, value: Value, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Copy a value, or the rows `ids` of it, into the row that is being filled.
 
         Returns
@@ -86,15 +109,10 @@ class DirectTransfer:
         tensor
             The copy, which does not change until the next `put` of that name.
         """
-        place = self.place(name)
-        _fill(place, value, ids)
-        return place
-
-    def place(self, name: str) -> torch.Tensor:
-        """Return the memory of a variable in the row that is being filled."""
         if not self._row:
             # Only when it is needed: at the end of a block the writer may need time for a new one.
             self._row = _places(self._writer)
+        _fill(self._row[name], value, ids)
         return self._row[name]
 
     def commit(self, step: int) -> None:
@@ -145,26 +163,21 @@ class DeferredTransfer:
         self._thread = threading.Thread(target=self._store, name="trajstore-transfer", daemon=True)
         self._thread.start()
 
-    def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def put(self, name: str, value: Value, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Copy a value as `DirectTransfer.put`; the copy is on the device of the value.
 
         A value of the host does not cross to the device and back, as the training would wait.
         """
-        if value.device.type == "cpu" != self._device.type:
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" != self._device.type:
             chosen = value.detach() if ids is None else value.detach().index_select(0, ids)
             self._host[name] = chosen.clone()
             return self._host[name]
-        place = self.place(name)
-        _fill(place, value, ids)
-        return place
-
-    def place(self, name: str) -> torch.Tensor:
-        """Return the memory on the device of a variable in the row that is being filled."""
         if self._carried is not None:
             # The device waits, not the host, and only if the last row is still in transit.
             torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
         self._host.pop(name, None)
+        _fill(self._staging[name], value, ids)
         return self._staging[name]
 
     def commit(self, step: int) -> None:
@@ -231,7 +244,7 @@ class DeferredTransfer:
             ) from self._failure
 
 
-Transfer = DirectTransfer | DeferredTransfer
+Transfer = HostTransfer | DirectTransfer | DeferredTransfer
 
 
 def open_transfer(writer: RowTarget, device: torch.device) -> Transfer:

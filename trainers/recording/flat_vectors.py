@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.torch_internals import copy_each
 
-__all__ = ["FLOATS", "check_joinable", "join", "joint_type", "same_bits"]
+__all__ = ["FLOATS", "JoinedVector", "check_joinable", "joint_type", "same_bits"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that can be recorded."""
@@ -44,44 +45,66 @@ def check_joinable(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def join(
-    place: torch.Tensor,
-    like: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor | None],
-    *,
-    missing: float = 0.0,
-) -> None:
-    """Copy tensors to a vector, one after another, with `missing` in place of None.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedVector:
+    """Tensors, one after another; each is copied once, to its place in a vector.
 
-    Parameters
+    Attributes
     ----------
-    place : tensor, (element,)
     like : sequence of tensor
         Tensors of the shapes.
     tensors : sequence of tensor or None
+    dtype : torch.dtype
+        Type of the vector.
+    missing : float
+        Value in place of None.
+    factor : float
+        Factor of the vector.
     """
-    first = next((tensor for tensor in tensors if tensor is not None), place)
-    if place.device.type == "cpu" != first.device.type:  # one copy, for which the host waits once
-        place.copy_(
-            torch.cat(
-                [
-                    first.new_full((shaped.numel(),), missing, dtype=place.dtype)
-                    if tensor is None
-                    else tensor.detach().to(first.device).flatten()
-                    for shaped, tensor in zip(like, tensors, strict=True)
-                ]
+
+    like: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | None]
+    dtype: torch.dtype
+    missing: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the vector, (element,)."""
+        return (sum(tensor.numel() for tensor in self.like),)
+
+    def on_host(self) -> torch.Tensor:
+        """Return a new vector on the CPU."""
+        vector = torch.empty(self.shape, dtype=self.dtype)
+        self.copy_to(vector)
+        return vector
+
+    def copy_to(self, place: torch.Tensor) -> None:
+        """Copy the tensors to a vector, (element,)."""
+        first = next((tensor for tensor in self.tensors if tensor is not None), place)
+        if place.device.type == "cpu" != first.device.type:  # one copy, one wait of the host
+            place.copy_(
+                torch.cat(
+                    [
+                        first.new_full((shaped.numel(),), self.missing, dtype=place.dtype)
+                        if tensor is None
+                        else tensor.detach().to(first.device).flatten()
+                        for shaped, tensor in zip(self.like, self.tensors, strict=True)
+                    ]
+                )
             )
-        )
-        return
-    parts = place.split([tensor.numel() for tensor in like])
-    places, values = [], []
-    for part, shaped, tensor in zip(parts, like, tensors, strict=True):
-        if tensor is None:
-            part.fill_(missing)
         else:
-            places.append(part.view(shaped.shape))
-            values.append(tensor.detach())
-    copy_each(places, values)
+            parts = place.split([tensor.numel() for tensor in self.like])
+            places, values = [], []
+            for part, shaped, tensor in zip(parts, self.like, self.tensors, strict=True):
+                if tensor is None:
+                    part.fill_(self.missing)
+                else:
+                    places.append(part.view(shaped.shape))
+                    values.append(tensor.detach())
+            copy_each(places, values)
+        if self.factor != 1.0:
+            place.mul_(self.factor)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

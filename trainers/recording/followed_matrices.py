@@ -7,16 +7,15 @@ that were changed outside the step are detected.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of
+from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import version
 
@@ -41,28 +40,16 @@ class FollowedMatrices:
 
     Parameters
     ----------
-    model : Module
-    optimizer : Optimizer
+    recording : Recording
     rows : sequence of ParameterRows
         One per matrix; `find_again` replaces their parameters.
-    state : ModelState or None
-    on_note : callable
-        Called with each note.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
-        rows: Sequence[ParameterRows],
-        state: ModelState | None,
-        on_note: Callable[[str], None],
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(self, recording: Recording, rows: Sequence[ParameterRows]) -> None:
+        self._recording = recording
+        self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
-        self._state = state
-        self._on_note = on_note
+        self._on_note = recording.notes.mention
         self._rates: list[Any] = []
         self.begin_step()
 
@@ -73,7 +60,7 @@ class FollowedMatrices:
     def release(self) -> None:
         """Release all tensors."""
         self._versions.clear()
-        self._rows, self._state = (), None
+        self._rows = ()
 
     def find_again(self) -> None:
         """Find the matrices, their groups and rates before a step; check the weights.
@@ -127,8 +114,8 @@ class FollowedMatrices:
             if rate is None or not known:
                 rate = torch.tensor(float("nan"), dtype=torch.float64)
             rows.set("lr", rate)
-            if self._state is not None:
-                self._state.set_rates(rows, known=known)
+            if self._recording.state is not None:
+                rows.set("params_lr", self._recording.state.rates(known=known))
 
     def check_weights(self, *, quick: bool = False) -> None:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""
@@ -157,8 +144,8 @@ class FollowedMatrices:
 
     def _take_again(self) -> None:
         """Take the state before the first step again: the loop has loaded another one."""
-        if self._state is not None:
-            self._state.take_initial()
+        if self._recording.state is not None:
+            self._recording.state.take_initial()
         for rows in self._rows:
             rows.take_initial()
 

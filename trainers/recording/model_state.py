@@ -11,15 +11,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError
-from trajstore.trainers.recording.compared_run import RowTarget
-from trajstore.trainers.recording.flat_vectors import check_joinable, join, joint_type, same_bits
+from trajstore.trainers.recording.flat_vectors import (
+    JoinedVector,
+    check_joinable,
+    joint_type,
+    same_bits,
+)
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.module_hooks import ModuleHooks
@@ -38,6 +42,8 @@ from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["OPTIMIZER_STATE", "STATE", "ModelState"]
 
+State = dict[str, torch.Tensor | JoinedVector]
+
 _MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
 _TYPE_KEYS = {name: f"{kind}_dtype" for kind, name in VECTORS.items() if kind != "W"}
 
@@ -46,19 +52,6 @@ OPTIMIZER_STATE = (*_MOMENTS, "params_count")
 
 STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
 """Variables that determine the next step, except W."""
-
-
-class Rows(Protocol):
-    """What this module needs of the growing run (`ParameterRows`)."""
-
-    variables: tuple[str, ...]
-    writer: RowTarget | None
-
-    def place(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of a vector of the current step."""
-
-    def set(self, name: str, value: torch.Tensor) -> None:
-        """Copy a variable of the current step."""
 
 
 class ModelState:
@@ -114,12 +107,10 @@ class ModelState:
             if group.get("state_dtype") in NATIVE_TYPES
             for tensor in group["params"]
         }
-        self._length = sum(tensor.numel() for tensor in self._others)
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
         self._draws = False
         self._buffers = ModelBuffers(self._model) if "buffers" in variables else None
-        self._initial: dict[str, torch.Tensor] = {}
         self.take_initial()
 
     # Attributes of the root ----------------------------------------------------------------------
@@ -180,17 +171,10 @@ class ModelState:
     @torch.no_grad()
     def take_initial(self) -> None:
         """Copy the state before the first step."""
-        if self._others and "params" in self._variables:
-            self._initial["params"] = self._joined("params", self._others)
-        if not self._optimizer.state:
-            return
-        for name in _MOMENTS:
-            moments = self._moments(name)
-            if name in self._variables and any(moment is not None for moment in moments):
-                self._initial[name] = self._joined(name, moments)
-        counts = self._counts()
-        if counts is not None and "params_count" in self._variables:
-            self._initial["params_count"] = counts.cpu()
+        self._initial = {
+            name: value.on_host() if isinstance(value, JoinedVector) else value.cpu()
+            for name, value in self._state(self._variables, initial=True).items()
+        }
 
     def initial(self) -> dict[str, torch.Tensor]:
         """Return the state before the first step by variable, once: it is not kept."""
@@ -271,75 +255,85 @@ class ModelState:
             self._draws = not torch.equal(self._before_pass, now)
         self._before_pass = None
 
-    def after_backward(self, rows: Rows, unscale: float) -> None:
-        """Take the gradients before clipping; `unscale` multiplies them."""
-        if not self._others or "params_grad" not in rows.variables:
-            return
-        gradients = [gradient_of(tensor) for tensor in self._others]
-        scaled = unscale != 1.0
-        mixed = scaled and len(set(self._part_types("params_grad", gradients))) > 1
-        if mixed:  # rounded to the type of each, not to that of the vector
-            gradients = [None if grad is None else grad * unscale for grad in gradients]
-        place = self._set_vector(rows, "params_grad", gradients, missing=float("nan"))
-        if scaled and not mixed:
-            place.mul_(unscale)
+    def after_backward(self, variables: Collection[str], unscale: float) -> State:
+        """Return the gradients before clipping; `unscale` multiplies them.
 
-    def set_rates(self, rows: Rows, *, known: bool = True) -> None:
-        """Set the learning rates of the step; NaN for one that is not a number, or not `known`."""
-        if "params_lr" not in rows.variables:
-            return
+        Parameters
+        ----------
+        variables : collection of str
+            Variables of the run; others are not returned.
+        unscale : float
+        """
+        if not self._others or "params_grad" not in variables:
+            return {}
+        gradients = [gradient_of(tensor) for tensor in self._others]
+        if unscale != 1.0 and len(set(self._part_types("params_grad", gradients))) > 1:
+            # Rounded to the type of each, not to that of the vector.
+            gradients = [None if grad is None else grad * unscale for grad in gradients]
+            unscale = 1.0
+        nan = float("nan")
+        return {"params_grad": self._vector("params_grad", gradients, missing=nan, factor=unscale)}
+
+    def rates(self, *, known: bool = True) -> torch.Tensor:
+        """Return the rate of each group; NaN for one that is not a number, or not `known`."""
         unknown = torch.tensor(float("nan"), dtype=torch.float64)
         found = [rate_of(group) if known else None for group in self._optimizer.param_groups]
-        rates = [unknown if rate is None else rate for rate in found]
-        if len({rate.device for rate in rates}) > 1:
-            rates = [rate.to(self._matrix.device) for rate in rates]
-        rows.set("params_lr", torch.stack(rates))
+        return self._stacked([unknown if rate is None else rate for rate in found])
 
-    def after_step(self, rows: Rows) -> None:
-        """Take the state after the step, and the random state before it.
+    def after_step(self, variables: Collection[str], *, first: bool) -> State:
+        """Return the state after the step, and the random state before it.
+
+        Parameters
+        ----------
+        variables : collection of str
+            Variables of the run; others are not returned.
+        first : bool
+            True as long as the run is not created, so that it can have more variables.
 
         Raises
         ------
         RecordingError
             If the run lacks something that the step has changed.
         """
-        if self._others and "params" in rows.variables:
-            self._set_vector(rows, "params", self._others)
-        for name in _MOMENTS:
-            if name in rows.variables:
-                self._set_moments(rows, name)
-        if "params_count" in rows.variables:
-            counts = self._counts()
-            if counts is None and rows.writer is not None:
-                counts = torch.zeros(len(self.names), dtype=torch.float64)
-            if counts is not None:
-                rows.set("params_count", counts)
-        self._set_random_state(rows)
+        found = self._state(variables)
+        random, self._random = self._random, None
+        if random is not None and self._draws:
+            if not first and "random_state" not in variables:
+                raise CannotFollow(
+                    "the model draws random numbers in this step, but did not in the first one, so "
+                    "the run has no random_state; switch dropout on before the first step"
+                )
+            found["random_state"] = random.to(torch.bfloat16)  # it holds 0 to 256 exactly
         if self._buffers is not None:
-            values = self._buffers.after_step(first=rows.writer is None)
+            values = self._buffers.after_step(first=first)
             if values is not None:
-                rows.set("buffers", values)
+                found["buffers"] = values
+        return found
 
-    def _set_moments(self, rows: Rows, name: str) -> None:
-        """Set the moments; those of a parameter without a step are 0."""
-        if not self._others:
-            return
-        moments = self._moments(name)
-        if any(moment is not None for moment in moments):
-            self._set_vector(rows, name, moments)
-        elif rows.writer is not None:  # else it has no moments, or every step so far was skipped
-            dtype = getattr(torch, rows.writer.layout.arrays[name].native.name)
-            rows.place(name, self._length, dtype).zero_()
+    def _state(self, variables: Collection[str], *, initial: bool = False) -> State:
+        """Return the parameters, and the moments and counts that the optimizer has."""
+        found: State = {}
+        if self._others and "params" in variables:
+            found["params"] = self._vector("params", self._others, initial=initial)
+        for name in _MOMENTS:
+            moments = self._moments(name) if name in variables else []
+            if any(moment is not None for moment in moments):
+                found[name] = self._vector(name, moments, initial=initial)
+        counts = self._counts() if "params_count" in variables else None
+        if counts is not None:
+            found["params_count"] = counts
+        return found
 
-    def _set_vector(
+    def _vector(
         self,
-        rows: Rows,
         name: str,
         tensors: Sequence[torch.Tensor | None],
         *,
         missing: float = 0.0,
-    ) -> torch.Tensor:
-        """Set a vector of the current step, and return its memory.
+        factor: float = 1.0,
+        initial: bool = False,
+    ) -> JoinedVector:
+        """Return a vector of the current step, or of the `initial` state.
 
         Raises
         ------
@@ -347,22 +341,20 @@ class ModelState:
             If a tensor has another type than in the first row.
         """
         types = self._part_types(name, tensors)
-        before = self._types.setdefault(name, types)
+        before = types if initial else self._types.setdefault(name, types)
         for part, now, was in zip(self._other_names, types, before, strict=True):
             if now != was:
                 raise CannotFollow(
                     f"{name}: {part} is now {_type_name(now)}, but was {_type_name(was)} in the "
                     "first row; record a new run for the new type"
                 )
-        place = rows.place(name, self._length, joint_type(types))
-        join(place, self._others, tensors, missing=missing)
-        return place
-
-    def _joined(self, name: str, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return a vector on the CPU, with 0 for None."""
-        vector = torch.empty(self._length, dtype=joint_type(self._part_types(name, tensors)))
-        join(vector, self._others, tensors)
-        return vector
+        return JoinedVector(
+            like=self._others,
+            tensors=tensors,
+            dtype=joint_type(types),
+            missing=missing,
+            factor=factor,
+        )
 
     def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
         """Return the type of each; for None, the one that it will probably have."""
@@ -395,20 +387,13 @@ class ModelState:
         if all(count is None for count in counts):
             return None
         found = [as_float64(0.0 if count is None else count) for count in counts]
-        if len({count.device for count in found}) > 1:
-            found = [count.to(self._matrix.device) for count in found]
-        return torch.stack([count.reshape(()) for count in found])
+        return self._stacked([count.reshape(()) for count in found])
 
-    def _set_random_state(self, rows: Rows) -> None:
-        random, self._random = self._random, None
-        if random is None or not self._draws:
-            return
-        if rows.writer is not None and "random_state" not in rows.variables:
-            raise CannotFollow(
-                "the model draws random numbers in this step, but did not in the first one, so the "
-                "run has no random_state; switch dropout on before the first step"
-            )
-        rows.set("random_state", random.to(torch.bfloat16))  # it holds 0 to 256 exactly
+    def _stacked(self, numbers: list[torch.Tensor]) -> torch.Tensor:
+        """Return a vector of numbers, on the device of the matrix if theirs differ."""
+        if len({number.device for number in numbers}) > 1:
+            numbers = [number.to(self._matrix.device) for number in numbers]
+        return torch.stack(numbers)
 
 
 def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:

@@ -22,16 +22,17 @@ from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trajstore.trainers.recording.device_to_host import (
     DirectTransfer,
+    HostTransfer,
     Transfer,
     memory_in_transit,
     open_transfer,
 )
-from trajstore.trainers.recording.flat_vectors import same_bits
+from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.run_notes import CannotFollow, RunNotes
+from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import has_rows_of, own_rows
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.values.native_types import NATIVE_TYPES
@@ -51,8 +52,6 @@ class ParameterRows:
     planned : PlannedRun
         Some variables of a tier may be missing in the first step (moments of SGD, logits of a model
         without an unembedding); they are left out.
-    notes : RunNotes
-        Notes about values that cannot be recorded.
     existing : ExistingRun, optional
         Run to resume, in place of a new one; it does not change before `resume`.
 
@@ -80,16 +79,14 @@ class ParameterRows:
         If the run to resume has other weights.
     """
 
-    def __init__(
-        self, planned: PlannedRun, notes: RunNotes, existing: ExistingRun | None = None
-    ) -> None:
+    def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
-        self.watched = planned.options.variables
+        self.watched = planned.recording.options.variables
         self.variables = _own_variables(planned, self.watched)
         self.writer: RowTarget | None = None
         self.left_out: tuple[str, ...] = ()
         self.rows = 0
-        self.last_step = planned.loop.first_step
+        self.last_step = planned.recording.loop.first_step
         W = self.own_W()
         if "W_ulp_l1" in self.variables and W.dtype not in ULP_TYPES:
             raise RecordingError(
@@ -97,20 +94,20 @@ class ParameterRows:
                 f"{', '.join(map(str, ULP_TYPES))}; leave W_ulp_l1 out of record"
             )
         self._planned = planned
-        self._notes = notes
+        self._notes = planned.recording.notes
         self._written_W: torch.Tensor | None = None  # W of the last complete step, where it lies
-        self._every = planned.options.every
+        self._every = planned.recording.options.every
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
         self.take_initial(with_moments=existing is None)
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
         self._room: dict[str, int] = {}  # lengths of the dimensions example and position
-        if planned.loop.examples is not None:
-            self._room["example"] = planned.loop.examples
+        if planned.recording.loop.examples is not None:
+            self._room["example"] = planned.recording.loop.examples
         self._row: Row = {}  # row of the current step
         self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
-        self._transfer: Transfer | None = None
+        self._transfer: Transfer = HostTransfer()
         self._whole_step: int | None = None  # step of the complete row that is only in the transfer
         self._existing = existing
         if existing is not None:
@@ -120,15 +117,15 @@ class ParameterRows:
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
-        planned = self._planned
+        summaries = self._planned.recording.summaries
         self._initial_W = self._select(self.own_W()).to("cpu", copy=True)
-        self._initial: Row = {} if planned.model is None else planned.model.initial()
+        self._initial: Row = {} if summaries is None else summaries.initial()
         if with_moments:
-            self._initial |= self._initial_moments(planned)
+            self._initial |= self._initial_moments()
 
-    def _initial_moments(self, planned: PlannedRun) -> Row:
+    def _initial_moments(self) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
-        state = planned.optimizer.state.get(self.parameter.tensor, {})
+        state = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
         names = [name for name in MOMENTS if state and name in self.variables]
         return {
             name: self.recorded_tokens(state[name]).to("cpu", copy=True)
@@ -169,7 +166,7 @@ class ParameterRows:
         """
         return self._select(own_rows(tensor.detach()))
 
-    def set(self, name: str, value: torch.Tensor) -> None:
+    def set(self, name: str, value: torch.Tensor | JoinedVector) -> None:
         """Copy a variable of the current step to the place where it is stored.
 
         A second value in the same step replaces the first.
@@ -178,7 +175,7 @@ class ParameterRows:
         ----------
         name : str
             Ignored if the variable is not recorded.
-        value : tensor
+        value : tensor or JoinedVector
             A variable with a token dimension has the whole vocabulary, or the tokens of this
             process. The number of examples and positions is at most that of the first row.
 
@@ -188,54 +185,32 @@ class ParameterRows:
         Raises
         ------
         CannotFollow
-            If it is W.
+            If it is W, or a vector of the model.
         RecordingError
             If the disk is full.
         """
         if name not in self.variables:
             return
-        value = own_rows(value.detach())
-        if name in OF_EXAMPLES:
-            if (problem := self._lack_of_room(name, value)) is not None:
-                self._notes.add(problem)
-                return
-            value = self._padded(name, value)
+        if isinstance(value, torch.Tensor):
+            value = own_rows(value.detach())
+            if name in OF_EXAMPLES:
+                if (problem := self._lack_of_room(name, value)) is not None:
+                    self._notes.add(problem)
+                    return
+                value = self._padded(name, value)
         ids = self._ids if VARIABLES[name].dims[1:2] == ("token",) else None
-        if self._transfer is None:
-            if (problem := self._oddity(name, value)) is not None:
-                self._notes.add(problem)
-                return
-            chosen = value if ids is None else value.index_select(0, ids)
-            self._row[name] = chosen.to("cpu", copy=True)
-            return
-        shape = value.shape if ids is None else (len(ids), *value.shape[1:])
-        problem = self._difference(name, value.dtype, tuple(shape))
-        if problem is None:
-            self._copy_to_block(name, value, ids)
-        elif name == "W":
-            raise CannotFollow(f"{problem}; record a new run for the new shape or type")
+        shape = tuple(value.shape if ids is None else (len(ids), *value.shape[1:]))
+        if self.writer is None:
+            problem = self._oddity(name, value.dtype, value.shape)
         else:
-            self._notes.add(f"{problem}; it is not recorded in such a step")
-
-    def place(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of a vector of the current step, which the caller fills at once.
-
-        Raises
-        ------
-        CannotFollow
-            If the type or length differs from the first row.
-        RecordingError
-            If the disk is full.
-        """
-        if self._transfer is None:
-            self._row[name] = torch.empty(length, dtype=dtype)
-            return self._row[name]
-        if (problem := self._difference(name, dtype, (length,))) is not None:
-            raise CannotFollow(f"{problem}; record a new run for the new shape or type")
-        with self._disk_errors():
-            self._row[name] = self._transfer.place(name)
-        self._whole_step = None  # as in `_copy_to_block`
-        return self._row[name]
+            problem = self._difference(name, value.dtype, shape)
+            if problem and (name == "W" or isinstance(value, JoinedVector)):
+                raise CannotFollow(f"{problem}; record a new run for the new shape or type")
+            problem = problem and f"{problem}; it is not recorded in such a step"
+        if problem is None:
+            self._put(name, value, ids)
+        else:
+            self._notes.add(problem)
 
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
@@ -290,7 +265,7 @@ class ParameterRows:
             If the disk is full.
         """
         due = step % self._every == 0
-        if self._transfer is None:
+        if self.writer is None:
             self._written_W = self._row.get("W")
             self._early_rows.append((step, self._row))
             if had_effect:
@@ -312,7 +287,7 @@ class ParameterRows:
             if self.writer is not None:
                 self._close_run(self.writer, complete=complete)
         finally:
-            self._row, self._last_W, self._transfer = {}, None, None
+            self._row, self._last_W = {}, None
             if self._planned.share is not None:
                 self._planned.share.close()
 
@@ -323,8 +298,7 @@ class ParameterRows:
                     if self._whole_step is not None:
                         self._store_row(self._whole_step)
                 finally:
-                    if self._transfer is not None:  # None if it could not be opened
-                        self._transfer.close()
+                    self._transfer.close()
             finally:
                 writer.close("complete" if complete else "interrupted")
 
@@ -336,7 +310,7 @@ class ParameterRows:
             array = self.writer.layout.arrays[name]
             kind = getattr(torch, array.native.name)
             start = _START[VARIABLES[name].row0]
-            self._copy_to_block(name, torch.full(array.row, start, dtype=kind), None)
+            self._put(name, torch.full(array.row, start, dtype=kind), None)
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
             self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
 
@@ -348,33 +322,27 @@ class ParameterRows:
         return tensor if self._ids is None else tensor.index_select(0, self._ids)
 
     def _set_selected(self, name: str, value: torch.Tensor) -> None:
-        if name not in self.variables:
-            return
-        if self._transfer is None:
-            self._row[name] = value.to("cpu", copy=True)
-        else:
-            self._copy_to_block(name, value, None)
+        if name in self.variables:
+            self._put(name, value, None)
 
-    def _copy_to_block(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
-        assert self._transfer is not None
+    def _put(self, name: str, value: torch.Tensor | JoinedVector, ids: torch.Tensor | None) -> None:
         with self._disk_errors():
             self._row[name] = self._transfer.put(name, value, ids)
         # This overwrites the row of the previous step, if it was not stored.
         self._whole_step = None
 
-    def _oddity(self, name: str, value: torch.Tensor) -> str | None:
+    def _oddity(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
         """Return a sentence if no run can hold a value of that type and shape."""
         dims = VARIABLES[name].dims[1:]
         lengths = dict(zip(("token", "hidden"), self.own_W().shape, strict=True))
-        shaped = len(dims) == value.ndim and all(
-            lengths.get(dim, length) == length
-            for dim, length in zip(dims, value.shape, strict=False)
+        shaped = len(dims) == len(shape) and all(
+            lengths.get(dim, length) == length for dim, length in zip(dims, shape, strict=True)
         )
-        if shaped and _name(value.dtype) in NATIVE_TYPES:
+        if shaped and _name(dtype) in NATIVE_TYPES:
             return None
         return (
-            f"{name} is not recorded: the training has {_name(value.dtype)} of shape "
-            f"{tuple(value.shape)}, expected floats with the dimensions {', '.join(dims) or 'none'}"
+            f"{name} is not recorded: the training has {_name(dtype)} of shape "
+            f"{tuple(shape)}, expected floats with the dimensions {', '.join(dims) or 'none'}"
         )
 
     def _lack_of_room(self, name: str, value: torch.Tensor) -> str | None:
@@ -415,7 +383,7 @@ class ParameterRows:
         requested = self.variables
         self.variables = tuple(name for name in requested if name in last)
         self.left_out = tuple(name for name in requested if name not in self.variables)
-        required = self._planned.options.required
+        required = self._planned.recording.options.required
         if lost := [name for name in self.left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
         for names, remedy in _REMEDIES:  # of a tier, which takes what there is
@@ -425,10 +393,10 @@ class ParameterRows:
             for name in self.variables:
                 if name not in row:
                     row[name] = torch.full_like(last[name], _START[VARIABLES[name].row0])
-        types = {name: _native(last[name]) for name in self.variables}
+        types = {name: _name(last[name].dtype) for name in self.variables}
         room = row_lengths({name: tuple(last[name].shape) for name in types})
-        if self._planned.state is not None:
-            self._initial |= self._planned.state.initial()
+        if self._planned.recording.state is not None:
+            self._initial |= self._planned.recording.state.initial()
         in_transit = memory_in_transit(
             self.parameter.tensor.device, (last[name] for name in self.variables)
         )
@@ -452,7 +420,7 @@ class ParameterRows:
 
     def _expected(self, row: Row) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
-        W, state = self._initial_W, self._planned.optimizer.state
+        W, state = self._initial_W, self._planned.recording.optimizer.state
         found = {
             "grad": torch.full_like(W, float("nan")),
             "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type
@@ -494,7 +462,6 @@ class ParameterRows:
 
     def _store_row(self, step: int) -> None:
         """Store the row in the transfer as the row of `step`."""
-        assert self._transfer is not None
         with self._disk_errors():
             self._transfer.commit(step)
         self.rows += 1
@@ -509,7 +476,6 @@ class ParameterRows:
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
         """Add the sizes and a fix to the error of a full disk."""
-        assert self.writer is not None
         try:
             yield
         except Exception as error:
@@ -518,7 +484,7 @@ class ParameterRows:
                 cause = cause.__cause__
             writer = self.writer
             full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full or not isinstance(writer.path, Path):
+            if writer is None or not full or not isinstance(writer.path, Path):
                 raise
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
             free = shutil.disk_usage(writer.path.parent).free
@@ -536,10 +502,6 @@ def _own_variables(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str
 
 _START = {"zero": 0.0, "nan": float("nan"), "initial": float("nan")}
 """Value of a variable before a step has one."""
-
-
-def _native(tensor: torch.Tensor) -> str:
-    return _name(tensor.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

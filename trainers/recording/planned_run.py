@@ -7,7 +7,7 @@ every variable. An existing run is compared with its plan (see `resumed_run`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,46 @@ from trajstore.trainers.recording.provenance import (
     optimizer_attributes,
     provenance,
 )
+from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.token_selection import select_tokens
 
-__all__ = ["PlannedRun", "plan_runs", "run_path"]
+__all__ = ["PlannedRun", "Recording", "plan_runs", "run_path"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Recording:
+    """What all parts of a recorder share.
+
+    Attributes
+    ----------
+    model : Module
+        Not wrapped.
+    optimizer : Optimizer
+        Not wrapped.
+    options : RecordingOptions
+    loop : TrainingLoop
+    notes : RunNotes
+    on_note : callable or None
+        Called with advice, and with the reason if W and the moments cannot be computed; logged
+        without it.
+    summaries : ModelParameters or None
+        Given if summaries of all parameters of the model are recorded.
+    state : ModelState or None
+        Given if the state of the model is recorded.
+    """
+
+    model: torch.nn.Module
+    optimizer: Optimizer
+    options: RecordingOptions
+    loop: TrainingLoop
+    notes: RunNotes
+    on_note: Callable[[str], None] | None = None
+    summaries: ModelParameters | None = None
+    state: ModelState | None = None
+
+    def release(self) -> None:
+        """Release the copies of the model's parameters."""
+        self.summaries = self.state = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,20 +89,11 @@ class PlannedRun:
         Known facts about the recorded tokens.
     memory : int
         Memory of all buffers of this run, in bytes.
-    optimizer : Optimizer
-        Optimizer of the parameter.
-    options : RecordingOptions
-    loop : TrainingLoop
+    recording : Recording
     populations : dict of str to ndarray of bool, (token,)
         Masks of the recorded tokens, by the names of their coordinates.
-    model : ModelParameters or None
-        Given if summaries of all parameters of the model are recorded.
-    state : ModelState or None
-        Given if the state of the model is recorded.
     share : TokenShare or None
         Share of this process in the run, if the parameter is sharded.
-    on_note : callable or None
-        Called with the reason if W and the moments cannot be computed; logged without it.
     """
 
     path: Location
@@ -73,14 +101,9 @@ class PlannedRun:
     ids: npt.NDArray[np.int64] | None
     coordinates: dict[str, npt.NDArray[Any]]
     memory: int
-    optimizer: Optimizer
-    options: RecordingOptions
-    loop: TrainingLoop
-    populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
-    model: ModelParameters | None = None
-    state: ModelState | None = None
-    share: TokenShare | None = None
-    on_note: Callable[[str], None] | None = None
+    recording: Recording
+    populations: dict[str, npt.NDArray[np.bool_]]
+    share: TokenShare | None
 
     @property
     def notes(self) -> list[str]:
@@ -100,12 +123,13 @@ class PlannedRun:
     @property
     def device(self) -> torch.device:
         """Device that the parameter is trained on."""
-        return self.loop.device or self.parameter.tensor.device
+        return self.recording.loop.device or self.parameter.tensor.device
 
     @property
     def schedule(self) -> dict[str, Any]:
         """Change of the learning rate; the options take precedence over the loop."""
-        return {**self.loop.schedule, **(self.options.schedule or {})}
+        recording = self.recording
+        return {**recording.loop.schedule, **(recording.options.schedule or {})}
 
     @property
     def recording_attribute(self) -> dict[str, Any]:
@@ -113,8 +137,8 @@ class PlannedRun:
         return {
             "parameter": self.parameter.name,
             "vocabulary": len(self.parameter.tensor),
-            "every": self.options.every,
-            "logits_mode": self.options.logits_mode,
+            "every": self.recording.options.every,
+            "logits_mode": self.recording.options.logits_mode,
         }
 
     def create(
@@ -142,7 +166,7 @@ class PlannedRun:
                 f"{self.device} take {format_bytes(in_transit)}, expected at most half of it; "
                 "raise it"
             )
-        options = self.options
+        options = self.recording.options
         chosen: dict[str, Any] = {**self.coordinates, **room}
         return RunWriter.create(
             self.path,
@@ -160,26 +184,27 @@ class PlannedRun:
             fsync=options.fsync,
             share=self.share,
             encoding=options.encoding,
-            on_note=self.on_note,
+            on_note=self.recording.on_note,
             **chosen,
         )
 
     @property
     def parameter_names(self) -> tuple[str, ...] | None:
         """Names of all parameters of the model; None if no variable has them."""
-        given = self.model or self.state
+        given = self.recording.summaries or self.recording.state
         return None if given is None else given.names
 
     def _attributes(self) -> dict[str, Any]:
         """Root attributes of a new run."""
-        optimizer = optimizer_attributes(self.optimizer, self.parameter.group, self.schedule)
+        recording = self.recording
+        optimizer = optimizer_attributes(recording.optimizer, self.parameter.group, self.schedule)
         attributes: dict[str, Any] = {}
-        if self.state is not None:
-            optimizer["groups"] = group_attributes(self.optimizer)
-            attributes = self.state.attributes()
+        if recording.state is not None:
+            optimizer["groups"] = group_attributes(recording.optimizer)
+            attributes = recording.state.attributes()
         return {
             "optimizer": optimizer,
-            "provenance": provenance(self.device, self.options.origin),
+            "provenance": provenance(self.device, recording.options.origin),
             "recording": self.recording_attribute,
             **attributes,
         }
@@ -188,13 +213,8 @@ class PlannedRun:
 def plan_runs(
     path: RunPath,
     parameters: Sequence[RecordedParameter],
-    optimizer: Optimizer,
-    options: RecordingOptions,
-    loop: TrainingLoop,
-    model: ModelParameters | None = None,
-    state: ModelState | None = None,
-    shares: Sequence[TokenShare | None] | None = None,
-    on_note: Callable[[str], None] | None = None,
+    recording: Recording,
+    shares: Sequence[TokenShare | None],
 ) -> list[PlannedRun]:
     """Plan the run of each parameter; they share the memory and the variables of the model.
 
@@ -208,8 +228,8 @@ def plan_runs(
         If the choice of tokens is unknown, the facts about tokens have another vocabulary, or
         several processes would write the encoding ``replay``.
     """
-    planned = []
-    for parameter, share in zip(parameters, shares or [None] * len(parameters), strict=True):
+    planned, options = [], recording.options
+    for parameter, share in zip(parameters, shares, strict=True):
         place = run_path(path, parameter.name if len(parameters) > 1 else None)
         options.check_place(place)
         if not options.resume:
@@ -225,16 +245,11 @@ def plan_runs(
                 ids=ids,
                 coordinates=known if ids is None else {name: known[name][ids] for name in known},
                 memory=parse_bytes(options.memory) // len(parameters),
-                optimizer=optimizer,
-                options=options,
-                loop=loop,
+                recording=recording,
                 populations={
                     name: mask if ids is None else mask[ids] for name, mask in masks.items()
                 },
-                model=model,
-                state=state,
                 share=share,
-                on_note=on_note,
             )
         )
     return planned

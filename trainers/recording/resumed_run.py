@@ -94,15 +94,15 @@ class ExistingRun:
         _check_populations(planned, arrays)
         if "parameter" in arrays:
             _check_model(planned, np.asarray(arrays["parameter"][...]))
-        if planned.state is not None:
-            planned.state.resume(attributes, held)
+        if planned.recording.state is not None:
+            planned.recording.state.resume(attributes, held)
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
         native = native_type(str(W.attrs["native_dtype"]))
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = np.asarray(W[steps.size - 1, own])
-        state = set() if planned.state is None else set(STATE).intersection(held)
+        state = set() if planned.recording.state is None else set(STATE).intersection(held)
         return cls(
             planned=planned,
             variables=held,
@@ -136,14 +136,14 @@ class ExistingRun:
         NothingToResume
             If a bit differs, or one of the state of the model.
         """
-        step = self.planned.loop.first_step
+        step = self.planned.recording.loop.first_step
         if step != self.last_step:
             return
         held = "W" if "W" in self.variables else "cells"
         now = W if held == "W" else W.to(torch.bfloat16)
         wrong: tuple[str, ...] = () if same_bits(now, self.last_weights) else (held,)
-        if self.planned.state is not None:
-            wrong += self.planned.state.differing(self.last_state)
+        if self.planned.recording.state is not None:
+            wrong += self.planned.recording.state.differing(self.last_state)
         if wrong and self.compared is not None:
             comparison = self.compared.comparison
             if comparison.difference is None:
@@ -171,8 +171,8 @@ class ExistingRun:
             rows=self.rows,
             attributes=self.attributes,
             memory=self.planned.memory,
-            commit_every=self.planned.options.commit_every,
-            fsync=self.planned.options.fsync,
+            commit_every=self.planned.recording.options.commit_every,
+            fsync=self.planned.recording.options.fsync,
             share=self.planned.share,
         )
 
@@ -187,7 +187,7 @@ def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -
 
 
 def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
-    wanted, required = planned.options.variables, planned.options.required
+    wanted, required = planned.recording.options.variables, planned.recording.options.required
     missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
     if missing:
         raise InvalidArgument(
@@ -199,7 +199,7 @@ def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
 def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: int) -> None:
     """Check that the last W is known if the change from it is recorded."""
     of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in held]
-    if of_change and "W" not in held and planned.loop.first_step != last_step:
+    if of_change and "W" not in held and planned.recording.loop.first_step != last_step:
         raise NothingToResume(
             f"{', '.join(of_change)}: the next row needs W at step {last_step}, which "
             f"{planned.path} lacks; resume from a checkpoint of that step, or record a new run"
@@ -242,7 +242,7 @@ def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
 
 def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the steps of the rows to keep; they must reach the step of the training."""
-    step, every = planned.loop.first_step, planned.options.every
+    step, every = planned.recording.loop.first_step, planned.recording.options.every
     # A row that exists only because the training ended has no place in a longer training.
     regular = steps[(steps % every == 0) | (np.arange(steps.size) == 0)]
     kept: npt.NDArray[Any] = regular[regular <= step]
@@ -260,12 +260,12 @@ def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[
     changed: dict[str, Any] = {
         "optimizer": {**before.get("optimizer", {}), "schedule": planned.schedule},
         "provenance": resumed_provenance(
-            before.get("provenance", {}), planned.device, planned.loop.first_step
+            before.get("provenance", {}), planned.device, planned.recording.loop.first_step
         ),
     }
-    if planned.options.config is not None:
-        changed["config"] = dict(planned.options.config)
-        changed |= stretches_attribute(before, changed["config"], planned.loop.first_step)
+    if planned.recording.options.config is not None:
+        changed["config"] = dict(planned.recording.options.config)
+        changed |= stretches_attribute(before, changed["config"], planned.recording.loop.first_step)
     return changed
 
 

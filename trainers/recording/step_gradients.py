@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
-from trajstore.trainers.recording.model_parameters import ModelParameters
-from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of
+from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
 from trajstore.trainers.recording.torch_internals import counts_versions, version
 
@@ -80,17 +78,9 @@ class StepGradients:
 
     Parameters
     ----------
-    model : Module
-        Not wrapped.
-    optimizer : Optimizer
+    recording : Recording
     rows : sequence of ParameterRows
         Rows of the recorded parameters.
-    whole : ModelParameters or None
-    state : ModelState or None
-    max_grad_norm : float
-        Norm to which the loop says that it clips; 0 if it does not say so.
-    on_note : callable
-        Called with a sentence about a gradient that is not as the loop suggests.
 
     Attributes
     ----------
@@ -98,25 +88,13 @@ class StepGradients:
         Norm of all gradients before clipping; None without gradients.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
-        rows: Sequence[ParameterRows],
-        whole: ModelParameters | None,
-        state: ModelState | None,
-        *,
-        max_grad_norm: float,
-        on_note: Callable[[str], None],
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(self, recording: Recording, rows: Sequence[ParameterRows]) -> None:
+        self._recording = recording
+        self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
-        self._whole = whole
-        self._state = state
-        self._max_grad_norm = max_grad_norm
-        self._on_note = on_note
-        self._parameters: tuple[torch.Tensor, ...] = tuple(model.parameters())
+        self._max_grad_norm = recording.loop.max_grad_norm
+        self._on_note = recording.notes.mention
+        self._parameters: tuple[torch.Tensor, ...] = tuple(self._model.parameters())
         self._of_optimizer = 0
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
@@ -199,11 +177,12 @@ class StepGradients:
         self.total_norm = total_norm(gradients) * unscale
 
     def _take_of_others(self, unscale: float) -> None:
-        if self._state is not None:
+        if (state := self._recording.state) is not None:
             for rows in self._rows:
-                self._state.after_backward(rows, unscale)
-        if self._whole is not None:
-            self._whole.after_backward(unscale)
+                for name, value in state.after_backward(rows.variables, unscale).items():
+                    rows.set(name, value)
+        if self._recording.summaries is not None:
+            self._recording.summaries.after_backward(unscale)
 
     def _set(self, rows: ParameterRows, gradient: torch.Tensor, unscale: float = 1.0) -> None:
         raw = gradient if unscale == 1.0 else gradient * unscale
@@ -337,7 +316,6 @@ class StepGradients:
         """Release all tensors."""
         self.begin_step()
         self._parameters, self._rows = (), ()
-        self._whole = self._state = None
 
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""

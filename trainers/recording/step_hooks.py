@@ -43,17 +43,14 @@ from trajstore.trainers.recording.forward_values import (
     BackwardPass,
     ForwardPass,
     ForwardPasses,
-    LogitsMode,
 )
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
-from trajstore.trainers.recording.model_parameters import ModelParameters
-from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
-from trajstore.trainers.recording.options import TrainingLoop
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import unwrap
-from trajstore.trainers.recording.run_notes import CannotFollow, RunNotes
+from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.planned_run import Recording
+from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
@@ -118,26 +115,12 @@ class Recorder:
 
     Parameters
     ----------
-    model : Module
-    optimizer : Optimizer
-        An optimizer, or accelerate's wrapper of one.
+    recording : Recording
     parameters : sequence of ParameterRows
-        One per recorded parameter; empty in a process that does not record.
-    model_parameters : ModelParameters, optional
-        Given if summaries of all parameters of the model are recorded.
-    model_state : ModelState, optional
-        Given if the state of the model is recorded.
-    loop : TrainingLoop
-    notes : RunNotes
-    examples : StepExamples
-        In a distributed training all processes have one, also those that do not record.
-    head : Module or None
-        Module that multiplies hidden states by a recorded parameter.
-    hidden_size : int
-        Elements of a hidden state.
-    hidden_from : str, optional
-        Name of the module whose output is the hidden states; default: they are the input of `head`.
-    logits_mode : {'last', 'mean'}
+        One per recorded parameter; empty in a process that does not record. In a distributed
+        training those have examples, too.
+    multiplied : RecordedParameter
+        Matrix whose module gets the hidden states.
     on_step : callable, optional
         Called with the recorder after every step.
 
@@ -153,56 +136,35 @@ class Recorder:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: Any,
+        recording: Recording,
         parameters: Sequence[ParameterRows],
-        model_parameters: ModelParameters | None,
-        model_state: ModelState | None,
+        multiplied: RecordedParameter,
         *,
-        loop: TrainingLoop,
-        notes: RunNotes,
-        examples: StepExamples,
-        head: torch.nn.Module | None,
-        hidden_size: int,
-        hidden_from: str | None = None,
-        logits_mode: LogitsMode = "last",
         on_step: Callable[[Recorder], None] | None = None,
     ) -> None:
+        options, loop, notes = recording.options, recording.loop, recording.notes
         self.step = loop.first_step
         self.loss = torch.tensor(float("nan"))
-        self._model = inner = unwrap(model)
-        self._optimizer = real_optimizer(optimizer)
-        wrapped = isinstance(optimizer, AcceleratedOptimizer)
-        self._accumulation = optimizer.gradient_state if wrapped else None
+        self._recording = recording
+        self._optimizer = recording.optimizer
         self._parameters = tuple(parameters)
-        self._whole = model_parameters
-        self._state = model_state
         self._notes = notes
         self._on_step = on_step
         self._forward = ForwardPasses(
-            logits_mode=logits_mode,
+            logits_mode=options.logits_mode,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
             on_use=self._on_use,
             on_note=notes.add,
         )
-        self._examples = examples
-        receivers = (self._forward, examples)
-        self._hidden = HiddenStates(self._forward, receivers, hidden_size, notes.add)
+        self._examples = StepExamples(options.variables)
+        receivers = (self._forward, self._examples)
+        size = multiplied.tensor.shape[1]
+        self._hidden = HiddenStates(self._forward, receivers, size, notes.add)
         self._scaler = loop.scaler if _is_on(loop.scaler) else None
-        self._gradients = StepGradients(
-            inner,
-            self._optimizer,
-            self._parameters,
-            model_parameters,
-            model_state,
-            max_grad_norm=loop.max_grad_norm,
-            on_note=notes.mention,
-        )
-        self._matrices = FollowedMatrices(
-            inner, self._optimizer, self._parameters, model_state, notes.mention
-        )
+        self._gradients = StepGradients(recording, self._parameters)
+        self._matrices = FollowedMatrices(recording, self._parameters)
         self.has_failed = False
-        self._first_step = FirstStep(inner, self._optimizer)
+        self._first_step = FirstStep(recording.model, self._optimizer)
         self._passes: dict[int, BackwardPass] = {}  # those that run now, by their thread
         self._backwards: list[BackwardPass] = []  # those that the step has used
         self._new_roots: list[weakref.ref[torch.Tensor]] = []  # of the step
@@ -212,7 +174,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._begin_step()
         self._is_idle = False
-        self._watch(inner, head, hidden_from)
+        self._watch(recording.model, multiplied.head, options.hidden_from)
         atexit.register(self.close, complete=False)
 
     def _watch(
@@ -227,8 +189,8 @@ class Recorder:
             self._hidden.watch(hooks, model, head, hidden_from)
         if self._parameters:
             self._forward.watch(hooks, model, head, watched)
-            if self._state is not None:
-                self._state.watch(hooks, model, self._forward)
+            if self._recording.state is not None:
+                self._recording.state.watch(hooks, model, self._forward)
         self._forward.watch_model(hooks, model)
         self._handles = [hooks, *watch_steps(self._optimizer, before, after)]
         BACKWARD.listen(self._on_backward)
@@ -353,7 +315,7 @@ class Recorder:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
         self._begin_step()
         self._matrices.release()
-        self._whole = self._state = None
+        self._recording.release()
         self._gradients.release()
         self._forward.release()
 
@@ -437,8 +399,7 @@ class Recorder:
             return  # it trains something else
         self._is_idle = False
         self._backwards.append(frame)
-        if self._accumulation is None or self._accumulation.sync_gradients:
-            self._gradients.take(1.0 / self._scale)
+        self._gradients.take(1.0 / self._scale)
 
     def _with_root(self, tensors: Any, grad_tensors: Any) -> BackwardPass:
         self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
@@ -494,8 +455,8 @@ class Recorder:
         """Find the parameters again, and compare the optimizer's gradient with the raw one."""
         self._notes.step = self.step + 1
         self._matrices.find_again()
-        if self._whole is not None:
-            self._whole.before_step()
+        if self._recording.summaries is not None:
+            self._recording.summaries.before_step()
         if self._parameters:
             self._first_step.begin()
         self._in_step = True
@@ -567,11 +528,11 @@ class Recorder:
             "grad_norm": None if total is None else self._gradients.as_norm(total),
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
             "scale": torch.tensor(self._scale, dtype=torch.float64)
-            if self._scaler is not None and self._state is not None
+            if self._scaler is not None and self._recording.state is not None
             else None,
         }
-        if self._whole is not None:
-            scalars |= self._whole.after_step(skipped=skipped)
+        if self._recording.summaries is not None:
+            scalars |= self._recording.summaries.after_step(skipped=skipped)
         logits = scalars.pop("logits")
         scalars = {name: None if value is None else whole(value) for name, value in scalars.items()}
         loss = scalars["loss"]
@@ -580,13 +541,15 @@ class Recorder:
             parameter = rows.parameter.tensor
             rows.set("W", parameter)
             rows.set_cells()
-            state = self._optimizer.state.get(parameter, {})
+            kept = self._optimizer.state.get(parameter, {})
             for name in MOMENTS:
-                if isinstance(state.get(name), torch.Tensor):
-                    rows.set(name, state[name])
+                if isinstance(kept.get(name), torch.Tensor):
+                    rows.set(name, kept[name])
             rows.set_change_norms()
-            if self._state is not None:
-                self._state.after_step(rows)
+            if self._recording.state is not None:
+                state = self._recording.state.after_step(rows.variables, first=rows.writer is None)
+                for name, vector in state.items():
+                    rows.set(name, vector)
             if logits is not None and "logits" in rows.variables:
                 scalars["logits"] = own_logits(logits, parameter)
             for name, value in scalars.items():

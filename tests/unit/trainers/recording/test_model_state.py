@@ -33,7 +33,7 @@ from trajstore import (  # noqa: E402
 )
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
-from trajstore.trainers.recording.flat_vectors import join  # noqa: E402
+from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402
 from trajstore.trainers.recording.model_buffers import ModelBuffers  # noqa: E402
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE  # noqa: E402
 from trajstore.trainers.step_models.restore import set_generators  # noqa: E402
@@ -429,7 +429,10 @@ def test_the_host_waits_once_for_a_vector_and_for_all_buffers(
     like = [torch.arange(6.0).view(2, 3), torch.ones(2), torch.full((2,), 7.0)]
     there = [tensor.as_subclass(OnMps) for tensor in like]
     place = torch.empty(10)
-    join(place, there, [there[0].t(), None, there[2]], missing=-1)
+    vector = JoinedVector(
+        like=there, tensors=[there[0].t(), None, there[2]], dtype=torch.float32, missing=-1
+    )
+    vector.copy_to(place)
     assert place.tolist() == [0, 3, 1, 4, 2, 5, -1, -1, 7, 7]
     assert OnMps.waits == 1
     model = torch.nn.Module()
