@@ -509,3 +509,13 @@ def test_a_checkpoint_of_a_later_format_is_refused(
     taken.save(file)
     with pytest.raises(FormatError, match="was written by a newer trajstore"):
         record(recorded_config(interrupted), interrupted, resume=True)
+
+
+def test_nothing_is_unpickled(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    for name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
+        monkeypatch.setattr(name, refuse)
+    record(recorded_config(interrupted), interrupted, resume=True)
+    assert xr.open_zarr(interrupted).attrs["status"] == "complete"

@@ -493,3 +493,15 @@ def test_a_repair_survives_a_loss_of_power(run: Path, monkeypatch: pytest.Monkey
     assert disk.survives(run / "W")
     assert disk.survives(run / "grad")
     assert disk.early == []
+
+
+def test_rows_can_be_appended_after_a_repair(run: Path, whole: Path) -> None:
+    (run / "W" / "c.2.0.0").unlink()
+    mended(run)
+    source = open_run(whole)
+    with RunWriter.resume(run) as writer:
+        for row in range(8, 11):
+            values = {name: source[name].values[row] for name in SERIES if name != "step"}
+            writer.append(step=row, **values)
+    assert verify(run).clean
+    assert_first_rows(run, whole, 11)

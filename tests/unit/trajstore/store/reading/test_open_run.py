@@ -139,3 +139,11 @@ def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> Non
         ds.traj.nonsense  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="is_dead"):
         ds.drop_vars("is_dead").traj.dead  # noqa: B018
+
+
+def test_a_truncated_root_is_no_run(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    root = path / "zarr.json"
+    root.write_bytes(root.read_bytes()[:100])
+    with pytest.raises(FormatError, match="not a Zarr v3 group"):
+        open_run(path)
