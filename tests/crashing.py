@@ -83,7 +83,7 @@ def create(path: Path) -> RunWriter:
 class KillAt:
     """Kills its process at one move of an object into its place: right before it, or right after.
 
-    The moves of a commit are those of its shards, of the arrays' documents, and of the root.
+    The moves of a commit are those of its shards, of the arrays' metadata files, and of the root.
     """
 
     move: int

@@ -19,7 +19,8 @@ import pytest
 import xarray as xr
 from crashing import KillAt, Reader, killed
 
-from trajstore import FormatError, verify
+from trajstore import verify
+from trajstore.errors import FormatError
 from trajstore.store.metadata.block_plan import BLOCKS
 
 pytest.importorskip("torch")

@@ -23,8 +23,8 @@ from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_record
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
+from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.create import check_target
-from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens
 

@@ -42,7 +42,7 @@ from trajstore.values.native_types import native_type
 
 __all__ = ["Difference", "Proof", "prove_steps"]
 
-_STRETCH = 256
+_SEGMENT = 256
 """Maximum number of rows that are trained without a new start from a recorded row."""
 
 
@@ -323,4 +323,4 @@ def _consecutive(rows: list[int]) -> list[int]:
     """Return the first numbers up to a gap, at most as many as progress should wait for."""
     first = rows[0]
     following = itertools.takewhile(lambda pair: pair[1] == first + pair[0], enumerate(rows))
-    return [row for _, row in itertools.islice(following, _STRETCH)]
+    return [row for _, row in itertools.islice(following, _SEGMENT)]

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trajstore import ConfigError, InvalidArgument
+from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.presets import PRESETS, preset
 

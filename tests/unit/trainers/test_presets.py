@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from trajstore import InvalidArgument, analysis, open_run
+from trajstore import analysis, open_run
+from trajstore.errors import InvalidArgument
 from trajstore.trainers import PRESETS, plan, preset, record
 from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 

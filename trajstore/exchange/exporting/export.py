@@ -34,13 +34,13 @@ from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
     staged_file,
     staged_run,
 )
-from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]

@@ -2,8 +2,8 @@
 
 ``array_reader``
     Stored arrays, read without zarr: native bits, labels, indices.
-``checked_documents``
-    The documents of a run, checked and compared with the stored objects.
+``checked_metadata``
+    The metadata files of a run, checked and compared with the stored objects.
 ``open_group``
     The Zarr group of a run, checked.
 ``open_run``

@@ -370,7 +370,7 @@ class RunWriter:
         self._last_step = last
         self._given = 0
 
-    def stretches(
+    def segments(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
     ) -> Iterator[tuple[slice, dict[str, npt.NDArray[Any]]]]:
         """Yield places for the rows of many steps, in parts that lie in one block each.

@@ -193,7 +193,7 @@ def test_rates_of_a_schedule_and_in_proportion(tmp_path: Path) -> None:
         rates("schedule.name=constant", "optimizer.lr=5e-4", "schedule.warmup_steps=2")[1:4],
         [0, 2.5e-4, 5e-4],
     )
-    # An extended run has a schedule for each stretch.
+    # An extended run has a schedule for each segment.
     record(config.with_values(["training.steps=12"]), run, resume=True)
     np.testing.assert_array_equal(
         rates("optimizer.lr=7e-4")[1:],
@@ -274,9 +274,9 @@ def test_tokens_go_their_own_way(tmp_path: Path) -> None:
 
 def test_a_subset_of_a_run_that_does_not_say_its_vocabulary(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 9, 15])
-    document = json.loads((run / "zarr.json").read_text())
-    del document["attributes"]["recording"]["vocabulary"]
-    (run / "zarr.json").write_text(json.dumps(document))
+    metadata = json.loads((run / "zarr.json").read_text())
+    del metadata["attributes"]["recording"]["vocabulary"]
+    (run / "zarr.json").write_text(json.dumps(metadata))
     one = open_run(what_if(run, tmp_path / "one.zarr", tokens=[9]).path)
     same(open_run(run).sel(token=[9]), one)
 

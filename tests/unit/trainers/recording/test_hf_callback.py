@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import Lists, TinyModel, batches  # noqa: E402
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from trajstore import RecordingError, RunExists, verify  # noqa: E402
+from trajstore import verify  # noqa: E402
+from trajstore.errors import RecordingError, RunExists  # noqa: E402
 from trajstore.trainers import TrajectoryCallback  # noqa: E402
 
 pytestmark = pytest.mark.torch

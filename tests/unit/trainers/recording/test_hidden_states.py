@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import Lists, batches  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from trajstore import InvalidArgument, RecordingError, analysis, open_run  # noqa: E402
+from trajstore import analysis, open_run  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 
-from trajstore import InvalidArgument, export, import_file, open_run, verify  # noqa: E402
+from trajstore import export, import_file, open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
 from trajstore.schema import MODEL  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 

@@ -24,13 +24,8 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from trajstore import (  # noqa: E402
-    InvalidArgument,
-    RecordingError,
-    VariableNotRecorded,
-    open_run,
-    verify,
-)
+from trajstore import open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from trajstore import InvalidArgument, RunNotFound  # noqa: E402
+from trajstore.errors import InvalidArgument, RunNotFound  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 

@@ -13,14 +13,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config, stop_after  # noqa: E402
 
-from trajstore import (  # noqa: E402
-    InvalidArgument,
-    analysis,
-    export,
-    import_file,
-    open_run,
-    verify,
-)
+from trajstore import analysis, export, import_file, open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import capture, fork, plan, record  # noqa: E402
 

@@ -19,7 +19,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from trajstore import (  # noqa: E402
+from trajstore.errors import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
     RecordingError,

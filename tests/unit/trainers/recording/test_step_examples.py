@@ -13,12 +13,8 @@ from list_recorder import HIDDEN, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
 
-from trajstore import (  # noqa: E402
-    InvalidArgument,
-    RecordingError,
-    analysis,
-    open_run,
-)
+from trajstore import analysis, open_run  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, record  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -48,9 +48,9 @@ def proven(path: Path, steps: int, *variables: str) -> Replay:
 
 def attributes(path: Path, change: Any) -> None:
     """Change the attributes of a run."""
-    document = json.loads((path / "zarr.json").read_text())
-    change(document["attributes"])
-    (path / "zarr.json").write_text(json.dumps(document))
+    metadata = json.loads((path / "zarr.json").read_text())
+    change(metadata["attributes"])
+    (path / "zarr.json").write_text(json.dumps(metadata))
 
 
 NIGHTLY_BFLOAT16 = pytest.mark.parametrize(

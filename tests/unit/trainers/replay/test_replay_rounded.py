@@ -44,9 +44,9 @@ def adamw(rounding: str, state: str = "float32", **settings: Any) -> Any:
 
 
 def attributes(path: Path, change: Any) -> None:
-    document = json.loads((path / "zarr.json").read_text())
-    change(document["attributes"])
-    (path / "zarr.json").write_text(json.dumps(document))
+    metadata = json.loads((path / "zarr.json").read_text())
+    change(metadata["attributes"])
+    (path / "zarr.json").write_text(json.dumps(metadata))
 
 
 @pytest.mark.parametrize(

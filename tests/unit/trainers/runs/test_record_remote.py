@@ -11,7 +11,8 @@ pytest.importorskip("obstore")
 import xarray as xr
 from small_trainings import small_config, stop_after
 
-from trajstore import RunExists, open_run
+from trajstore import open_run
+from trajstore.errors import RunExists
 from trajstore.store.storage.remote_path import location
 from trajstore.trainers import capture, record
 

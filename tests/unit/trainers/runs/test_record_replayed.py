@@ -15,7 +15,8 @@ from list_recorder import TinyModel, batches  # noqa: E402
 from replayed_runs import RULE_ARRAYS  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
-from trajstore import ConfigError, InvalidArgument, export, verify  # noqa: E402
+from trajstore import export, verify  # noqa: E402
+from trajstore.errors import ConfigError, InvalidArgument  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, fork, record  # noqa: E402
@@ -109,8 +110,8 @@ def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> N
         assert ds.attrs["encoding"] == "replay"
         assert verify(replayed).clean
     for path, beta in zip(runs["replay"], (0.9, 0.8, 0.8), strict=True):
-        document = json.loads((path / "W" / "zarr.json").read_bytes())
-        assert document["codecs"][0]["configuration"]["rule"]["optimizer"]["beta1"] == beta
+        metadata = json.loads((path / "W" / "zarr.json").read_bytes())
+        assert metadata["codecs"][0]["configuration"]["rule"]["optimizer"]["beta1"] == beta
     with pytest.raises(ConfigError, match=r"recording\.encoding cannot change at a fork"):
         fork(runs["delta"][0], tmp_path / "no.zarr", at=6, settings=[REPLAY])
     with pytest.raises(ConfigError, match=r"recording\.encoding"):

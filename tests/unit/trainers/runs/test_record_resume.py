@@ -329,10 +329,10 @@ def test_a_run_that_has_all_its_steps_is_marked_complete(
     assert ds.attrs["config"] == before.attrs["config"]
     assert notes == []
     assert checkpoints(path) == [10]
-    document = (path / "zarr.json").read_bytes()
+    metadata = (path / "zarr.json").read_bytes()
     record(shorter, path, resume=True, on_note=notes.append)
     assert "has all 10 steps already" in notes[0]
-    assert (path / "zarr.json").read_bytes() == document
+    assert (path / "zarr.json").read_bytes() == metadata
     record(recorded_config(path), path, resume=True)
     agree(straight("plain"), path)
 

@@ -7,7 +7,7 @@ import pytest
 from bits_and_calls import nightly_but
 
 pytest.importorskip("torch")
-from trajstore import ConfigError, InvalidArgument
+from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import COORDINATES
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import plan, record

@@ -164,10 +164,10 @@ def test_an_array_with_a_broken_index_is_named(run: Path, opened: Any) -> None:
 
 
 def test_rows_of_another_version_are_named(run: Path) -> None:
-    for document in (run / "zarr.json", run / "W" / "zarr.json"):
-        text = document.read_text()
+    for metadata in (run / "zarr.json", run / "W" / "zarr.json"):
+        text = metadata.read_text()
         assert '"version": 2' in text
-        document.write_text(text.replace('"version": 2', '"version": 1'))
+        metadata.write_text(text.replace('"version": 2', '"version": 1'))
     for opened in (open_run, xr.open_zarr):
         with pytest.raises(FormatError, match=r"version 1, expected 2; .* --encoding delta"):
             opened(run)

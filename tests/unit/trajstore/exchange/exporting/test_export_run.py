@@ -56,7 +56,7 @@ def test_a_run_is_the_same_after_replay_and_back(
 ) -> None:
     source, small, back = (tmp_path / f"{name}.zarr" for name in ("source", "small", "back"))
     sample_part(sample, source, encoding="delta")
-    attributes = {"stretches": [{"step": 0, "config": {}}], "mine": {"why": "a test"}}
+    attributes = {"segments": [{"step": 0, "config": {}}], "mine": {"why": "a test"}}
     zarr.open_group(source).attrs.update(attributes)
     done = trajstore.export(source, small, encoding="replay", block_rows=block_rows)
     assert (done.format, done.notes) == ("run", ())
