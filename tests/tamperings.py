@@ -102,7 +102,7 @@ def make_world(folder: Path, encoding: str = "delta") -> World:
 
 def _record(path: Path, encoding: str, seed: int) -> None:
     facts: dict[str, Any] = {"variables": TYPES}
-    if encoding == "replay":
+    if encoding == "compact":
         optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
         facts = {"variables": TYPES | {"lr": "float64"}, "encoding": encoding}
         facts["attributes"] = {"optimizer": optimizer}

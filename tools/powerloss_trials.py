@@ -25,7 +25,7 @@ __all__ = ["TRIALS", "Trial", "again", "carry_out", "inspect", "is_run", "prepar
 ROWS = 6
 CUT = 3
 TRAINING = (
-    "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16",
+    "--steps", "5", "--variables", "W,grad,lr,clip_coef", "--set", "model.context=16",
     "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1",
     "--set", "training.batch_size=2", "--block-rows", "4", "--commit-every", "0.001",
     "--checkpoint-every", "3", "--threads", "1",

@@ -36,7 +36,7 @@ A_COMMIT = 2 * OBJECTS + 1
 
 @pytest.fixture(params=["run.zarr", pytest.param("replay.zarr", marks=pytest.mark.nightly)])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Run of the encoding `delta`, or `replay`."""
+    """Run of the encoding `delta`, or `compact`."""
     return tmp_path / str(request.param)
 
 

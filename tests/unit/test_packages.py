@@ -36,7 +36,9 @@ def test_every_test_is_named_after_a_module_of_its_package(package: Path) -> Non
     assert not strays, f"{folder}: no module of {package} is called so: {strays}"
 
 
-@pytest.mark.parametrize("package", [package for package in packages() if len(package.parts) > 1], ids=str)
+@pytest.mark.parametrize(
+    "package", [package for package in packages() if len(package.parts) > 1], ids=str
+)
 def test_a_package_says_what_each_of_its_files_does(package: Path) -> None:
     """In the docstring of its init file, and of no file that is not there."""
     told = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""

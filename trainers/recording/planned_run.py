@@ -226,7 +226,7 @@ def plan_runs(
         If the path of a run exists, or if it does not exist and is to be resumed.
     InvalidArgument
         If the choice of tokens is unknown, the facts about tokens have another vocabulary, or
-        several processes would write the encoding ``replay``.
+        several processes would write the encoding ``compact``.
     """
     planned, options = [], recording.options
     for parameter, share in zip(parameters, shares, strict=True):

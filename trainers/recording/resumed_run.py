@@ -187,7 +187,7 @@ def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -
 
 
 def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
-    wanted, required = planned.recording.options.variables, planned.recording.options.required
+    wanted, required = planned.recording.options.resolved, planned.recording.options.required
     missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
     if missing:
         raise InvalidArgument(

@@ -83,7 +83,7 @@ def fork(
     the start, are trained again. Each row is compared with the recorded one, bit for bit. If a row
     differs (for example on another machine), a note reports it, and the new run has the repeated
     rows from there on. The other rows are those of the source. Their blocks are hard links, unless
-    the type of a variable or the rule of the encoding ``replay`` changes. The root
+    the type of a variable or the rule of the encoding ``compact`` changes. The root
     attribute ``provenance.fork`` records all this. The source is only read.
 
     Parameters

@@ -35,7 +35,7 @@ _WIDE = 100  # terminal width at which tables show all columns
 @click.option(
     "--corrections",
     is_flag=True,
-    help="Count the chunks that hold differences, and the elements that the encoding replay "
+    help="Count the chunks that hold differences, and the elements that the encoding `compact` "
     "corrects. Reads every chunk of W, the gradient and the moments.",
 )
 @JSON
@@ -134,7 +134,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     out.print(printed, soft_wrap=False)
     if facts.get("parameters"):
         _print_parameters(facts["parameters"])
-    if facts["encoding"] == "replay":
+    if facts["encoding"] == "compact":
         _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
         if isinstance(facts.get(section), dict) and facts[section]:

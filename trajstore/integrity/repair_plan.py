@@ -198,7 +198,7 @@ def _exports(
         return ()
     found = []
     if all(map(is_series, damaged)) and not set(whole).isdisjoint(TRAJECTORIES):
-        found.append(f"--vars {','.join(name for name in whole if name != STEP.name)}")
+        found.append(f"--variables {','.join(name for name in whole if name != STEP.name)}")
     if lost or not all(map(is_series, damaged)):
         found.append("--fill-damaged")
     return tuple(found)
@@ -266,7 +266,7 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": "replay" if replayed else "delta",
+        "encoding": "compact" if replayed else "delta",
         "block_rows": form.shape[0],
         "config": {},
         "runs": [list(entry) for entry in form.runs],

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.torch
 SLOW = "trajstore.trainers.products.native_is_slow"
 TINY = (
     "model.hidden=16", "model.context=8", "training.batch_size=4", "training.steps=6",
-    "recording.record=[\"everything\"]",
+    "recording.variables=[\"everything\"]",
 )  # fmt: skip
 
 

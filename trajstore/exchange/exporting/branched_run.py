@@ -81,7 +81,7 @@ def branch_run(
     memory : int or str
         Memory budget in bytes for all buffers together.
     on_note : callable, optional
-        Called with the reason if ``replay`` cannot compute W and the moments (default: log it).
+        Called with the reason if ``compact`` cannot compute W and the moments (default: log it).
 
     Raises
     ------
@@ -155,7 +155,7 @@ def _keeps_blocks(stored: ResumedRun, types: Mapping[str, str], changed: dict[st
     units = _units(stored)
     wanted = stored.metadata.attributes | changed
     rules = []
-    if wanted["encoding"] == "replay":
+    if wanted["encoding"] == "compact":
         rules = [make(wanted, types, lambda note: None) for make in (replay_rule, vector_rule)]
     kept = {STEP.name, *types}
     return [unit.rule for unit in units] == [rule for rule in rules if rule] and all(

@@ -130,7 +130,7 @@ def export(
         Names, also as one string with commas. Default: all.
     block_rows : int, optional
         Rows of a chunk of ``zarr``, or of a block of ``run``. Default: planned.
-    encoding : {'delta', 'replay'}, optional
+    encoding : {'delta', 'compact'}, optional
         Encoding of a ``run``. Default: the encoding of the exported run.
     fill_damaged : bool
         Write NaN in place of the values of damaged inner chunks, and leave out damaged coordinates

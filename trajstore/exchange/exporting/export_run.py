@@ -49,7 +49,7 @@ def write_run(
     block_rows : int, optional
     memory : int or str
         Memory for the buffer of the writer and the rows held in between.
-    encoding : {'delta', 'replay'}, optional
+    encoding : {'delta', 'compact'}, optional
         Default: the encoding of the run.
     damaged : DamagedChunks, optional
         The source of the run, if damaged values become NaN. The attribute ``notes`` lists them.

@@ -21,7 +21,7 @@
 ``run_table``
     A table of several runs: their facts, and the settings in which they differ.
 ``stored_forms``
-    Counts of the forms of chunks in a run of the encoding `replay`, and of its corrections.
+    Counts of the forms of chunks in a run of the encoding `compact`, and of its corrections.
 ``tiled_reader``
     Reading for exporters, in tiles that fit into memory and are fast to decode.
 ``xarray_engine``

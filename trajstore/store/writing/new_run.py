@@ -187,7 +187,7 @@ def new_run(
     """
     check_variables(variables)
     check_encoding(encoding, shared=share.count > 1)
-    if encoding == "replay":
+    if encoding == "compact":
         sizes["rule"] = replay_rule(attributes, variables, on_note)
         sizes["vectors"] = vector_rule(attributes, variables, on_note)
     layout = plan_shared(

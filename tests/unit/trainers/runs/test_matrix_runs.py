@@ -111,7 +111,7 @@ def test_what_cannot_be_done_is_an_error(stopped: Path, text: Path) -> None:
     tied = CONFIG.with_values(["model.tied=true"])
     with pytest.raises(ConfigError, match=r"tied is False in .*, got True"):
         record(tied, stopped, corpus=text, resume=True)
-    whole = CONFIG.with_values(['recording.record=["everything"]'])
+    whole = CONFIG.with_values(['recording.variables=["everything"]'])
     with pytest.raises(InvalidArgument, match="is recorded with one matrix, but model"):
         record(whole, stopped.with_name("whole.zarr"), corpus=text)
     with pytest.raises(NothingToResume, match=f"by their common name, {stopped}"):

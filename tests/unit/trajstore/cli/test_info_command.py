@@ -62,12 +62,12 @@ def test_what_differs_between_the_segments_of_a_run_is_shown(
 def test_corrections_are_counted_for_one_run(sample: Path, tmp_path: Path) -> None:
     path = sample_part(sample, tmp_path / "run.zarr")
     done = CliRunner().invoke(main, ["info", str(path), "--corrections"])
-    assert "encoding replay" in done.stdout
+    assert "encoding compact" in done.stdout
     assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
     assert re.search(r"exp_avg_sq +3 +0 +0 +38,912", done.stdout)
     without = tmp_path / "without.zarr"
     RunWriter.create(
-        without, token=[0], hidden=1, variables={"W": "float32"}, encoding="replay"
+        without, token=[0], hidden=1, variables={"W": "float32"}, encoding="compact"
     ).close()
     printed = CliRunner().invoke(main, ["info", str(without)]).stdout
     assert "Computed from the gradient: nothing." in printed

@@ -39,7 +39,7 @@ def written(history: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Pa
         variables={name: history[name].attrs["native_dtype"] for name in names},
         attributes={"optimizer": history.attrs["optimizer"]},
         block_rows=BLOCK,
-        encoding="replay",
+        encoding="compact",
     ) as run:
         for row, step in enumerate(history.step.values):
             run.append(step=int(step), **{name: history[name].values[row] for name in names})
@@ -146,7 +146,7 @@ def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
         attributes={
             "optimizer": {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
         },
-        encoding="replay",
+        encoding="compact",
     ) as run:
         for step, row in enumerate(W):
             run.append(step=step, W=row, grad=grad[step], lr=0.1)
@@ -198,7 +198,7 @@ def test_runs_that_differ_in_their_rule_alone_share_no_rows(
             hidden=2,
             variables=natives,
             attributes={"optimizer": optimizer},
-            encoding="replay",
+            encoding="compact",
         ) as run:
             run.append(step=0, W=W, grad=grad, lr=0.25)
             for step in range(1, 4):

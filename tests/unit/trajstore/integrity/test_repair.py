@@ -58,7 +58,7 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     assert found.damaged == {"grad": "steps 4 to 7", "loss": "steps 8 to 10"}
     assert found.whole == ("step", "W", "exp_avg")
     assert found.rows == 4
-    assert found.exports == ("--vars W,exp_avg", "--fill-damaged")
+    assert found.exports == ("--variables W,exp_avg", "--fill-damaged")
     flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
     assert repair(run).exports == ("--fill-damaged",)
     (run / "token_text" / "c.0").unlink()  # then no export opens the run

@@ -79,7 +79,7 @@ def longer(before: bytes, after: bytes) -> bool:
     return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
 
 
-@pytest.fixture(params=["delta", "replay"])
+@pytest.fixture(params=["delta", "compact"])
 def either(
     request: pytest.FixtureRequest, run: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:

@@ -39,7 +39,9 @@ class Whole:
         self.truth = xr.open_zarr(self.world.run).load()
 
 
-@pytest.fixture(scope="module", params=["delta", pytest.param("replay", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["delta", pytest.param("compact", marks=pytest.mark.nightly)]
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(tmp_path_factory.mktemp("tampering"), request.param)
 

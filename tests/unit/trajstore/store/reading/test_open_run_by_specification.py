@@ -311,7 +311,7 @@ def test_a_reader_by_the_specification_computes_the_rows_of_a_replay_run(tmp_pat
         variables={name: ds[name].attrs["native_dtype"] for name in names},
         attributes={"optimizer": optimizer},
         block_rows=16,
-        encoding="replay",
+        encoding="compact",
     ) as writer:
         for row, step in enumerate(ds.step.values):
             writer.append(step=int(step), **{name: ds[name].values[row] for name in names})
@@ -321,7 +321,7 @@ def test_a_reader_by_the_specification_computes_the_rows_of_a_replay_run(tmp_pat
     for name, bits in reader.computed().items():
         assert (wide(bits).view("u4") == ds[name].values.view("u4")).all(), name
     attributes = reader.attributes
-    assert attributes["encoding"] == "replay"
+    assert attributes["encoding"] == "compact"
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
 
 
