@@ -44,7 +44,7 @@ flips: .venv  ## Flip 300 random bits in the files of runs; each must be detecte
 .PHONY: fuzz
 fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each command: errors or runs
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	TRAJSTORE_DOCUMENTS=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_document_fuzz.py
+	TRAJSTORE_METADATA=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_metadata_fuzz.py
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
 
 .PHONY: objects
@@ -68,7 +68,7 @@ docs: .venv  ## Build the site of docs/ into docs/_build; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -j auto docs docs/_build
 
 .PHONY: map
-map: .venv  ## Print the import layers of the rooms of each package
+map: .venv  ## Print the import layers of the packages of each package
 	$(BIN)/python tools/map.py
 
 .PHONY: format

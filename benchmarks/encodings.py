@@ -1,4 +1,4 @@
-"""The encodings `delta` and `replay` of one history: sizes, times to write and read, and memory.
+"""The encodings `delta` and `compact` of one history: sizes, times to write and read, and memory.
 
     python benchmarks/encodings.py RUN.zarr [--rounds 5] [--rows 200]
 
@@ -34,7 +34,7 @@ from trajstore.values.native_types import NATIVE_TYPES, narrow
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).parent]
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
-ENCODINGS = ("delta", "replay")
+ENCODINGS = ("delta", "compact")
 MEMORY = 1 << 30  # of a scan, with all copies
 
 Ask = Callable[[Any], Any]
@@ -159,7 +159,7 @@ def ingest(folder: Path, run: str, rows: Any, facts: dict[str, Any], rounds: int
     base = "h5py, uncompressed"
     writers[base] = partial(write_hdf5, folder / "run.h5", rows)
     for _ in range(3):  # compiles loops, of small runs after the first two
-        writers["replay"]()
+        writers["compact"]()
     found = alternate(writers, rounds, memory=MEMORY)
     lines = []
     for name, each in found.items():
@@ -204,7 +204,7 @@ def reading(folder: Path, shape: tuple[int, ...], rounds: int) -> Any:
         for key, each in found.items():
             _, encoding, reader = opened.get(key, (None, "", ""))
             path = folder / f"{encoding}.zarr"
-            taken = peak(path, question, reader) if encoding == "replay" else ""
+            taken = peak(path, question, reader) if encoding == "compact" else ""
             ratio = each.rate / found[base].rate
             time = f"{1e3 / each.rate / count:,.1f} ms"
             lines.append([question, key, time, f"{ratio:.2f}", taken])

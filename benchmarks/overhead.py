@@ -12,7 +12,7 @@ less on other programs. It also shows the additional peak memory.
 
 If the machine varies more than recording costs, rounds show little. So each preset is first trained
 once with a row at every other step, and the steps with a row are compared with the others. Encoding
-runs in parallel to both. The tier ``model`` is measured in the same way for two sizes of model: all
+runs in parallel to both. The tier ``norms`` is measured in the same way for two sizes of model: all
 steps have a row, but every other row repeats the numbers of the model's parameters of the step
 before, which costs nothing.
 
@@ -209,7 +209,7 @@ def with_the_model(training: Any, memory: str) -> dict[str, float]:
             begun.append((time.perf_counter(), time.thread_time()))
 
     with tempfile.TemporaryDirectory() as folder:
-        run = TrajectoryCallback(Path(folder) / "run.zarr", record="model", memory=memory)
+        run = TrajectoryCallback(Path(folder) / "run.zarr", variables="norms", memory=memory)
         training.run([run, Clock()])
     pairs = list(itertools.pairwise(begun))
     warm = len(pairs) // 10 // 2 * 2

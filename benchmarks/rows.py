@@ -1,4 +1,4 @@
-"""Costs that grow with the number of rows: commit, opening, resuming, scan, the root's document.
+"""Costs that grow with the number of rows: commit, opening, resuming, scan, the root.
 
     python benchmarks/rows.py [--rows 1000 10000 100000]
 
@@ -72,11 +72,11 @@ def large(path: Path, rows: int) -> list[str]:
         hidden=64,
         variables={"W": "bfloat16", "grad": "bfloat16"},
     ).close()
-    document = json.loads((path / "zarr.json").read_bytes())
-    document["attributes"]["committed_rows"] = rows
+    metadata = json.loads((path / "zarr.json").read_bytes())
+    metadata["attributes"]["committed_rows"] = rows
     for name in ("W", "grad"):
-        document["consolidated_metadata"]["metadata"][name]["shape"][0] = rows
-    (path / "zarr.json").write_text(json.dumps(document))
+        metadata["consolidated_metadata"]["metadata"][name]["shape"][0] = rows
+    (path / "zarr.json").write_text(json.dumps(metadata))
     opened = {}
 
     def graph() -> None:

@@ -60,7 +60,9 @@ class Case:
         row = sum(array.row_bytes for array in layout.arrays.values())
         blocks = math.ceil(self.steps / layout.block_rows)
         objects = blocks * sum(array.parts for array in layout.arrays.values())
-        puts = objects + blocks * (len(layout.arrays) + 1)  # a commit: all documents, and the root
+        puts = objects + blocks * (
+            len(layout.arrays) + 1
+        )  # a commit: all metadata files, and the root
         native = self.runs * self.steps * row
         stored = native / self.ratio
         return {

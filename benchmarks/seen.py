@@ -2,12 +2,12 @@
 
 python benchmarks/seen.py [--model gatsby gpt2-4x128] [--steps N] [--rounds N] [--corpus PATH]
 
-One training run in one process on one core is divided into stretches. Each stretch records another
+One training run in one process on one core is divided into segments. Each segment records another
 choice of variables into its own run. Every round has each choice once, in alternating order, so
-that a slower machine affects all of them. The first steps of a stretch, in which the run is
+that a slower machine affects all of them. The first steps of a segment, in which the run is
 created, are not timed. The others are timed by the clock and by the processor time of the training
-thread, which depends less on other programs. The processor time of the whole stretch includes
-encoding and the last commit. Ratios are computed within each round, to the stretch without
+thread, which depends less on other programs. The processor time of the whole segment includes
+encoding and the last commit. Ratios are computed within each round, to the segment without
 recording and to that with ``all``; the table shows their medians. A second table is for machines
 that vary more than that: the processor time of the work for each variable alone.
 """
@@ -46,8 +46,8 @@ WARM = 3
 Timed = dict[str, float]
 
 
-class Stretches:
-    """A training run that is continued stretch by stretch.
+class Segmentes:
+    """A training run that is continued segment by segment.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class Stretches:
 
 def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Timed]]:
     """Return all rounds of one training run."""
-    training = Stretches(MODELS[model], arguments.corpus)
+    training = Segmentes(MODELS[model], arguments.corpus)
     training.train(("all",), 2 * WARM)
     names, rounds = list(KINDS), []
     for number in range(arguments.rounds):
@@ -166,7 +166,7 @@ def main() -> None:
     """Print a table of medians over the rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=20, help="steps of a stretch")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a segment")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--corpus")
     arguments = parser.parse_args()

@@ -42,12 +42,12 @@ SGD = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
 
 def encoding_of(path: Path) -> str:
     """Encoding of a new run."""
-    return "replay" if path.name.endswith("replay.zarr") else "delta"
+    return "compact" if path.name.endswith("replay.zarr") else "delta"
 
 
 def row(step: int, encoding: str = "delta") -> dict[str, Any]:
     """Values of a row, native bits."""
-    if encoding == "replay":  # small integers, which sums keep
+    if encoding == "compact":  # small integers, which sums keep
         steps = [random_bits((TOKENS, HIDDEN), each) & 3 for each in range(step + 1)]
         return {
             "W": (np.sum(steps, axis=0).astype("f4").view("u4") >> 16).astype("u2"),
@@ -70,7 +70,7 @@ def create(path: Path) -> RunWriter:
         path,
         token=np.arange(TOKENS),
         hidden=HIDDEN,
-        variables=REPLAY_TYPES if encoding == "replay" else TYPES,
+        variables=REPLAY_TYPES if encoding == "compact" else TYPES,
         encoding=encoding,
         attributes={"optimizer": SGD},
         block_rows=BLOCK,
@@ -83,7 +83,7 @@ def create(path: Path) -> RunWriter:
 class KillAt:
     """Kills its process at one move of an object into its place: right before it, or right after.
 
-    The moves of a commit are those of its shards, of the arrays' documents, and of the root.
+    The moves of a commit are those of its shards, of the arrays' metadata files, and of the root.
     """
 
     move: int

@@ -31,20 +31,20 @@ def cut(path: Path, size: int) -> None:
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a JSON document."""
-    document = json.loads(path.read_bytes())
-    change(document)
-    path.write_text(json.dumps(document))
+    metadata = json.loads(path.read_bytes())
+    change(metadata)
+    path.write_text(json.dumps(metadata))
 
 
-def put(document: Any, place: str, value: Any) -> None:
-    """Set a member of a document, or remove it with ``...``."""
+def put(metadata: Any, place: str, value: Any) -> None:
+    """Set a member of a metadata file, or remove it with ``...``."""
     *way, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
     for part in way:
-        document = document[part]
+        metadata = metadata[part]
     if value is ...:
-        del document[last]
+        del metadata[last]
     else:
-        document[last] = value
+        metadata[last] = value
 
 
 def contents(folder: Path) -> dict[str, bytes]:

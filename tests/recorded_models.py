@@ -68,7 +68,7 @@ def record_gpt2(folder: Path, **options: Any) -> Recorded:
     groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), weight_decay=0.0)
     recorded = Recorded(path=folder / "gpt2.zarr", model=model, optimizer=optimizer)
-    chosen = {"record": "everything", "origin": {"tokenizer": {"name": "ascii"}}, **options}
+    chosen = {"variables": "everything", "origin": {"tokenizer": {"name": "ascii"}}, **options}
     with capture(model, optimizer, recorded.path, **chosen):
         recorded.keep()
         for _ in range(STEPS):
@@ -89,7 +89,7 @@ def record_own(folder: Path) -> Recorded:
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
     recorded = Recorded(path=folder / "own.zarr", model=model, optimizer=optimizer)
     with capture(
-        model, optimizer, recorded.path, record="everything", parameter="embedding.weight"
+        model, optimizer, recorded.path, variables="everything", parameter="embedding.weight"
     ) as recorder:
         recorded.keep()
         for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Runs of the encoding `replay` from the sample run, whose optimizer has a rule."""
+"""Runs of the encoding `compact` from the sample run, whose optimizer has a rule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RULE_ARRAYS = ("W", "exp_avg", "exp_avg_sq")
 
 
 def sample_part(sample: Path, path: Path, rows: int = 22, **options: Any) -> Path:
-    """The first rows of the sample run in blocks of 8, of the encoding `replay`."""
-    options = {"block_rows": 8, "encoding": "replay"} | options
+    """The first rows of the sample run in blocks of 8, of the encoding `compact`."""
+    options = {"block_rows": 8, "encoding": "compact"} | options
     export(sample, path, steps=f"0:{rows}", **options)
     return path
 

@@ -1,7 +1,7 @@
 """Ways to tamper with a run, each with what reading does then; no damage by accident is like these.
 
-An object is swapped, brought back or forged so that its checksums fit; a document is edited in each
-place that holds what it says. `verify` notices all of them. Each case says what readers do:
+An object is swapped, brought back or forged so that its checksums fit; a metadata file is edited in
+each place that holds what it says. `verify` notices all of them. Each case says what readers do:
 ``safe``, they raise or give the right numbers; ``wrong``, they give other numbers, because nothing
 that they read says so.
 """
@@ -102,7 +102,7 @@ def make_world(folder: Path, encoding: str = "delta") -> World:
 
 def _record(path: Path, encoding: str, seed: int) -> None:
     facts: dict[str, Any] = {"variables": TYPES}
-    if encoding == "replay":
+    if encoding == "compact":
         optimizer = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
         facts = {"variables": TYPES | {"lr": "float64"}, "encoding": encoding}
         facts["attributes"] = {"optimizer": optimizer}
@@ -222,13 +222,13 @@ def write_with_zarr(run: Path, world: World) -> None:
     zarr.open_array(run / "W", mode="r+")[0:4] = np.ones((4, TOKENS, HIDDEN), "float32")
 
 
-# What is done to documents.
+# What is done to metadata files.
 
 
 def edit(path: Path, changed: Callable[[dict[str, Any]], Any]) -> None:
-    document = json.loads(path.read_bytes())
-    changed(document)
-    put(path, json.dumps(document, indent=1).encode())
+    metadata = json.loads(path.read_bytes())
+    changed(metadata)
+    put(path, json.dumps(metadata, indent=1).encode())
 
 
 def edit_own(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) -> None:
@@ -240,26 +240,26 @@ def edit_copy(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) ->
 
 
 def edit_array(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) -> None:
-    """An array's own document, and its copy in the root."""
+    """An array's own metadata file, and its copy in the root."""
     edit_own(run, name, changed)
     edit_copy(run, name, changed)
 
 
 def edit_root(run: Path, changed: Callable[[dict[str, Any]], Any]) -> None:
-    """Attributes of the root, and their copy in both documents of `step`."""
+    """Attributes of the root, and their copy in both metadata files of `step`."""
 
-    def in_step(document: dict[str, Any]) -> None:
-        copy = json.loads(document["attributes"]["root_attributes"])
+    def in_step(metadata: dict[str, Any]) -> None:
+        copy = json.loads(metadata["attributes"]["root_attributes"])
         changed(copy)
-        document["attributes"]["root_attributes"] = json.dumps(copy)
+        metadata["attributes"]["root_attributes"] = json.dumps(copy)
 
     edit(run / "zarr.json", lambda root: changed(root["attributes"]))
     edit_array(run, "step", in_step)
 
 
-def codec(document: dict[str, Any]) -> dict[str, Any]:
+def codec(metadata: dict[str, Any]) -> dict[str, Any]:
     """Configuration of the one codec."""
-    found: dict[str, Any] = document["codecs"][0]["configuration"]
+    found: dict[str, Any] = metadata["codecs"][0]["configuration"]
     return found
 
 
@@ -267,16 +267,16 @@ def everywhere(run: Path, changed: Callable[[dict[str, Any]], Any]) -> None:
     """The root's attributes with their copy, and the codecs of all arrays."""
     edit_root(run, changed)
     for name in SERIES:
-        edit_array(run, name, lambda document: changed(codec(document)))
+        edit_array(run, name, lambda metadata: changed(codec(metadata)))
 
 
 def whole_array(run: Path, source: Path, name: str, to: str) -> None:
     """Folder and entry in the root of an array, from another place."""
     root = json.loads((source / "zarr.json").read_bytes())
-    document = root["consolidated_metadata"]["metadata"][name]
+    metadata = root["consolidated_metadata"]["metadata"][name]
     shutil.rmtree(run / to, ignore_errors=True)
     shutil.copytree(source / name, run / to, copy_function=os.link)
-    edit(run / "zarr.json", lambda d: d["consolidated_metadata"]["metadata"].update({to: document}))
+    edit(run / "zarr.json", lambda d: d["consolidated_metadata"]["metadata"].update({to: metadata}))
 
 
 def exchange_arrays(run: Path, world: World, *, in_root: bool, rename: bool = False) -> None:
@@ -293,7 +293,7 @@ def exchange_arrays(run: Path, world: World, *, in_root: bool, rename: bool = Fa
         edit(run / "zarr.json", exchanged)
     if rename:
         for name in ("W", "grad"):
-            edit_array(run, name, lambda document, name=name: codec(document).update(array=name))
+            edit_array(run, name, lambda metadata, name=name: codec(metadata).update(array=name))
 
 
 def drop_array(run: Path, world: World) -> None:
@@ -302,7 +302,7 @@ def drop_array(run: Path, world: World) -> None:
 
 
 def forget_format(run: Path, world: World) -> None:
-    """All that makes it a run of the format goes from the documents."""
+    """All that makes it a run of the format goes from the metadata files."""
 
     def changed(attributes: dict[str, Any]) -> None:
         attributes["trajstore_format"] = 1
@@ -314,12 +314,12 @@ def forget_format(run: Path, world: World) -> None:
 
 def add_attributes(name: str, **attributes: Any) -> Callable[[Path, World], None]:
     return lambda run, world: edit_array(
-        run, name, lambda document: document["attributes"].update(attributes)
+        run, name, lambda metadata: metadata["attributes"].update(attributes)
     )
 
 
 def set_member(name: str, **members: Any) -> Callable[[Path, World], None]:
-    return lambda run, world: edit_array(run, name, lambda document: document.update(members))
+    return lambda run, world: edit_array(run, name, lambda metadata: metadata.update(members))
 
 
 def set_codec(name: str, **members: Any) -> Callable[[Path, World], None]:
@@ -335,9 +335,9 @@ def set_grid(name: str, *shape: int) -> Callable[[Path, World], None]:
 def reshape(run: Path, world: World) -> None:
     """Fewer tokens, each with more hidden units, of as many bytes."""
 
-    def changed(document: dict[str, Any]) -> None:
-        document["shape"] = [ROWS, 5, 6]
-        document["chunk_grid"]["configuration"]["chunk_shape"] = [4, 3, 6]
+    def changed(metadata: dict[str, Any]) -> None:
+        metadata["shape"] = [ROWS, 5, 6]
+        metadata["chunk_grid"]["configuration"]["chunk_shape"] = [4, 3, 6]
 
     edit_array(run, "W", changed)
 
@@ -353,7 +353,7 @@ def other_token(run: Path, values: np.ndarray) -> None:
     zarr.open_array(run / "token", mode="r+")[...] = values
 
 
-def all_documents(run: Path, source: Path) -> None:
+def all_metadata(run: Path, source: Path) -> None:
     take(run, source, ["zarr.json", *(f"{path.name}/zarr.json" for path in run.iterdir()
                                       if path.is_dir())])  # fmt: skip
 
@@ -392,11 +392,11 @@ def _cases() -> Iterable[Tampering]:
         lambda r, w: exchange_arrays(r, w, in_root=False),
     )
     yield case(
-        "the folders of W and grad, and their documents in the root",
+        "the folders of W and grad, and their metadata files in the root",
         lambda r, w: exchange_arrays(r, w, in_root=True),
     )
     yield case(
-        "the folders of W and grad, each with its documents under its new name",
+        "the folders of W and grad, each with its metadata files under its new name",
         lambda r, w: exchange_arrays(r, w, in_root=True, rename=True),
     )
 
@@ -412,7 +412,7 @@ def _cases() -> Iterable[Tampering]:
     )
     yield case("W as grad", lambda r, w: [change(r, b, lambda d, a=a: (r / a).read_bytes())
                for a, b in zip(objects(["W"]), objects(["grad"]), strict=True)])  # fmt: skip
-    yield case("W as another variable, with its documents",
+    yield case("W as another variable, with its metadata files",
                lambda r, w: whole_array(r, r, "W", "exp_avg"))  # fmt: skip
 
     kind = "of another run"
@@ -422,14 +422,14 @@ def _cases() -> Iterable[Tampering]:
     yield case("all blocks of W", lambda r, w: take(r, w.other, objects(["W"])))
     yield case("all blocks of step", lambda r, w: take(r, w.other, objects(["step"])))
     yield case("all blocks", lambda r, w: take(r, w.other, objects()))
-    yield case("W with its own document",
+    yield case("W with its own metadata file",
                lambda r, w: take(r, w.other, ["W/zarr.json", *objects(["W"])]))  # fmt: skip
-    yield case("W with both documents", lambda r, w: whole_array(r, w.other, "W", "W"),
+    yield case("W with both metadata files", lambda r, w: whole_array(r, w.other, "W", "W"),
                "wrong")  # fmt: skip
     yield case("the root", lambda r, w: take(r, w.other, ["zarr.json"]))
-    yield case("all documents", lambda r, w: all_documents(r, w.other))
-    yield case("the document of W", lambda r, w: take(r, w.other, ["W/zarr.json"]))
-    yield case("the document of step", lambda r, w: take(r, w.other, ["step/zarr.json"]))
+    yield case("all metadata files", lambda r, w: all_metadata(r, w.other))
+    yield case("the metadata file of W", lambda r, w: take(r, w.other, ["W/zarr.json"]))
+    yield case("the metadata file of step", lambda r, w: take(r, w.other, ["step/zarr.json"]))
     for name in ("token", "is_dead", "token_count", "token_text"):
         yield case(f"the coordinate {name}", lambda r, w, n=name: take(r, w.other, [f"{n}/c.0"]),
                    "wrong", "wrong")  # fmt: skip
@@ -447,13 +447,13 @@ def _cases() -> Iterable[Tampering]:
     yield case("the shorter last block of W", lambda r, w: take(r, w.shorter, [W2]))
     yield case("the shorter last block", lambda r, w: take(r, w.shorter, last))
     yield case("the root of 9 rows", lambda r, w: take(r, w.shorter, ["zarr.json"]))
-    yield case("all documents of 9 rows", lambda r, w: all_documents(r, w.shorter))
+    yield case("all metadata files of 9 rows", lambda r, w: all_metadata(r, w.shorter))
     yield case("all of 9 rows but the root", lambda r, w: [take(r, w.shorter, last), take(
         r, w.shorter, [f"{name}/zarr.json" for name in SERIES])])  # fmt: skip
-    yield case("all of 9 rows but W", lambda r, w: [all_documents(r, w.shorter), take(
+    yield case("all of 9 rows but W", lambda r, w: [all_metadata(r, w.shorter), take(
         r, w.shorter, [item for item in last if not item.startswith("W")])])  # fmt: skip
-    yield case("the document of W", lambda r, w: take(r, w.shorter, ["W/zarr.json"]))
-    yield case("the document of step", lambda r, w: take(r, w.shorter, ["step/zarr.json"]))
+    yield case("the metadata file of W", lambda r, w: take(r, w.shorter, ["W/zarr.json"]))
+    yield case("the metadata file of step", lambda r, w: take(r, w.shorter, ["step/zarr.json"]))
     yield case("the content digest", lambda r, w: digests_of(r, w.shorter, "content_digest"))
     yield case("the fingerprint", lambda r, w: digests_of(r, w.shorter, "fingerprint"))
     yield case("both digests", lambda r, w: digests_of(
@@ -483,7 +483,7 @@ def _cases() -> Iterable[Tampering]:
     yield case("nothing: a byte more", lambda r, w: change(r, W1, lambda d: d + b"\0"))
     for name in ("token", "is_dead", "token_count", "token_text"):
         yield case(f"the coordinate {name}", lambda r, w, n=name: (r / n / "c.0").unlink(), "wrong")
-    yield case("the document of W", lambda r, w: (r / "W" / "zarr.json").unlink())
+    yield case("the metadata file of W", lambda r, w: (r / "W" / "zarr.json").unlink())
     yield case("the root", lambda r, w: (r / "zarr.json").unlink())
     yield case("the root's list of arrays", lambda r, w: edit(
         r / "zarr.json", lambda d: d.pop("consolidated_metadata")))  # fmt: skip
@@ -540,7 +540,7 @@ def _cases() -> Iterable[Tampering]:
     yield case("another native_dtype", add_attributes("W", native_dtype="float16"))
     yield case("scale_factor in the root's copy", lambda r, w: edit_copy(
         r, "W", lambda d: d["attributes"].update(scale_factor=2.0)), "wrong")  # fmt: skip
-    yield case("scale_factor in W's own document", lambda r, w: edit_own(
+    yield case("scale_factor in W's own metadata file", lambda r, w: edit_own(
         r, "W", lambda d: d["attributes"].update(scale_factor=2.0)))  # fmt: skip
 
     kind = "arrays described otherwise"

@@ -2,7 +2,7 @@
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
 trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
-trajstore record --preset gatsby --steps 300 --record all,model -o model.zarr
+trajstore record --preset gatsby --steps 300 --variables matrix,norms -o model.zarr
 trajstore record --preset gatsby --steps 150 --seed 1 -o short.zarr
 trajstore record --fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
 trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2 --steps 60 -o runs

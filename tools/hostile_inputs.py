@@ -28,7 +28,7 @@ def _run(folder: Path, change: Callable[[Path], None] = lambda run: None) -> Non
 
 
 def _edited(run: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
-    """Change the documents of arrays and their copies in the root."""
+    """Change the metadata files of arrays and their copies in the root."""
     root = json.loads((run / ROOT).read_text())
     for name in names:
         change(root["consolidated_metadata"]["metadata"][name])
@@ -40,13 +40,13 @@ def _edited(run: Path, change: Callable[[dict[str, Any]], None], *names: str) ->
     (run / ROOT).write_text(json.dumps(root))
 
 
-def _long(document: dict[str, Any], axis: int) -> None:
-    document["shape"][axis] = 1 << 44
+def _long(metadata: dict[str, Any], axis: int) -> None:
+    metadata["shape"][axis] = 1 << 44
 
 
-def _coarse(document: dict[str, Any]) -> None:
-    document["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 30, 1 << 20, 1 << 10]
-    for codec in document["codecs"]:
+def _coarse(metadata: dict[str, Any]) -> None:
+    metadata["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 30, 1 << 20, 1 << 10]
+    for codec in metadata["codecs"]:
         if "chunk_shape" in codec.get("configuration", {}):
             codec["configuration"]["chunk_shape"] = [1 << 30, 1 << 20, 1 << 10]
 
@@ -118,7 +118,7 @@ STORES: dict[str, Making] = {
         _run, change=partial(_replaced, text='{"zarr_format":' + "9" * 100_000 + "}")
     ),
     "arrays ../x and /x": partial(_run, change=lambda run: _edited(run, _named)),
-    "a pipe as a document": partial(_run, change=lambda run: _pipe(run / ROOT)),
+    "a pipe as a metadata file": partial(_run, change=lambda run: _pipe(run / ROOT)),
     "a pipe as a shard": partial(_run, change=lambda run: _pipe(run / "W" / "c.1.0.0")),
     "an array that is a link": partial(_run, change=_linked),
     "texts with escapes": _escapes,

@@ -1,6 +1,6 @@
-"""Print the import layers of the rooms of each package: each room imports only lower layers.
+"""Print the import layers of the packages of each package: each package imports only lower layers.
 
-A room is a folder of modules, or a module at the top of its package. ``--modules`` prints every
+A package is a folder of modules, or a module at the top of its package. ``--modules`` prints every
 module instead. ``--arrows`` lists the imports. A cycle, or an import from a higher package, gives
 exit code 1.
 """
@@ -25,7 +25,7 @@ Arrows = dict[str, set[str]]
 
 
 def modules_of(package: str) -> dict[str, Path]:
-    """Return the file of each module, except facades and the init files of rooms."""
+    """Return the file of each module, except facades and the init files of packages."""
     root = Path(FOLDERS[package])
     return {
         ".".join((package, *path.relative_to(root).with_suffix("").parts)): path
@@ -34,15 +34,15 @@ def modules_of(package: str) -> dict[str, Path]:
     }
 
 
-def room_of(module: str) -> str:
-    """Return the folder of a module; a module at the top of its package is its own room."""
+def package_of(module: str) -> str:
+    """Return the folder of a module; a module at the top of its package is its own package."""
     folder = module.rpartition(".")[0]
     return module if folder in FOLDERS else folder
 
 
-def arrows_between(modules: dict[str, Path], graph: grimp.ImportGraph, *, rooms: bool) -> Arrows:
-    """Return the imports between rooms or modules."""
-    name = room_of if rooms else str
+def arrows_between(modules: dict[str, Path], graph: grimp.ImportGraph, *, packages: bool) -> Arrows:
+    """Return the imports between packages or modules."""
+    name = package_of if packages else str
     arrows: Arrows = {name(module): set() for module in modules}
     for module in modules:
         for imported in graph.find_modules_directly_imported_by(module):
@@ -51,7 +51,7 @@ def arrows_between(modules: dict[str, Path], graph: grimp.ImportGraph, *, rooms:
     return arrows
 
 
-def floors_of(arrows: Arrows) -> list[list[str]]:
+def layers_of(arrows: Arrows) -> list[list[str]]:
     """Return the names by layer, the lowest first.
 
     Raises
@@ -59,35 +59,35 @@ def floors_of(arrows: Arrows) -> list[list[str]]:
     CycleError
         If there is a cycle.
     """
-    floor: dict[str, int] = {}
+    layer: dict[str, int] = {}
     for name in TopologicalSorter(arrows).static_order():
-        floor[name] = max((floor[below] + 1 for below in arrows[name]), default=0)
+        layer[name] = max((layer[below] + 1 for below in arrows[name]), default=0)
     return [
-        sorted(name for name in floor if floor[name] == number)
-        for number in range(max(floor.values(), default=-1) + 1)
+        sorted(name for name in layer if layer[name] == number)
+        for number in range(max(layer.values(), default=-1) + 1)
     ]
 
 
-def print_map(package: str, graph: grimp.ImportGraph, *, rooms: bool, arrows_too: bool) -> bool:
+def print_map(package: str, graph: grimp.ImportGraph, *, packages: bool, arrows_too: bool) -> bool:
     """Print one package; return True if its imports have no cycle."""
     modules = modules_of(package)
     lines = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
-    arrows = arrows_between(modules, graph, rooms=rooms)
+    arrows = arrows_between(modules, graph, packages=packages)
     count = sum(map(len, arrows.values()))
     head = f"{package}: {len(modules)} modules, {sum(lines.values()):,} lines"
-    unit = "rooms" if rooms else "modules"
+    unit = "packages" if packages else "modules"
     try:
-        floors = floors_of(arrows)
+        layers = layers_of(arrows)
     except CycleError as error:
         cycle = " → ".join(error.args[1])
         print(f"{head}; {len(arrows)} {unit}, {count} arrows, a cycle: {cycle}")
         return False
-    print(f"{head}; {len(arrows)} {unit} on {len(floors)} layers, {count} arrows, no cycle")
-    for number, names in reversed(list(enumerate(floors, 1))):
+    print(f"{head}; {len(arrows)} {unit} on {len(layers)} layers, {count} arrows, no cycle")
+    for number, names in reversed(list(enumerate(layers, 1))):
         shown = []
         for name in names:
             inside = [module for module in modules if module.startswith(f"{name}.")]
-            size = f"({len(inside)})" if rooms and inside else ""
+            size = f"({len(inside)})" if packages and inside else ""
             shown.append(name.removeprefix(f"{package}.") + size)
         print(f"  {number:>2}  {'  '.join(shown)}")
     if arrows_too:
@@ -112,12 +112,12 @@ def upward(graph: grimp.ImportGraph) -> list[str]:
 def main() -> int:
     """Print every package."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modules", action="store_true", help="print modules instead of rooms")
-    parser.add_argument("--arrows", action="store_true", help="list the imports of each room")
+    parser.add_argument("--modules", action="store_true", help="print modules instead of packages")
+    parser.add_argument("--arrows", action="store_true", help="list the imports of each package")
     chosen = parser.parse_args()
     graph = grimp.build_graph("trajstore", cache_dir=None)
     sound = [
-        print_map(package, graph, rooms=not chosen.modules, arrows_too=chosen.arrows)
+        print_map(package, graph, packages=not chosen.modules, arrows_too=chosen.arrows)
         for package in FOLDERS
     ]
     arrows = upward(graph)

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from trajstore import RunWriter, TrajstoreError, export, open_run, repair, verify
+from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.cli.main import main
+from trajstore.errors import TrajstoreError
 
 __all__ = ["TRIALS", "Trial", "again", "carry_out", "inspect", "is_run", "prepare", "rows_of"]
 
 ROWS = 6
 CUT = 3
 TRAINING = (
-    "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16",
+    "--steps", "5", "--variables", "W,grad,lr,clip_coef", "--set", "model.context=16",
     "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1",
     "--set", "training.batch_size=2", "--block-rows", "4", "--commit-every", "0.001",
     "--checkpoint-every", "3", "--threads", "1",
@@ -46,7 +47,7 @@ class Trial:
     may_cut_to : int
         Rows to which an existing run may be cut.
     in_place : bool
-        The output is replaced document by document, the root first.
+        The output is replaced metadata file by metadata file, the root first.
     unflushed : bool
         The inputs were not flushed.
     has_option : bool
@@ -251,10 +252,10 @@ def carry_out(name: str, folder: Path, note: Callable[[str], object], *, fsync: 
 
 def is_run(path: Path) -> bool:
     """Return True if a folder is a run, neither an export nor results."""
-    document = path / "zarr.json"
-    if not document.is_file():
+    metadata = path / "zarr.json"
+    if not metadata.is_file():
         return False
-    return "trajstore_format" in json.loads(document.read_text())["attributes"]
+    return "trajstore_format" in json.loads(metadata.read_text())["attributes"]
 
 
 Values = dict[str, tuple[Any, ...]]

@@ -25,7 +25,8 @@ def _read_on(folder: Path) -> None:
     """Open the runs repeatedly; every value must be the written one."""
     import numpy as np
 
-    from trajstore import TrajstoreError, open_run
+    from trajstore import open_run
+    from trajstore.errors import TrajstoreError
 
     looks = wrong = gone = 0
     until = folder.with_name("stop")

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_record
+from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.writing.commit_timer import COMMIT_EVERY
 
 __all__ = [
@@ -71,7 +71,7 @@ def _size(text: str) -> str:
 
 def _record(names: tuple[str, ...]) -> tuple[str, ...]:
     # The names of tiers are kept: variables of a tier that a run lacks are left out later.
-    resolve_record(names)
+    resolve_variables(names)
     return names
 
 
@@ -229,8 +229,8 @@ class TrainingConfig(_Section):
 class RecordingConfig(_Section):
     """The recorded variables and their storage."""
 
-    record: Annotated[tuple[str, ...], AfterValidator(_record)] = Field(
-        default=("all",),
+    variables: Annotated[tuple[str, ...], AfterValidator(_record)] = Field(
+        default=("matrix",),
         description=f"Tiers of variables ({', '.join(TIERS)}), or variables by name "
         f"({', '.join(VARIABLES)}).",
     )
@@ -290,7 +290,7 @@ class RunConfig(_Section):
     @property
     def records_batch(self) -> bool:
         """True if the indices of a step's examples are recorded."""
-        return "batch" in resolve_record(self.recording.record)
+        return "batch" in resolve_variables(self.recording.variables)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:

@@ -30,13 +30,13 @@ def gatsby() -> RunConfig:
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=10_000, batch_size=32, max_grad_norm=1.0, seed=42),
-        recording=RecordingConfig(record=("all",)),
+        recording=RecordingConfig(variables=("matrix",)),
     )
 
 
 def gatsby_gradients() -> RunConfig:
     """Lil Gatsby, W and its gradient only: shows what moves a dead token (14.1a)."""
-    recording = RecordingConfig(record=("W", "grad", "loss", "lr", "grad_norm", "clip_coef"))
+    recording = RecordingConfig(variables=("W", "grad", "loss", "lr", "grad_norm", "clip_coef"))
     return gatsby().model_copy(update={"recording": recording})
 
 
@@ -51,7 +51,7 @@ def gatsby_adam() -> RunConfig:
         training=TrainingConfig(
             loop="plain", steps=10_000, batch_size=32, max_grad_norm=0.0, autocast="none", seed=42
         ),
-        recording=RecordingConfig(record=("all",), logits_mode="mean"),
+        recording=RecordingConfig(variables=("matrix",), logits_mode="mean"),
     )
 
 
@@ -64,7 +64,7 @@ def wordybird_1() -> RunConfig:
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=100, batch_size=32, max_grad_norm=1.0, seed=42),
-        recording=RecordingConfig(record=("all",)),
+        recording=RecordingConfig(variables=("matrix",)),
     )
 
 
@@ -85,7 +85,7 @@ def duckling() -> RunConfig:
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=300, batch_size=32, max_grad_norm=1.0, seed=42),
-        recording=RecordingConfig(record=("all",)),
+        recording=RecordingConfig(variables=("matrix",)),
     )
 
 

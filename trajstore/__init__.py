@@ -6,61 +6,27 @@ not need xarray, dask and the rest.
 
 from __future__ import annotations
 
-from trajstore.errors import (
-    ConfigError,
-    CorpusError,
-    FormatError,
-    InvalidArgument,
-    MissingExtra,
-    NothingToResume,
-    ObjectStoreError,
-    RecordingError,
-    RunExists,
-    RunLocked,
-    RunNotFound,
-    StepNotFound,
-    TrajstoreError,
-    VariableNotRecorded,
-    WriterClosed,
-)
+from trajstore import errors
 from trajstore.version import __version__
 
 TYPE_CHECKING = False  # importing typing would take most of the time of this module
 if TYPE_CHECKING:
     from typing import Any
 
-    from trajstore.exchange.exporting.export import Exported, export
+    from trajstore.exchange.exporting.export import export
     from trajstore.exchange.exporting.to_torch import to_torch
-    from trajstore.exchange.importing.import_file import Imported, import_file
-    from trajstore.integrity.repair import Repair, repair
-    from trajstore.integrity.verify import Verification, verify
+    from trajstore.exchange.importing.import_file import import_file
+    from trajstore.integrity.repair import repair
+    from trajstore.integrity.verify import verify
     from trajstore.sample_run import sample_run
     from trajstore.store.reading.open_run import open_run
     from trajstore.store.reading.open_runs import open_runs
     from trajstore.store.writing.writer import RunWriter
 
 __all__ = [
-    "ConfigError",
-    "CorpusError",
-    "Exported",
-    "FormatError",
-    "Imported",
-    "InvalidArgument",
-    "MissingExtra",
-    "NothingToResume",
-    "ObjectStoreError",
-    "RecordingError",
-    "Repair",
-    "RunExists",
-    "RunLocked",
-    "RunNotFound",
     "RunWriter",
-    "StepNotFound",
-    "TrajstoreError",
-    "VariableNotRecorded",
-    "Verification",
-    "WriterClosed",
     "__version__",
+    "errors",
     "export",
     "import_file",
     "open_run",
@@ -72,11 +38,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Exported": "trajstore.exchange.exporting.export",
-    "Imported": "trajstore.exchange.importing.import_file",
-    "Repair": "trajstore.integrity.repair",
     "RunWriter": "trajstore.store.writing.writer",
-    "Verification": "trajstore.integrity.verify",
     "export": "trajstore.exchange.exporting.export",
     "import_file": "trajstore.exchange.importing.import_file",
     "open_run": "trajstore.store.reading.open_run",

@@ -38,7 +38,7 @@ __all__ = [
     "along_token",
     "coordinate",
     "entry_of",
-    "resolve_record",
+    "resolve_variables",
     "row_lengths",
     "variable",
 ]
@@ -55,7 +55,7 @@ EVALUATION = "trajstore_evaluation"
 OF_RUN = "of_run"
 """Attribute of a Dataset of several runs: the attributes of each run."""
 
-Encoding = Literal["delta", "replay"]
+Encoding = Literal["delta", "compact"]
 ENCODINGS: tuple[str, ...] = get_args(Encoding)
 """How arrays are encoded: each by itself, or W and the moments computed from the gradient."""
 
@@ -223,8 +223,8 @@ _SMALL = ("logits", "loss", "lr", "grad_norm", "clip_coef", "skipped")
 TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", *_SMALL),
     "weights+grads": ("W", "grad", *_SMALL),
-    "all": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
-    "model": ("W", *MODEL, *_SMALL),
+    "matrix": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
+    "norms": ("W", *MODEL, *_SMALL),
     "everything": ("W", "grad", "exp_avg", "exp_avg_sq", "batch", *EVERYTHING, *_SMALL),
 }
 """Values of ``record`` that stand for a list of variables. Scalars per step cost almost nothing.
@@ -303,7 +303,7 @@ def row_lengths(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     return found | ({"lengths": others} if others else {})
 
 
-def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+def resolve_variables(variables: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
     """Names of the variables in a tier, a comma-separated list or a sequence.
 
     Returns
@@ -316,7 +316,7 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
     InvalidArgument
         If a name is neither a tier nor a variable, or neither ``W`` nor ``cells`` is among them.
     """
-    names = record.split(",") if isinstance(record, str) else list(record)
+    names = variables.split(",") if isinstance(variables, str) else list(variables)
     wanted: set[str] = set()
     for name in (n.strip() for n in names):
         if name not in TIERS and name not in RECORDED:

@@ -278,7 +278,7 @@ def adjacency(
         groups=members,
         names=token_labels(scan.ds),
         k=k,
-        record=record["facts"].base,
+        variables=record["facts"].base,
         dtype=record,
         by_row=True,
     )

@@ -67,10 +67,10 @@ def _opened(paths: Sequence[str], others: Sequence[str], common_steps: bool) -> 
 
 
 def _is_evaluation(path: str) -> bool:
-    from trajstore.store.metadata.object_keys import DOCUMENT
+    from trajstore.store.metadata.object_keys import METADATA_KEY
 
-    document = Path(path, DOCUMENT)
-    return document.is_file() and f'"{EVALUATION}"'.encode() in document.read_bytes()
+    metadata = Path(path, METADATA_KEY)
+    return metadata.is_file() and f'"{EVALUATION}"'.encode() in metadata.read_bytes()
 
 
 def _evaluation(path: str) -> xr.Dataset:

@@ -61,10 +61,10 @@ def moved_elements(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     return np.asarray((bits != new) & (((bits | new) & magnitude) != 0))
 
 
-def _latest(stretches: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Facts of the rows in which each token moved last: (stretch, token) to (token)."""
-    last = stretches["last_motion"].argmax(0)
-    return np.asarray(stretches[last, np.arange(stretches.shape[1])])
+def _latest(segments: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Facts of the rows in which each token moved last: (segment, token) to (token)."""
+    last = segments["last_motion"].argmax(0)
+    return np.asarray(segments[last, np.arange(segments.shape[1])])
 
 
 @quantity()
@@ -105,7 +105,7 @@ def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """
     scan.require_rows(1, "last_moving_element")
     points = scan.points(lattice)
-    stretches = measure(
+    segments = measure(
         _last_moves,
         "st",
         points,
@@ -113,7 +113,7 @@ def last_moving_element(scan: Scan, lattice: str = "native") -> xr.Dataset:
         dtype=_FACTS,
         sizes={"s": 1},
     )
-    found = measure(_latest, "t", stretches.rechunk({0: -1}), dtype=_FACTS)
+    found = measure(_latest, "t", segments.rechunk({0: -1}), dtype=_FACTS)
     result = scan.of_tokens(found, _FACTS, points.variable, dims=("token",))
     result["last_moving_size"].attrs["units"] = scan.units
     return with_lattice_attributes(result, lattice)

@@ -31,7 +31,7 @@ Wide = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _Segment:
     """A block of rows: length of each change, (row, token), and rows at ends of windows."""
 
     first: int
@@ -41,7 +41,7 @@ class _Stretch:
 
 def _measure_lengths(
     block: Array, boundary: Array, rows: Array, window: int, last: int
-) -> _Stretch:
+) -> _Segment:
     lengths = np.empty(block.shape[:2])
     first, ends = int(rows[0, 0, 0]), {}
     before = boundary[0]
@@ -50,21 +50,21 @@ def _measure_lengths(
         if row % window == 0 or row == last:
             ends[row] = vectors.copy()
         before = vectors
-    return _Stretch(first, lengths, ends)
+    return _Segment(first, lengths, ends)
 
 
-def _walk(state: Any, stretch: _Stretch, window: int) -> tuple[Array, list[Wide]]:
+def _walk(state: Any, segment: _Segment, window: int) -> tuple[Array, list[Wide]]:
     """First row of the current window, and displacement and path of each window, (2, token)."""
-    start, done = state or (stretch.ends[0], [])
+    start, done = state or (segment.ends[0], [])
     done = list(done)
-    for row, length in enumerate(stretch.lengths, stretch.first):
+    for row, length in enumerate(segment.lengths, segment.first):
         if row == 0:
             continue
         if (row - 1) % window == 0:
             done.append(np.zeros((2, len(length))))
         moved, path = done[-1]
-        if row in stretch.ends:
-            end = stretch.ends[row]
+        if row in segment.ends:
+            end = segment.ends[row]
             moved = vector_norm(np.subtract(end, start, dtype=np.float64))
             start = end
         done[-1] = np.stack([moved, path + length])

@@ -1,4 +1,4 @@
-"""The commands that reproduce a run, from the configuration of each of its stretches."""
+"""The commands that reproduce a run, from the configuration of each of its segments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from trajstore.store.metadata.stretches import Stretch, trained_stretches
+from trajstore.store.metadata.segments import Segment, trained_segments
 
 __all__ = ["reproduction"]
 
@@ -46,18 +46,18 @@ def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
         option = f" --corpus {shlex.quote(str(text['name']))}"
         made_of = f"The text has {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
     on_cpu = provenance.get("device") == "cpu"
-    stretches = trained_stretches(
+    segments = trained_segments(
         info if on_cpu else {**info, "provenance": {}},  # on other devices, threads change no bit
         0,
         (info.get("steps") or {}).get("last") or 1,
     )
-    if not all(each.config.keys() >= {"training", "schedule"} for each in stretches):
-        stretches = stretches[-1:]
-    configs = [_shortened(each) for each in stretches[:-1]] + [stretches[-1].config]
-    threads = [stretch.threads for stretch in stretches]
+    if not all(each.config.keys() >= {"training", "schedule"} for each in segments):
+        segments = segments[-1:]
+    configs = [_shortened(each) for each in segments[:-1]] + [segments[-1].config]
+    threads = [segment.threads for segment in segments]
     made, made_with = "again.zarr", configs[0]
     commands = [f"trajstore record --config run.toml{option}{_threads(threads[0])} -o {made}"]
-    for number, stretch in enumerate(stretches[1:], 1):
+    for number, segment in enumerate(segments[1:], 1):
         changes = dict(_changes(made_with, configs[number]))
         made_with = _changed(made_with, changes)
         more = _threads(threads[number]) if threads[number] != threads[number - 1] else ""
@@ -71,28 +71,28 @@ def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
                 for field, value in changes.items()
             )
             commands.append(
-                f"trajstore record --fork {source} --at {stretch.first}{settings}{more} -o {made}"
+                f"trajstore record --fork {source} --at {segment.first}{settings}{more} -o {made}"
             )
     commands.append(f"trajstore compare {shlex.quote(name)} {made}")
     return {"commands": "\n".join(commands), "settings": _toml(configs[0]), "made_of": made_of}
 
 
 def _has_unlisted_fork(info: Mapping[str, Any]) -> bool:
-    """True if a fork changed settings that no stretch lists, as in earlier versions."""
+    """True if a fork changed settings that no segment lists, as in earlier versions."""
     fork = (info.get("provenance") or {}).get("fork") or {}
-    return bool(fork.get("settings")) and "stretches" not in info
+    return bool(fork.get("settings")) and "segments" not in info
 
 
-def _shortened(stretch: Stretch) -> Config:
-    """The configuration with the end of training at the end of the stretch.
+def _shortened(segment: Segment) -> Config:
+    """The configuration with the end of training at the end of the segment.
 
     The decay of the learning rate keeps its end.
     """
-    config = {section: dict(fields) for section, fields in stretch.config.items()}
+    config = {section: dict(fields) for section, fields in segment.config.items()}
     training, schedule = config["training"], config["schedule"]
-    if training["steps"] > stretch.last:
+    if training["steps"] > segment.last:
         schedule["steps"] = schedule.get("steps") or training["steps"]
-        training["steps"] = stretch.last
+        training["steps"] = segment.last
     return config
 
 

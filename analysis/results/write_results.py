@@ -242,8 +242,8 @@ def _check_replaceable(path: Path) -> None:
     if not path.is_dir():
         return
     try:
-        document = json.loads((path / "zarr.json").read_bytes())
-        ours = _WRITTEN_BY in document["attributes"]
+        metadata = json.loads((path / "zarr.json").read_bytes())
+        ours = _WRITTEN_BY in metadata["attributes"]
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
     if not ours or path.is_symlink():

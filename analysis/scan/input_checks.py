@@ -96,7 +96,7 @@ def variables(ds: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in ds]
     if missing:
         tiers = _recording_of(missing)
-        remedy = f"; record it with --record {tiers}" if tiers else ""
+        remedy = f"; record it with --variables {tiers}" if tiers else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which only give quantities of motion "
@@ -114,14 +114,14 @@ def variables(ds: xr.Dataset, *names: str) -> None:
 
 
 def _recording_of(names: Sequence[str]) -> str:
-    """Value of ``--record`` for these variables; empty if one of them cannot be recorded."""
+    """Value of ``--variables`` for these variables; empty if one of them cannot be recorded."""
     if not set(names) <= set(RECORDED):
         return ""
     in_tiers = {name for held in TIERS.values() for name in held} - set(OF_EXAMPLES)
     by_name = [name for name in names if name not in in_tiers]
     tier = next(
         (tier for tier, held in TIERS.items() if set(names) - set(by_name) <= set(held)),
-        "all,model",
+        "matrix,norms",
     )
     return ",".join([tier if len(by_name) < len(names) else "all", *by_name])
 

@@ -54,7 +54,7 @@ def first_step(differs: xr.DataArray) -> xr.DataArray:
 
 def differing_names(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     """Full names of the settings in which two runs differ, including those of the optimizer."""
-    keys = ("config", "stretches", "optimizer")
+    keys = ("config", "segments", "optimizer")
     first, second = settings(a.attrs, keys), settings(b.attrs, keys)
     return sorted(
         name for name in first.keys() | second.keys() if first.get(name) != second.get(name)

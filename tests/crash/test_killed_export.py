@@ -35,7 +35,7 @@ def test_a_killed_export_leaves_the_whole_run_or_none(
     out.parent.mkdir()
     with create(source) as run:  # rows that follow from the gradient
         for step in range(ROWS):
-            run.append(step=step, **row(step, "replay"))
+            run.append(step=step, **row(step, "compact"))
     if names[0] == "run.zarr":
         export(source, source.with_name("run.zarr"), encoding="delta")
         source = source.with_name("run.zarr")
@@ -52,6 +52,6 @@ def test_a_killed_export_leaves_the_whole_run_or_none(
     ds = xr.open_zarr(out)
     assert ds.attrs["encoding"] == encoding_of(out)
     for step in range(ROWS):
-        expected = row(step, "replay")
+        expected = row(step, "compact")
         assert (ds.W[step].values.view("u4") >> 16 == expected["W"]).all()
     assert verify(out).clean

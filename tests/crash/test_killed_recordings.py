@@ -19,7 +19,8 @@ import pytest
 import xarray as xr
 from crashing import KillAt, Reader, killed
 
-from trajstore import FormatError, verify
+from trajstore import verify
+from trajstore.errors import FormatError
 from trajstore.store.metadata.block_plan import BLOCKS
 
 pytest.importorskip("torch")
@@ -38,7 +39,7 @@ SIZES = [
 ]
 CHECKPOINTS = ["recording.checkpoint_every=4", "recording.commit_every=0"]
 BY_TIME = ["recording.commit_every=0.001"]
-REPLAY = [*CHECKPOINTS, "recording.encoding=replay"]
+REPLAY = [*CHECKPOINTS, "recording.encoding=compact"]
 TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
 
 
@@ -134,7 +135,7 @@ def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "changes", [CHECKPOINTS, BY_TIME, REPLAY], ids=["by steps", "by time", "replay"]
+    "changes", [CHECKPOINTS, BY_TIME, REPLAY], ids=["by steps", "by time", "compact"]
 )
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
 def test_a_killed_training_ends_as_if_it_had_not_been(
@@ -185,7 +186,7 @@ def test_one_call_in_a_queue_needs_no_checkpoints(whole: Any, seed: int) -> None
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
 def test_a_killed_run_with_everything_resumes_from_its_last_row(whole: Any, seed: int) -> None:
     preset, corpus, folder = whole
-    changes = ["recording.record=['everything']", "recording.commit_every=0"]
+    changes = ["recording.variables=['everything']", "recording.commit_every=0"]
     path, straight = folder / f"rows-{seed}.zarr", folder / f"straight-{seed}.zarr"
     assert not killed(train, straight, preset, corpus, changes, None)
     for step in sorted(random.Random(seed).sample(range(5, STEPS), 5)):

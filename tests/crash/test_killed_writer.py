@@ -30,13 +30,13 @@ from crashing import (
 from trajstore import repair, verify
 
 ROWS = 7 * BLOCK + 2
-OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root
+OBJECTS = 5  # arrays, each with a shard and a metadata file in every commit, and then the root
 A_COMMIT = 2 * OBJECTS + 1
 
 
 @pytest.fixture(params=["run.zarr", pytest.param("replay.zarr", marks=pytest.mark.nightly)])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Run of the encoding `delta`, or `replay`."""
+    """Run of the encoding `delta`, or `compact`."""
     return tmp_path / str(request.param)
 
 
@@ -97,7 +97,7 @@ def test_killed_at_every_move_of_a_commit(path: Path, after: bool) -> None:
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
             before = committed(path)
-            # A resumed run cuts itself to where it stands first: the documents and the root.
+            # A resumed run cuts itself to where it stands first: the metadata files and the root.
             assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after))
             rows = check_whole(path)
             assert rows == before + (BLOCK if after and move == A_COMMIT else 0)

@@ -48,7 +48,7 @@ def ids_of(case: str) -> Any:
 def record_case(case: str, ids: Any, path: Path, cli: Cli) -> None:
     """Record a training of a preset, or of a user's program."""
     if case == "trainer":
-        callback = TrajectoryCallback(path, record="everything", block_rows=8)
+        callback = TrajectoryCallback(path, variables="everything", block_rows=8)
         trainings.dropout_trainer(ids, TOTAL, nothing, callback)
         return
     if case == "loop":
@@ -59,7 +59,8 @@ def record_case(case: str, ids: Any, path: Path, cli: Cli) -> None:
         changes.append("training.batch_size=2")
     chosen = [argument for change in changes for argument in ("--set", change)]
     cli(
-        "record", "--preset", case, "--record", "everything", "--steps", TOTAL, *chosen, "-o", path
+        "record", "--preset", case, "--variables", "everything", "--steps", TOTAL, *chosen,
+        "-o", path
     )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def record_loop(ids: Any, path: Path) -> None:
         def attach(model: Any, optimizer: Any) -> Any:
             recorder = stack.enter_context(
                 capture(
-                    model, optimizer, path, record="everything", parameter="embedding.weight",
+                    model, optimizer, path, variables="everything", parameter="embedding.weight",
                     max_grad_norm=0.5, block_rows=8,
                 )
             )  # fmt: skip

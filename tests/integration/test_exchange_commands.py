@@ -126,7 +126,7 @@ def test_out_and_in_with_json(trajstore_cli: Cli, run: Path, tmp_path: Path, for
 
 
 def test_a_subset(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
-    options = ["--steps", "0:30:10,5", "--tokens", "dead", "--vars", "W,loss"]
+    options = ["--steps", "0:30:10,5", "--tokens", "dead", "--variables", "W,loss"]
     trajstore_cli("export", run, *options, "-o", tmp_path / "f")
     trajstore_cli("import", tmp_path / "f", "-o", tmp_path / "back.zarr")
     expected = xr.open_zarr(run)[["W", "loss"]].sel(step=[0, 5, 10, 20]).isel(token=DEAD)

@@ -85,7 +85,7 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert "grad/zarr.json is rewritten" in done.stdout
     copy = f"  trajstore export {run} --format run"
     assert f"{copy} --fill-damaged -o COPY.zarr\n" in done.stdout
-    assert f"{copy} --vars" not in done.stdout  # a run needs W
+    assert f"{copy} --variables" not in done.stdout  # a run needs W
     assert f"cp -r {run} {run}.copy\n" in done.stdout
     assert f"trajstore repair {run} --yes" in done.stdout
     copied = trajstore_cli(
@@ -122,7 +122,7 @@ def test_a_replay_names_one_altered_bit_whose_checksum_fits(
     trajstore_cli: Cli, tmp_path: Path
 ) -> None:
     run = tmp_path / "run.zarr"
-    trajstore_cli(*RECORD, "--steps", 6, "--record", "all", "-o", run)
+    trajstore_cli(*RECORD, "--steps", 6, "--variables", "matrix", "-o", run)
     done = trajstore_cli("verify", run, "--replay")
     assert "run.zarr: sound" in done.stdout
     assert "Replayed 6 of 6 steps" in done.stdout

@@ -29,8 +29,8 @@ MISTYPED = {
     "plan --preset gatsby --set training.device=gpu": "cuda",
     "record --preset gatsby --device gpu": "cuda",
     # variables, tokens
-    "plan --preset gatsby --record weight": "weights",
-    "export gatsby.zarr --vars W,gard -o g.safetensors": "grad",
+    "plan --preset gatsby --variables weight": "weights",
+    "export gatsby.zarr --variables W,gard -o g.safetensors": "grad",
     "export gatsby.zarr --tokens ded -o g.safetensors": "dead",
     # runs
     "info gatsby": "gatsby.zarr",

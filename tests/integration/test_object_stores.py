@@ -13,7 +13,8 @@ import pytest
 import xarray as xr
 from object_stores import faulty, s3_server, to_s3, web_server
 
-from trajstore import InvalidArgument, ObjectStoreError, RunNotFound, RunWriter, open_run, verify
+from trajstore import RunWriter, open_run, verify
+from trajstore.errors import InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import location
 

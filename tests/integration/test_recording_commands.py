@@ -56,7 +56,7 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     tokens.write_text("101 7 32\n")
     call = [
         "--preset", "gatsby", "--steps", 10, "--every", 4, "--tokens", tokens,
-        "--record", "all,W_ulp_l1", "--block-rows", 2, *SMALL,
+        "--variables", "matrix,W_ulp_l1", "--block-rows", 2, *SMALL,
     ]  # fmt: skip
     timed = trajstore_cli("plan", *call).stdout
     assert re.search(r"About [\d.]+ (m?s|min [\d ]+s) on this machine \(cpu\).*s per step", timed)
@@ -67,7 +67,7 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     for name in ("files", "bytes_native"):
         assert planned[name] == happened[name]
     assert planned["rows"] == happened["committed_rows"] == 4
-    assert list(planned["tiers"]) == ["weights", "weights+grads", "all", "model", "everything"]
+    assert list(planned["tiers"]) == ["weights", "weights+grads", "matrix", "norms", "everything"]
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == [0, 4, 8, 10]
     assert ds.token.values.tolist() == [7, 32, 101]
@@ -98,7 +98,7 @@ def test_a_configuration_file_records_the_same(
         ),
         (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
         (
-            ["record", "--preset", "gatsby", "--record", "loss"],
+            ["record", "--preset", "gatsby", "--variables", "loss"],
             "record = loss: got 'loss' without W",
         ),
         (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "but the tokenizer"),

@@ -84,8 +84,8 @@ PROGRAM = """
     # FSDP2, the head tied to the embedding; each process has its own batch
     model = fully_shard(Model(tied=True), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    path, record = f"{folder}/fsdp.zarr", ["all", "W_ulp_l1", "grad_token_norm", "example_loss"]
-    how = {"record": record, "block_rows": 4, "max_grad_norm": 0.1}
+    path, record = f"{folder}/fsdp.zarr", ["matrix", "W_ulp_l1", "grad_token_norm", "example_loss"]
+    how = {"variables": record, "block_rows": 4, "max_grad_norm": 0.1}
     def told(run):
         run.observe(example_loss=[float(rank), 0.5])
     before = groups()
@@ -117,7 +117,7 @@ PROGRAM = """
         print(type(error).__name__, error, file=open(f"{folder}/other{rank}", "w"))
     assert groups() == before
     assert "is recorded with all tokens" in refusal(model, optimizer, tokens=[1, 2])
-    assert "norms of sharded parameters" in refusal(model, optimizer, record="model")
+    assert "norms of sharded parameters" in refusal(model, optimizer, variables="norms")
     across = fully_shard(
         Model(tied=True), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
     )
@@ -134,7 +134,7 @@ PROGRAM = """
     model = parallelize_module(Model(tied=False), mesh, split)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     how = {"parameter": "embedding.weight", "block_rows": 4}
-    assert "have the same " in refusal(model, optimizer, record=["W", "batch"], **how)
+    assert "have the same " in refusal(model, optimizer, variables=["W", "batch"], **how)
     with capture(model, optimizer, f"{folder}/vocabulary.zarr", **how) as run:
         keep("vocabulary", gathered(model, optimizer, run, range(5), 0, None))
     torch.distributed.destroy_process_group()

@@ -28,7 +28,7 @@ def test_it_prints_commands_and_records_nothing(
 ) -> None:
     printed = trajstore_cli(
         "sweep", "--preset", "gatsby", "--seeds", "5:7", "--set", "optimizer.betas=[0.9,0.99]",
-        "--steps", 9, "--record", "W,grad", "--no-fsync",
+        "--steps", 9, "--variables", "W,grad", "--no-fsync",
         "--population", "a=token < 9", "--population", "b=token > 9", "-o", tmp_path / "my runs",
         "--threads", 3, "--print",
     ).stdout  # fmt: skip
@@ -36,7 +36,7 @@ def test_it_prints_commands_and_records_nothing(
     name = "gatsby_optimizer.betas=0.9+0.99_seed=6.zarr"
     assert len(lines) == 2
     assert lines[1] == (
-        "OMP_NUM_THREADS=3 trajstore record --preset gatsby --steps 9 --record W,grad "
+        "OMP_NUM_THREADS=3 trajstore record --preset gatsby --steps 9 --variables W,grad "
         "--population 'a=token < 9' --population 'b=token > 9' --no-fsync "
         f"--set 'optimizer.betas=[0.9,0.99]' --seed 6 --resume -o '{tmp_path}/my runs/{name}'"
     )

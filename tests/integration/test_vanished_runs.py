@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trajstore import RunNotFound, RunWriter, open_run, repair, strict_json, verify
+from trajstore import RunWriter, open_run, repair, strict_json, verify
 from trajstore.cli.main import main
+from trajstore.errors import RunNotFound
 from trajstore.watching.run_follower import RunFollower
 
 VARIABLES = {"W": "bfloat16", "grad": "float32", "loss": "float32"}

@@ -29,7 +29,7 @@ assert "site-packages" in trajstore.__file__ and "site-packages" in trainers.__f
 assert "torch" not in sys.modules
 try:
     trainers.record
-except trajstore.MissingExtra as error:
+except trajstore.errors.MissingExtra as error:
     assert "trajstore[train]" in str(error), error
 else:
     raise AssertionError("trained without torch")

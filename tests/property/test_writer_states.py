@@ -31,7 +31,7 @@ from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.store.metadata.block_plan import BLOCKS
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 
 
 class _Death(BaseException):
@@ -163,7 +163,7 @@ class History(RuleBasedStateMachine):
     @rule(cut=st.floats(0, 1, exclude_max=True))
     def truncate_root(self, cut: float) -> None:
         """Lose the root. Without it, rows that a dead writer wrote and did not commit may count."""
-        root = self.path / DOCUMENT
+        root = self.path / METADATA_KEY
         os.truncate(root, int(cut * root.stat().st_size))
         assert not verify(self.path).clean
         repair(self.path, yes=True)

@@ -142,13 +142,13 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
 
 def test_contributing_has_a_line_for_every_room() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    rooms = {
+    packages = {
         f"`{package}/{path.parent.name}/`"
         for package in ("trajstore", "trainers", "analysis")
         for path in (ROOT / package).glob("*/__init__.py")
         if not path.parent.is_symlink()
     }
-    assert {room for room in rooms if f"| {room} |" not in text} == set()
+    assert {package for package in packages if f"| {package} |" not in text} == set()
 
 
 def test_contributing_names_modules_that_there_are() -> None:

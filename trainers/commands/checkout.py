@@ -26,7 +26,7 @@ __all__ = ["checkout"]
 def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
-    The run must be recorded with --record everything. The weights have the recorded bits.
+    The run must be recorded with --variables everything. The weights have the recorded bits.
     AutoModelForCausalLM.from_pretrained reads the folder. AutoTokenizer.from_pretrained reads the
     tokenizer, if the run has one.
 

@@ -87,7 +87,7 @@ configuration = _together(
         "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
     ),
     ENCODING(
-        help="delta: store each array as differences between steps (default); replay: store the "
+        help="delta: store each array as differences between steps (default); compact: store the "
         "gradient, and compute W and the moments from it.",
     ),
     click.option(
@@ -192,7 +192,7 @@ def settings_of(options: Mapping[str, Any]) -> list[str]:
     """Return all changes of the configuration that the options make; others are ignored."""
     given = {PLACES[name]: value for name, value in options.items() if name in PLACES}
     if options["variables"] is not None:
-        given["recording.record"] = options["variables"].split(",")
+        given["recording.variables"] = options["variables"].split(",")
     return [
         *options["assignments"],
         *(

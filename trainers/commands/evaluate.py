@@ -66,7 +66,7 @@ def evaluate(run: str, function: str, output: str, as_json: bool, **options: Any
     (--text), attention, logit-lens and generation (--prompt). A function is called with the model
     and the step, and returns a dict of numbers, arrays and texts.
 
-    The run must be recorded with --record everything. After a kill or an error, the same command
+    The run must be recorded with --variables everything. After a kill or an error, the same command
     evaluates the missing steps only. The results have the steps of the run: xr.merge joins both.
 
     \b

@@ -45,7 +45,7 @@ def plan(no_timing: bool, as_json: bool, **options: Any) -> None:
     wanted = trainers.plan(config, **text)
     tiers, impossible = {}, []
     for tier in TIERS:
-        changes: dict[str, Any] = {"record": (tier,)}
+        changes: dict[str, Any] = {"variables": (tier,)}
         if tier == "everything":
             changes["tokens"] = "all"
         recording = config.recording.model_copy(update=changes)

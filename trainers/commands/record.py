@@ -79,7 +79,7 @@ def record(
     starts a run and resumes it after a kill. Without a checkpoint, --resume trains the recorded
     steps again and compares them.
 
-    --fork continues from a step of another run. A run with --record everything resumes from its
+    --fork continues from a step of another run. A run with --variables everything resumes from its
     last row and forks from any row. Otherwise, without a checkpoint of that step, --fork trains the
     earlier steps again. Settings that may change: optimizer and schedule, training.steps,
     training.max_grad_norm, training.autocast, model.dtype=float32. The fork shares the rows before

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import ConfigError
-from trajstore.store.metadata.stretches import STRETCHES, listed_stretches
+from trajstore.store.metadata.segments import SEGMENTES, listed_segments
 from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
@@ -43,7 +43,7 @@ def changed_learning_rates(
     """Return the learning rate of the step before each row, (step,).
 
     The rates are as recorded if neither the rate nor its schedule changes. If the known schedules
-    of all stretches reproduce the recorded rates, they also give the changed rates. Otherwise the
+    of all segments reproduce the recorded rates, they also give the changed rates. Otherwise the
     recorded rates are multiplied.
 
     Raises
@@ -84,7 +84,7 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     if "grad_norm" not in rows:
         raise CannotReplay(
             "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
-            "tier, such as --record all"
+            "tier, such as --variables matrix"
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])
@@ -111,9 +111,9 @@ def _base_rate(attributes: Mapping[str, Any]) -> float:
 
 
 def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, ScheduleConfig]]:
-    """Return the schedule of each stretch of a run and the step before it; none if unknown."""
-    if STRETCHES in attributes:
-        configs = [(e["step"], RunConfig.of_run(e["config"])) for e in listed_stretches(attributes)]
+    """Return the schedule of each segment of a run and the step before it; none if unknown."""
+    if SEGMENTES in attributes:
+        configs = [(e["step"], RunConfig.of_run(e["config"])) for e in listed_segments(attributes)]
         return [
             (step, config.schedule.model_copy(update={"steps": config.decay_steps}))
             for step, config in configs

@@ -114,7 +114,7 @@ class PlannedCounterfactual:
         if rebuilt and rows.steps[first] and not rows.from_start:
             raise CannotReplay(
                 f"the optimizer's state is not recorded and cannot be computed, because the run "
-                f"starts at step {rows.steps[0]}; record the tier all"
+                f"starts at step {rows.steps[0]}; record the tier matrix"
             )
         begin = 0 if rebuilt else first
         _check_every_step(rows, begin)

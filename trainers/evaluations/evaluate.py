@@ -76,7 +76,7 @@ def evaluate(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``record="everything"``.
+        A run that was recorded with ``variables="everything"``.
     function : callable or str
         Called as ``function(model, step)``; returns a dict of scalars, texts, arrays or tensors. An
         array may be given with its dimensions: ``(("layer", "head"), values)``. A string names it:
@@ -116,7 +116,7 @@ def evaluate(
     >>> import xarray as xr
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=4", "training.batch_size=4", 'recording.record=["everything"]']
+    ...     ["training.steps=4", "training.batch_size=4", 'recording.variables=["everything"]']
     ... )
     >>> def norms(model, step):
     ...     return {"attention_norm": model.transformer.h[0].attn.c_attn.weight.norm()}

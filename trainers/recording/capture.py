@@ -92,17 +92,17 @@ def attach(
     )
     planned = []
     all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
-    shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
+    shares = find_shares(model, parameters, options.resolved, all_tokens=all_tokens)
     try:
         with in_all_processes(shares[0]):
             if _is_first_process() or shares[0] is not None:
                 device = parameters[0].tensor.device
-                if of_model := set(MODEL).intersection(options.variables):
+                if of_model := set(MODEL).intersection(options.resolved):
                     recording.summaries = ModelParameters(model, real, device, of_model)
-                of_state = [name for name in EVERYTHING if name in options.variables]
+                of_state = [name for name in EVERYTHING if name in options.resolved]
                 if of_state:
                     _check_one_matrix(len(parameters), of_state[0])
-                    recording.state = ModelState(model, real, parameters[0], options.variables)
+                    recording.state = ModelState(model, real, parameters[0], options.resolved)
                 planned = plan_runs(path, parameters, recording, shares)
             rows = []
             for run in planned:

@@ -167,7 +167,7 @@ class ComparedRun:
         self.rows += 1
 
     def close(self, status: str = "complete") -> None:
-        """Release the block; the comparison stays open for the next stretch."""
+        """Release the block; the comparison stays open for the next segment."""
         self._block = {}
 
     def _forward_row(self, step: int, successor: RunWriter) -> None:

@@ -35,13 +35,13 @@ def check_joinable(tensors: Mapping[str, torch.Tensor]) -> None:
         if tensor.dtype not in FLOATS:
             raise RecordingError(
                 f"{name} has the type {tensor.dtype}, expected one of "
-                f"{', '.join(map(str, FLOATS))}; record all instead of everything"
+                f"{', '.join(map(str, FLOATS))}; record matrix instead of everything"
             )
         first = first or (name, tensor)
         if tensor.device != first[1].device:
             raise RecordingError(
                 f"{first[0]} is on {first[1].device}, but {name} is on {tensor.device}; move all "
-                "parameters to one device, or record all instead of everything"
+                "parameters to one device, or record matrix instead of everything"
             )
 
 

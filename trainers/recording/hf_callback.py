@@ -75,7 +75,7 @@ class TrajectoryCallback(TrainerCallback):
     def __init__(
         self,
         path: RunPath,
-        record: str | Sequence[str] = RecordingOptions.record,
+        variables: str | Sequence[str] = RecordingOptions.variables,
         *,
         on_step: Callable[[Recorder], None] | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -97,7 +97,7 @@ class TrajectoryCallback(TrainerCallback):
             Options of `RecordingOptions`.
         """
         self._path = path
-        self._options = RecordingOptions(record=record, **options)
+        self._options = RecordingOptions(variables=variables, **options)
         self._options.check_path(path)
         self._on_step = on_step
         self._on_note = on_note

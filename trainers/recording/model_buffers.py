@@ -85,8 +85,8 @@ class ModelBuffers:
         if changed and not first:
             raise CannotFollow(
                 f"the buffer {changed[0]} changes in this step, but did not in the first one, so "
-                "the run does not have it; record all, or run the model once before the recording "
-                "starts"
+                "the run does not have it; record the tier matrix, or run the model once before "
+                "the recording starts"
             )
         if changed:
             self.names = tuple(name for name in self._first if name in {*self.names, *changed})
@@ -103,7 +103,7 @@ class ModelBuffers:
             if first is None or first.shape != tensor.shape or first.dtype != tensor.dtype:
                 raise CannotFollow(
                     f"the buffer {name} has another shape or type than before the first step; "
-                    "record all, or run the model once before the recording starts"
+                    "record the tier matrix, or run the model once before the recording starts"
                 )
             self._marks[name] = (id(tensor), version(tensor))
             if name.rpartition(".")[2] in _STATISTICS:

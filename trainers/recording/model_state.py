@@ -411,7 +411,7 @@ def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
     if missing:
         raise RecordingError(
             f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
-            "a model that contains them, or record all instead of everything"
+            "a model that contains them, or record matrix instead of everything"
         )
 
 

@@ -19,12 +19,12 @@ import torch
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_record
+from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
+from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.create import check_target
-from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens
 
@@ -40,7 +40,7 @@ class RecordingOptions:
 
     Attributes
     ----------
-    record : str or sequence of str
+    variables : str or sequence of str
         Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``,
         ``everything``.
     parameter : str or sequence of str, optional
@@ -63,7 +63,7 @@ class RecordingOptions:
     config, origin : mapping, optional
         JSON values for the root attributes: the configuration, and additions to the provenance,
         such as the identity of the text.
-    encoding : {'delta', 'replay'}
+    encoding : {'delta', 'compact'}
         Store each array as differences between steps; or the gradient, and compute W and Adam's
         moments from it. A run that resumes keeps its encoding.
     memory : int or str
@@ -89,7 +89,7 @@ class RecordingOptions:
         Raise an error instead of a note when a value cannot be recorded.
     """
 
-    record: str | Sequence[str] = "all"
+    variables: str | Sequence[str] = "matrix"
     parameter: str | Sequence[str] | None = None
     every: int = 1
     tokens: Tokens = "all"
@@ -113,7 +113,7 @@ class RecordingOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        check_all_tokens(resolve_record(self._names), self.tokens)
+        check_all_tokens(resolve_variables(self._names), self.tokens)
         if self.every < 1:
             raise InvalidArgument(f"every: got {self.every}, expected at least 1")
         if self.logits_mode not in get_args(LogitsMode):
@@ -130,9 +130,9 @@ class RecordingOptions:
             )
 
     @property
-    def variables(self) -> tuple[str, ...]:
+    def resolved(self) -> tuple[str, ...]:
         """Names of all requested variables, tiers resolved, in the schema's order."""
-        return resolve_record(self._names)
+        return resolve_variables(self._names)
 
     @property
     def required(self) -> frozenset[str]:
@@ -179,7 +179,7 @@ class RecordingOptions:
 
     @property
     def _names(self) -> str | tuple[str, ...]:
-        return self.record if isinstance(self.record, str) else tuple(self.record)
+        return self.variables if isinstance(self.variables, str) else tuple(self.variables)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

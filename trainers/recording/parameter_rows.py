@@ -81,7 +81,7 @@ class ParameterRows:
 
     def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
-        self.watched = planned.recording.options.variables
+        self.watched = planned.recording.options.resolved
         self.variables = _own_variables(planned, self.watched)
         self.writer: RowTarget | None = None
         self.left_out: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class ParameterRows:
         if "W_ulp_l1" in self.variables and W.dtype not in ULP_TYPES:
             raise RecordingError(
                 f"W_ulp_l1 of {self.parameter.name}: got {W.dtype}, expected one of "
-                f"{', '.join(map(str, ULP_TYPES))}; leave W_ulp_l1 out of record"
+                f"{', '.join(map(str, ULP_TYPES))}; leave W_ulp_l1 out of variables"
             )
         self._planned = planned
         self._notes = planned.recording.notes
@@ -510,7 +510,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _remedy(unseen: list[str]) -> str:
     found = [remedy for names, remedy in _REMEDIES if not names.isdisjoint(unseen)]
-    return "; ".join(found) or "leave it out of record"
+    return "; ".join(found) or "leave it out of variables"
 
 
 _REMEDIES = (

@@ -21,7 +21,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.named import with_populations
 from trajstore.schema import POPULATION
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.store.writing.replay_encoding import check_encoding
+from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.model_parameters import ModelParameters
@@ -226,7 +226,7 @@ def plan_runs(
         If the path of a run exists, or if it does not exist and is to be resumed.
     InvalidArgument
         If the choice of tokens is unknown, the facts about tokens have another vocabulary, or
-        several processes would write the encoding ``replay``.
+        several processes would write the encoding ``compact``.
     """
     planned, options = [], recording.options
     for parameter, share in zip(parameters, shares, strict=True):

@@ -12,7 +12,7 @@ import torch
 
 from trajstore.errors import InvalidArgument, NothingToResume
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token
-from trajstore.store.metadata.stretches import stretches_attribute
+from trajstore.store.metadata.segments import segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.store.writing.writer import RunWriter
@@ -187,7 +187,7 @@ def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -
 
 
 def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
-    wanted, required = planned.recording.options.variables, planned.recording.options.required
+    wanted, required = planned.recording.options.resolved, planned.recording.options.required
     missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
     if missing:
         raise InvalidArgument(
@@ -265,7 +265,7 @@ def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[
     }
     if planned.recording.options.config is not None:
         changed["config"] = dict(planned.recording.options.config)
-        changed |= stretches_attribute(before, changed["config"], planned.recording.loop.first_step)
+        changed |= segments_attribute(before, changed["config"], planned.recording.loop.first_step)
     return changed
 
 

@@ -205,13 +205,13 @@ def _check_variables(
     if of_state:
         raise RecordingError(
             f"{of_state[0]}: the state of a model with sharded parameters cannot be recorded; "
-            "record weights, weights+grads or all"
+            "record weights, weights+grads or matrix"
         )
     of_model = [name for name in MODEL if name in variables]
     if of_model:
         raise RecordingError(
             f"{', '.join(of_model)}: norms of sharded parameters cannot be recorded; record "
-            "weights, weights+grads or all"
+            "weights, weights+grads or matrix"
         )
     of_examples = [name for name in OF_EXAMPLES if name in variables]
     if of_examples and not any(isinstance(module, FSDPModule) for module in model.modules()):

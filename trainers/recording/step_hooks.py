@@ -156,7 +156,7 @@ class Recorder:
             on_use=self._on_use,
             on_note=notes.add,
         )
-        self._examples = StepExamples(options.variables)
+        self._examples = StepExamples(options.resolved)
         receivers = (self._forward, self._examples)
         size = multiplied.tensor.shape[1]
         self._hidden = HiddenStates(self._forward, receivers, size, notes.add)

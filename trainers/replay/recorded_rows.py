@@ -163,7 +163,7 @@ def check_inputs(rows: RecordedRows) -> None:
     """
     for name, reason in (
         ("W", "the run has no W; record W"),
-        ("grad", "the gradient was not recorded; record weights+grads or all"),
+        ("grad", "the gradient was not recorded; record weights+grads or matrix"),
         ("lr", "the learning rate was not recorded; every tier has it"),
         ("clip_coef", "the clipping factor was not recorded; every tier has it"),
     ):

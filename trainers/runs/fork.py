@@ -17,7 +17,7 @@ from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, VARIABLES
-from trajstore.store.metadata.stretches import listed_stretches, stretches_attribute
+from trajstore.store.metadata.segments import listed_segments, segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.create import check_local_target, staged_run
@@ -83,7 +83,7 @@ def fork(
     the start, are trained again. Each row is compared with the recorded one, bit for bit. If a row
     differs (for example on another machine), a note reports it, and the new run has the repeated
     rows from there on. The other rows are those of the source. Their blocks are hard links, unless
-    the type of a variable or the rule of the encoding ``replay`` changes. The root
+    the type of a variable or the rule of the encoding ``compact`` changes. The root
     attribute ``provenance.fork`` records all this. The source is only read.
 
     Parameters
@@ -218,7 +218,7 @@ def _make(
             "config": values,
             "optimizer": optimizer,
             "provenance": source.forked_provenance(config, optimizer, point),
-            **stretches_attribute(source.attributes, values, point.state.step),
+            **segments_attribute(source.attributes, values, point.state.step),
             **source.forked_parameters(config),
         },
         memory=config.recording.memory,
@@ -491,7 +491,7 @@ class _Source:
         """Return notes about a fork with this configuration."""
         found = []
         changed = changed_fields(self.config, config)
-        later = [entry["step"] for entry in listed_stretches(self.attributes)]
+        later = [entry["step"] for entry in listed_segments(self.attributes)]
         if later[-1] > at and "training.steps" not in changed:
             last = recorded_config(self.path).training.steps
             found.append(

@@ -92,7 +92,7 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
     types = {}
     for name, native in held.items():
         if name in MOMENTS and config.optimizer.name == "sgd":
-            if name in set(config.recording.record) - set(TIERS):
+            if name in set(config.recording.variables) - set(TIERS):
                 raise InvalidArgument(
                     f"optimizer.name = 'sgd': the run records {name} by name, but sgd has none; "
                     "fork with adam or adamw"

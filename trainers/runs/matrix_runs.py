@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trajstore.errors import InvalidArgument
-from trajstore.schema import EVERYTHING, resolve_record
+from trajstore.schema import EVERYTHING, resolve_variables
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.planned_run import run_path
@@ -24,11 +24,11 @@ def matrices(config: RunConfig) -> tuple[str, ...] | None:
     """
     if config.model.tied:
         return None
-    whole = sorted({*EVERYTHING}.intersection(resolve_record(config.recording.record)))
+    whole = sorted({*EVERYTHING}.intersection(resolve_variables(config.recording.variables)))
     if whole:
         raise InvalidArgument(
             "the tier everything is recorded with one matrix, but model.tied = false records two; "
-            f"remove 'everything' or {whole[0]!r} from recording.record"
+            f"remove 'everything' or {whole[0]!r} from recording.variables"
         )
     return UNTIED
 

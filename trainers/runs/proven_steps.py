@@ -42,7 +42,7 @@ from trajstore.values.native_types import native_type
 
 __all__ = ["Difference", "Proof", "prove_steps"]
 
-_STRETCH = 256
+_SEGMENT = 256
 """Maximum number of rows that are trained without a new start from a recorded row."""
 
 
@@ -135,7 +135,7 @@ def prove_steps(
     Parameters
     ----------
     path : path-like or str
-        A run of `trainers.record`, with ``record="everything"``.
+        A run of `trainers.record`, with ``variables="everything"``.
     steps : str, int, slice or iterable of int, optional
         Steps to prove, such as ``"0:1000:10"``; default: all.
     corpus, tokenizer : path-like, optional
@@ -162,7 +162,7 @@ def prove_steps(
     --------
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", "recording.record=['everything']"]
+    ...     ["training.steps=3", "training.batch_size=4", "recording.variables=['everything']"]
     ... )
     >>> found = prove_steps(record(config, "run.zarr"))
     >>> found.clean, found.proven
@@ -212,7 +212,7 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; --gradients needs "
-            "--record everything, without float16 autocast or momentum of SGD"
+            "--variables everything, without float16 autocast or momentum of SGD"
         )
 
 
@@ -323,4 +323,4 @@ def _consecutive(rows: list[int]) -> list[int]:
     """Return the first numbers up to a gap, at most as many as progress should wait for."""
     first = rows[0]
     following = itertools.takewhile(lambda pair: pair[1] == first + pair[0], enumerate(rows))
-    return [row for _, row in itertools.islice(following, _STRETCH)]
+    return [row for _, row in itertools.islice(following, _SEGMENT)]

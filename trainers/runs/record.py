@@ -11,7 +11,7 @@ from typing import Any
 from trajstore.argument_types import Count, checks_types
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.optimizer_advice import require_sound
-from trajstore.store.metadata.stretches import recorded_threads
+from trajstore.store.metadata.segments import recorded_threads
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location

@@ -7,7 +7,7 @@ from typing import Any
 
 from trajstore.errors import RecordingError
 from trajstore.populations.files import populations_from
-from trajstore.schema import resolve_record
+from trajstore.schema import resolve_variables
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.capture import attach
@@ -46,14 +46,14 @@ def recording_options(
     recording = config.recording
     counts = text.counts()
     origin = text.provenance()
-    if sources and "params" in resolve_record(recording.record):
+    if sources and "params" in resolve_variables(recording.variables):
         origin["sources"] = dict(sources)
     tokens: Tokens = recording.tokens
     if recording.tokens not in ("all", "dead", "live"):
         tokens = read_tokens(recording.tokens)
     select_tokens(tokens, config.model.vocab_size, counts == 0)
     return RecordingOptions(
-        record=recording.record,
+        variables=recording.variables,
         every=recording.every,
         tokens=tokens,
         logits_mode=recording.logits_mode,

@@ -9,7 +9,7 @@ from typing import Any
 
 from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFound
 from trajstore.store.metadata.object_keys import checkpoint_folder
-from trajstore.store.metadata.stretches import listed_stretches
+from trajstore.store.metadata.segments import listed_segments
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
@@ -67,7 +67,7 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
             "it, use resume=True in the program that recorded it"
         )
     if after is not None:
-        listed = listed_stretches(attributes)
+        listed = listed_segments(attributes)
         config = [entry["config"] for entry in listed if entry["step"] <= max(after, 0)][-1]
     return RunConfig.of_run(config)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import NothingToResume
-from trajstore.store.metadata.stretches import trained_stretches
+from trajstore.store.metadata.segments import trained_segments
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
@@ -66,7 +66,7 @@ def train_again(
 ) -> Retrained:
     """Repeat the training of a run up to a step. The run is only read.
 
-    Each stretch has its own configuration, and on the CPU its number of threads.
+    Each segment has its own configuration, and on the CPU its number of threads.
 
     Parameters
     ----------
@@ -91,18 +91,18 @@ def train_again(
         If the device of the configuration is not available.
     """
     attributes = open_group(run).attrs.asdict()
-    stretches = trained_stretches(attributes, 0 if taken is None else taken.step, step)
+    segments = trained_segments(attributes, 0 if taken is None else taken.step, step)
     comparison = Comparison(make_writer)
     reached = taken
     try:
-        for stretch in stretches:
-            with torch_threads(stretch.threads):
-                reached = _train_stretch(
+        for segment in segments:
+            with torch_threads(segment.threads):
+                reached = _train_segment(
                     run,
-                    build_training(RunConfig.of_run(stretch.config), text),
+                    build_training(RunConfig.of_run(segment.config), text),
                     text,
                     reached,
-                    stretch.last,
+                    segment.last,
                     comparison=comparison,
                     created=str(attributes["created"]),
                     sources=sources,
@@ -115,7 +115,7 @@ def train_again(
     return Retrained(agreed=comparison.agreed, state=reached, difference=comparison.difference)
 
 
-def _train_stretch(
+def _train_segment(
     run: Location,
     training: Training,
     text: Corpus,
@@ -127,7 +127,7 @@ def _train_stretch(
     sources: Mapping[str, str],
     on_step: Callable[[int], None],
 ) -> RunState | None:
-    """Return the state after a stretch's last step; None if rows after a difference are lost."""
+    """Return the state after a segment's last step; None if rows after a difference are lost."""
     reached: list[RunState] = []
 
     def after_step(recorder: Recorder, scaler: Any) -> bool:

@@ -24,11 +24,11 @@ from trajstore.schema import (
     POPULATION,
     TIERS,
     VARIABLES,
-    resolve_record,
+    resolve_variables,
 )
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
-from trajstore.store.writing.replay_encoding import replay_rule
+from trajstore.store.writing.compact_encoding import replay_rule
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.token_selection import (
     check_all_tokens,
@@ -65,14 +65,14 @@ _RATIOS = {
 }  # fmt: skip
 
 # The same for models so small that a block has many rows: measured on 30 to 1,000 steps of Gatsby
-# (blocks of 256 rows). Sums are within 30 % of the measured ones, also with the encoding replay.
+# (blocks of 256 rows). Sums are within 30 % of the measured ones, also with the encoding `compact`.
 _MANY_ROWS = 128
 _RATIOS_OF_MANY_ROWS = {
     "bfloat16": _RATIOS["bfloat16"]
     | {"W": 13.0, "grad": 3.0, "exp_avg": 4.0, "exp_avg_sq": 12.0, "logits": 4.0},
 }
 
-# The same for the encoding replay: of the gradient, and of the first row of each block, which a
+# The same for the encoding `compact`: of the gradient, and of the first row of each block, which a
 # computed array stores. Measured on the first 63 rows of Wordybird 1b, and on 32 of Duckling, whose
 # float32 W includes the corrections of 1 % of its elements.
 _PREDICTED = {"bfloat16": 7.0, "float32": 2.8}
@@ -109,7 +109,7 @@ class RunPlan:
     bytes_by_encoding : dict of str to dict
         Bytes on disk of each array, by encoding: estimates from measured ratios.
     remarks : tuple of str
-        Reason why the encoding ``replay`` of the configuration would compute nothing.
+        Reason why the encoding ``compact`` of the configuration would compute nothing.
     advice : tuple of Advice
         Effects that the types of the optimizer's state and of W prevent.
     """
@@ -151,7 +151,7 @@ class RunPlan:
             *remarks,
             "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
             f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
-            f"(--record cells) about {format_bytes(round(cells))}",
+            f"(--variables cells) about {format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, Any]:
@@ -223,10 +223,10 @@ def native_types(config: RunConfig) -> dict[str, str]:
         absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
-    named = set(config.recording.record) - set(TIERS)
+    named = set(config.recording.variables) - set(TIERS)
     return {
         name: types[name]
-        for name in resolve_record(config.recording.record)
+        for name in resolve_variables(config.recording.variables)
         if name not in absent or name in named
     }
 
@@ -299,7 +299,7 @@ def plan(
     rows = steps // every + 1 + (steps % every > 0)
     remarks: list[str] = []
     rule = replay_rule(_recorded_attributes(config), types, remarks.append)
-    computes = recording.encoding == "replay"
+    computes = recording.encoding == "compact"
     runs = len(matrices(config) or ("",))
     layout = plan_layout(
         types,
@@ -363,17 +363,17 @@ def _bytes_by_encoding(
         name: round(size / ratios.get(kinds.get(name, ""), {}).get(name, 1.0))
         for name, size in native.items()
     }
-    replay = dict(delta)
+    compact = dict(delta)
     if "grad" in kinds:
         ratio = _PREDICTED.get(kinds["grad"], 1.0)
         if many and kinds["grad"] == "bfloat16":
             rows = native["grad"] / layout.arrays["grad"].row_bytes
             early = min(rows, _LEARNING_ROWS)
             ratio = rows / (early / _LEARNING + (rows - early) / _LATER)
-        replay["grad"] = round(native["grad"] / ratio)
+        compact["grad"] = round(native["grad"] / ratio)
     computed = rule.state if rule else ()
     vectors = [VECTORS[name] for name in computed if len(computed) > 1]
     for name in (*computed, *(name for name in vectors if name in kinds)):
         ratio = _KEY_ROWS.get(kinds[name], {}).get(name, 1.0)
-        replay[name] = round(blocks * layout.arrays[name].row_bytes / ratio)
-    return {"delta": delta, "replay": replay}
+        compact[name] = round(blocks * layout.arrays[name].row_bytes / ratio)
+    return {"delta": delta, "compact": compact}

@@ -63,7 +63,7 @@ def checkout(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``record="everything"``.
+        A run that was recorded with ``variables="everything"``.
     output : path-like
         The new folder.
     step : int
@@ -97,7 +97,7 @@ def checkout(
     >>> from transformers import AutoModelForCausalLM
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
     ... )
     >>> found = checkout(record(config, "run.zarr"), "step-3", step=3)
     >>> found.tokenizer, AutoModelForCausalLM.from_pretrained(found.path).dtype

@@ -29,7 +29,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``record="everything"``, with Adam, AdamW, or SGD without
+        A run that was recorded with ``variables="everything"``, with Adam, AdamW, or SGD without
         momentum.
     step : int
         A recorded step; 0 is the initial state.
@@ -52,7 +52,7 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     --------
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
     ... )
     >>> state = optimizer_state_at(record(config, "run.zarr"), 3)
     >>> decays = [group["weight_decay"] for group in state["param_groups"]]

@@ -32,7 +32,7 @@ def restore(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``record="everything"``.
+        A run that was recorded with ``variables="everything"``.
     model : Module
         The model of the recording, not wrapped.
     optimizer : Optimizer
@@ -63,7 +63,7 @@ def restore(
     >>> from trajstore.trainers import capture
     >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
     >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> options = {"parameter": "0.weight", "record": "everything"}
+    >>> options = {"parameter": "0.weight", "variables": "everything"}
     >>> with capture(model, optimizer, "run.zarr", **options) as run:
     ...     for _ in range(3):
     ...         loss = model(torch.arange(5)).square().sum()

@@ -29,7 +29,7 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``record="everything"``.
+        A run that was recorded with ``variables="everything"``.
     step : int
         0 is the initial state.
     constructor : callable, optional
@@ -55,7 +55,7 @@ def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None)
     --------
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
     ... )
     >>> model = model_at(record(config, "run.zarr"), 3)
     >>> model.lm_head.weight is model.transformer.wte.weight, model.dtype
@@ -75,7 +75,7 @@ def models(
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``record="everything"``.
+        A run that was recorded with ``variables="everything"``.
     steps : iterable of int, optional
         Recorded steps; the models have increasing steps. Default: all recorded steps.
     constructor : callable, optional
@@ -96,7 +96,7 @@ def models(
     --------
     >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(
-    ...     ["training.steps=3", "training.batch_size=4", 'recording.record=["everything"]']
+    ...     ["training.steps=3", "training.batch_size=4", 'recording.variables=["everything"]']
     ... )
     >>> path = record(config, "run.zarr")
     >>> norms = {step: model.lm_head.weight.norm().item() for step, model in models(path)}

@@ -50,9 +50,11 @@ _MEMORY = partial(
 @click.option(
     "--tokens", metavar="TOKENS", help="Tokens: all, dead, live, ids such as 1,2,3, or a FILE."
 )
-@click.option("--vars", "variables", metavar="W,grad,…", help="Variables to write; default: all.")
+@click.option(
+    "--variables", "variables", metavar="W,grad,…", help="Variables to write; default: all."
+)
 @click.option("--block-rows", type=int, help="Rows per chunk (zarr) or per block (run).")
-@ENCODING(help="Encoding of the run to write, delta or replay; default: that of RUN.")
+@ENCODING(help="Encoding of the run to write, delta or compact; default: that of RUN.")
 @click.option(
     "--fill-damaged",
     is_flag=True,
@@ -79,8 +81,8 @@ def export(
       trajstore export runs/*.zarr --layout flannel-5 -o runs.safetensors
       trajstore export gatsby.zarr --format zarr -o anywhere.zarr
       trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
-      trajstore export gatsby.zarr --encoding replay -o small.zarr
-      trajstore export damaged.zarr --format run --vars W,loss -o undamaged.zarr
+      trajstore export gatsby.zarr --encoding compact -o small.zarr
+      trajstore export damaged.zarr --format run --variables W,loss -o undamaged.zarr
       trajstore export damaged.zarr --format run --fill-damaged -o filled.zarr
     """
     from trajstore.exchange.exporting.export import export as write

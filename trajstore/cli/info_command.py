@@ -21,7 +21,7 @@ from trajstore.cli.tables import (
     without_tokens,
 )
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
-from trajstore.store.metadata.stretches import listed_stretches
+from trajstore.store.metadata.segments import listed_segments
 from trajstore.store.reading.run_settings import attribute
 
 __all__ = ["info"]
@@ -35,7 +35,7 @@ _WIDE = 100  # terminal width at which tables show all columns
 @click.option(
     "--corrections",
     is_flag=True,
-    help="Count the chunks that hold differences, and the elements that the encoding replay "
+    help="Count the chunks that hold differences, and the elements that the encoding `compact` "
     "corrects. Reads every chunk of W, the gradient and the moments.",
 )
 @JSON
@@ -134,15 +134,15 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     out.print(printed, soft_wrap=False)
     if facts.get("parameters"):
         _print_parameters(facts["parameters"])
-    if facts["encoding"] == "replay":
+    if facts["encoding"] == "compact":
         _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
         if isinstance(facts.get(section), dict) and facts[section]:
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(f"  {name} = {value}")
-        if section == "config" and (lines := _stretches(facts)):
-            out.print("stretches", style="bold")
+        if section == "config" and (lines := _segments(facts)):
+            out.print("segments", style="bold")
             for line in lines:
                 out.print(f"  {line}")
     if facts["populations"]:
@@ -176,7 +176,7 @@ def _print_forms(facts: dict[str, Any]) -> None:
     """Print which arrays are computed, and how their chunks are stored if that was counted."""
     computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
     out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
-    from trajstore.store.writing.replay_encoding import replay_rule, vector_rule
+    from trajstore.store.writing.compact_encoding import replay_rule, vector_rule
     from trajstore.values.vector_rule import VECTORS
 
     types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
@@ -197,19 +197,19 @@ def _print_forms(facts: dict[str, Any]) -> None:
     print_table("Chunks", columns, rows)
 
 
-def _stretches(facts: dict[str, Any]) -> list[str]:
-    """Settings that differ between the stretches of a run; empty if it has one stretch."""
+def _segments(facts: dict[str, Any]) -> list[str]:
+    """Settings that differ between the segments of a run; empty if it has one segment."""
     last = facts["steps"]["last"] if facts["steps"] else 0
-    stretches = [each for each in listed_stretches(facts) if each["step"] < last]
-    if not stretches:
+    segments = [each for each in listed_segments(facts) if each["step"] < last]
+    if not segments:
         return []
-    flat = [dict(_flat(each["config"])) for each in stretches]
+    flat = [dict(_flat(each["config"])) for each in segments]
     names = [name for name in flat[-1] if len({str(one.get(name)) for one in flat}) > 1]
-    ends = [*(each["step"] for each in stretches[1:]), last]
+    ends = [*(each["step"] for each in segments[1:]), last]
     return [
         f"steps {each['step'] + 1} to {end}: "
         + ", ".join(f"{name} = {config.get(name)}" for name in names)
-        for each, config, end in zip(stretches, flat, ends, strict=True)
+        for each, config, end in zip(segments, flat, ends, strict=True)
         if names
     ]
 

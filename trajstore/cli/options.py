@@ -65,7 +65,7 @@ POPULATIONS = click.option(
 
 
 def _recordable() -> str:
-    """Help of ``--record``: every recordable variable, by tier."""
+    """Help of ``--variables``: every recordable variable, by tier."""
     in_each = [n for n in RECORDED if all(n in held for held in TIERS.values()) and n != "W"]
     in_some = {name for held in TIERS.values() for name in held}
     tiers = (
@@ -76,11 +76,11 @@ def _recordable() -> str:
     return (
         f"Tiers or variables, separated by commas. Tiers: {', '.join(tiers)}; each also includes "
         f"{', '.join(in_each)}. By name only: {', '.join(by_name)}; cells can replace W. "
-        "Default: recording.record of the configuration."
+        "Default: recording.variables of the configuration."
     )
 
 
-RECORD = click.option("--record", "variables", metavar="all,batch,…", help=_recordable())
+RECORD = click.option("--variables", "variables", metavar="all,batch,…", help=_recordable())
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,

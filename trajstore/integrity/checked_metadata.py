@@ -1,4 +1,4 @@
-"""Checked documents of a run, which every other check and a repair use."""
+"""Checked metadata files of a run, which every other check and a repair use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.array_document import ArrayFacts, facts_of
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.array_metadata import ArrayFacts, facts_of
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import Document
@@ -17,7 +17,7 @@ __all__ = ["CheckedMetadata"]
 
 @dataclass(kw_only=True)
 class CheckedMetadata:
-    """Documents of a run, and their problems.
+    """Metadata files of a run, and their problems.
 
     Attributes
     ----------
@@ -25,24 +25,24 @@ class CheckedMetadata:
     objects : dict of str to int or None
         Bytes of each object by its key; None for a web server, which lists none.
     root : dict or None
-        Stored document of the root; None if it cannot be read.
+        Stored metadata file of the root; None if it cannot be read.
     own : dict
-        Document in each array's folder; None if it cannot be read.
+        Metadata file in each array's folder; None if it cannot be read.
     attributes : dict
         Attributes of the root; empty if it cannot be read.
     copy : dict or None
         Copy of the root's fixed attributes in `step`.
     replaced : bool
-        True if the document of `step` holds attributes that a resume replaced in the root.
+        True if the metadata file of `step` holds attributes that a resume replaced in the root.
     rows : int
         Committed rows.
     arrays : dict
-        The better document of each array, with the committed rows.
+        The better metadata file of each array, with the committed rows.
     problems : list of Problem
     notes : list of str
         Remarks that are no damage.
     refused : bool
-        True if the system refused to read a document, which may be sound.
+        True if the system refused to read a metadata file, which may be sound.
     """
 
     path: Location
@@ -61,7 +61,7 @@ class CheckedMetadata:
     def stored(self, name: str) -> StoredArray:
         """Reader of an array that grows with the rows."""
         facts = facts_of(name, self.arrays[name])
-        assert isinstance(facts, ArrayFacts)  # otherwise its document has a fault
+        assert isinstance(facts, ArrayFacts)  # otherwise its metadata file has a fault
         return self.reader(facts)
 
     def reader(self, facts: ArrayFacts) -> StoredArray:
@@ -70,7 +70,7 @@ class CheckedMetadata:
         return StoredArray(path=self.path, name=facts.name, shape=facts.shape, form=facts.form)
 
     def consolidated(self) -> dict[str, Any] | None:
-        """Documents of the arrays in the root; None if they are lost."""
+        """Metadata files of the arrays in the root; None if they are lost."""
         block = (self.root or {}).get("consolidated_metadata")
         entries = block.get("metadata") if isinstance(block, dict) else None
         return entries if isinstance(entries, dict) else None
@@ -82,6 +82,6 @@ class CheckedMetadata:
         path: Location | None = None,
         remedy: Literal["rewrite", "none"] = "rewrite",
     ) -> None:
-        """Add a problem of a document: by default of the array, otherwise of the root."""
-        path = path or self.path / (array or "") / DOCUMENT
+        """Add a problem of a metadata file: by default of the array, otherwise of the root."""
+        path = path or self.path / (array or "") / METADATA_KEY
         self.problems.append(Problem(array=array, path=path, message=message, remedy=remedy))

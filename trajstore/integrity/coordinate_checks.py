@@ -15,7 +15,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
-from trajstore.store.metadata.array_document import open_document
+from trajstore.store.metadata.array_metadata import open_metadata
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
 
@@ -60,7 +60,7 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array |
     try:
         if not is_intact(data):
             raise ValueError("the checksum does not fit")
-        array = open_document(metadata.arrays[name], {key.partition("/")[2]: data})
+        array = open_metadata(metadata.arrays[name], {key.partition("/")[2]: data})
         return np.asarray(array[...])
     except Exception as error:  # codecs raise anything for foreign bytes
         found.problems.append(

@@ -8,7 +8,7 @@ from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.schema import STEP
-from trajstore.store.metadata.array_document import is_series
+from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import (
     CONTENT,
     FINGERPRINT,
@@ -16,7 +16,7 @@ from trajstore.store.metadata.fingerprint import (
     block_digest,
     coordinate_digests,
 )
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.strict_json import Document
 
@@ -109,4 +109,4 @@ def _digest_of_block(
 
 
 def _problem(metadata: CheckedMetadata, message: str) -> Problem:
-    return Problem(array=None, path=metadata.path / DOCUMENT, message=message)
+    return Problem(array=None, path=metadata.path / METADATA_KEY, message=message)

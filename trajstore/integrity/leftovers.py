@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.store.metadata.array_document import is_series
-from trajstore.store.metadata.object_keys import DOCUMENT, block_of
+from trajstore.store.metadata.array_metadata import is_series
+from trajstore.store.metadata.object_keys import METADATA_KEY, block_of
 from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath
@@ -103,15 +103,15 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
 def _find_in_array(
     metadata: CheckedMetadata, name: str, paths: list[Location], rows: int, found: Leftovers
 ) -> None:
-    document = metadata.arrays.get(name)
-    if document is None or not is_series(name):
+    own = metadata.arrays.get(name)
+    if own is None or not is_series(name):
         return
     stored = metadata.stored(name)
     beyond = []
     for path in paths:
         if _is_known(path):
             continue
-        place = block_of(path.name, len(document["shape"]))
+        place = block_of(path.name, len(own["shape"]))
         if place is None or place[1] >= stored.parts:
             found.unknown.append(path)
         elif place[0] * stored.shard[0] >= rows:
@@ -132,6 +132,6 @@ def _size(path: Location) -> int:
 
 
 def _is_known(path: Location) -> bool:
-    """True for a document or a temporary file."""
+    """True for a metadata file or a temporary file."""
     temporary = path.name.startswith(".") and path.name.endswith(PARTIAL_SUFFIX)
-    return path.name == DOCUMENT or temporary
+    return path.name == METADATA_KEY or temporary

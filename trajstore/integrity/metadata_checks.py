@@ -1,9 +1,9 @@
-"""Documents of a run, read strictly and compared with each other.
+"""Metadata files of a run, read strictly and compared with each other.
 
 Each fact about an array is stored twice: in its own `zarr.json` and in the root's consolidated
-metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a document is
-detected, and mostly also which copy is right. Of two sound documents of an array, the labels of its
-blocks decide, then the other arrays and the schema.
+metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a metadata file is
+detected, and mostly also which copy is right. Of two sound metadata files of an array, the labels
+of its blocks decide, then the other arrays and the schema.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from trajstore.integrity.root_attribute_checks import (
     parsed_copy,
 )
 from trajstore.schema import EXPORTED, OF_PARAMETERS, STEP, TRAJECTORIES, entry_of
-from trajstore.store.metadata.array_document import (
+from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
     array_faults,
     contradicting_lengths,
-    document_of,
     facts_of,
     is_series,
+    metadata_of,
     recorded_attributes,
     with_rows,
 )
-from trajstore.store.metadata.document_form import is_length, root_faults
 from trajstore.store.metadata.fingerprint import COPY
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.metadata_form import is_length, root_faults
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
-from trajstore.store.storage.object_file import document_in
+from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.strict_json import Document, differences, parse, same
 
-__all__ = ["check_metadata", "is_outdated", "read_document"]
+__all__ = ["check_metadata", "is_outdated", "read_metadata"]
 
 _MOST_MISSING = 1 << 16
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
-    """Read the documents of a run and compare them.
+    """Read the metadata files of a run and compare them.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
         folders = [name for name in found.consolidated() or {} if name and "/" not in name]
     for name in sorted(folders):
         found.own[name] = _read(found, name)
-    _choose_documents(found)
+    _choose_metadata(found)
     _check_rows(found)
     _check_age(found)
     _check_lengths(found)
@@ -92,7 +92,7 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
 
 
 def _is_of_trajstore(found: CheckedMetadata) -> bool:
-    """True if the documents are those of a run; other programs use the names step and W, too.
+    """True if the metadata files are those of a run; other programs use the names step and W, too.
 
     An exported Zarr has arrays of a run in other codecs, and an attribute of the exporter. A result
     of an analysis has the run's coordinates and `step`, but no recorded parameter.
@@ -101,8 +101,8 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
         return True
     if EXPORTED in found.attributes:
         return False
-    documents = {**(found.consolidated() or {}), **found.own}
-    trajectories = [documents[name] for name in TRAJECTORIES if name in documents]
+    all_metadata = {**(found.consolidated() or {}), **found.own}
+    trajectories = [all_metadata[name] for name in TRAJECTORIES if name in all_metadata]
     if not trajectories:
         return False
     return found.copy is not None or any(
@@ -111,7 +111,9 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
 
 
 def _no_run(found: CheckedMetadata, text: str) -> str:
-    what = "is a Zarr group, but not a run" if (found.path / DOCUMENT).exists() else "is not a run"
+    what = (
+        "is a Zarr group, but not a run" if (found.path / METADATA_KEY).exists() else "is not a run"
+    )
     inside = sorted(_runs_in(found))
     if inside:
         return f"{text} {what}, but contains runs: name one of {', '.join(inside[:9])}"
@@ -120,7 +122,7 @@ def _no_run(found: CheckedMetadata, text: str) -> str:
 
 def _runs_in(found: CheckedMetadata) -> set[str]:
     """Entries of a folder with steps."""
-    key = f"/{STEP.name}/{DOCUMENT}"
+    key = f"/{STEP.name}/{METADATA_KEY}"
     if isinstance(found.path, Path):
         return {place.parent.parent.name for place in found.path.glob(f"*{key}")}
     return {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
@@ -132,7 +134,7 @@ def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
     Raises
     ------
     RunNotFound, FormatError
-        If there is nothing, or no array and no document.
+        If there is nothing, or no array and no metadata file.
     """
     path = found.path
     if isinstance(path, Path):
@@ -152,9 +154,11 @@ def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
         return None
     found.objects = objects
     names = {key.partition("/")[0] for key in objects if "/" in key}
-    folders = [name for name in names if entry_of(name) or f"{name}/{DOCUMENT}" in objects]
-    if not folders and DOCUMENT not in objects:
-        raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
+    folders = [name for name in names if entry_of(name) or f"{name}/{METADATA_KEY}" in objects]
+    if not folders and METADATA_KEY not in objects:
+        raise FormatError(
+            f"{text} is not a run: it has no {METADATA_KEY}, and no array in it has one"
+        )
     return folders
 
 
@@ -179,26 +183,26 @@ def _files(run: Path, notes: list[str]) -> dict[str, int]:
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:
-    document = read_document(found.path / (array or "") / DOCUMENT, array)
-    if isinstance(document, Problem):
-        found.problems.append(document)
-        found.refused |= document.remedy == "none"
+    metadata = read_metadata(found.path / (array or "") / METADATA_KEY, array)
+    if isinstance(metadata, Problem):
+        found.problems.append(metadata)
+        found.refused |= metadata.remedy == "none"
         return None
-    return document
+    return metadata
 
 
-def read_document(path: Location, array: str | None) -> Document | Problem:
+def read_metadata(path: Location, array: str | None) -> Document | Problem:
     """Read a JSON object strictly, or return the problem.
 
     Parameters
     ----------
     path : Path or RemotePath
     array : str or None
-        Array of the document; None for the root.
+        Array of the metadata file; None for the root.
     """
     remedy: Literal["rewrite", "none"] = "rewrite"
     try:
-        value = parse(document_in(path).decode())
+        value = parse(metadata_in(path).decode())
         if isinstance(value, dict):
             return value
         message = "it is not a JSON object"
@@ -207,11 +211,11 @@ def read_document(path: Location, array: str | None) -> Document | Problem:
     except ObjectStoreError:
         raise
     except OSError as error:
-        # A later attempt may succeed: do not replace the document.
+        # A later attempt may succeed: do not replace the metadata file.
         message, remedy = str(error.strerror or error), "none"
     except ValueError as error:
         message = f"it is not the JSON document of a run: {error}"
-    message = f"{DOCUMENT} cannot be read: {message}"
+    message = f"{METADATA_KEY} cannot be read: {message}"
     return Problem(array=array, path=path, message=message, remedy=remedy)
 
 
@@ -230,8 +234,8 @@ def _check_root(found: CheckedMetadata) -> None:
         found.attributes = attributes
 
 
-def _choose_documents(found: CheckedMetadata) -> None:
-    """Check each array's two documents, report problems, and choose the better."""
+def _choose_metadata(found: CheckedMetadata) -> None:
+    """Check each array's two metadata files, report problems, and choose the better."""
     consolidated = found.consolidated()
     copies = consolidated or {}
     sound: dict[str, list[Document]] = {}
@@ -242,30 +246,32 @@ def _choose_documents(found: CheckedMetadata) -> None:
             found.notes.append(f"{name} is an array that is not part of the run")
             continue
         if copy is None and consolidated is not None and own is not None:
-            found.report(name, "the root's metadata do not have it", found.path / DOCUMENT)
+            found.report(name, "the root's metadata do not have it", found.path / METADATA_KEY)
         if name not in found.own:
             found.own[name] = None
             found.report(name, "its folder is missing")
-        both = ((copy, found.path / DOCUMENT), (own, found.path / name / DOCUMENT))
+        both = ((copy, found.path / METADATA_KEY), (own, found.path / name / METADATA_KEY))
         sound[name] = [
-            document
-            for document, path in both
-            if document is not None and _is_sound(found, name, document, path)
+            metadata
+            for metadata, path in both
+            if metadata is not None and _is_sound(found, name, metadata, path)
         ]
-    shapes = {name: documents[0]["shape"] for name, documents in sound.items() if documents}
+    shapes = {
+        name: all_metadata[0]["shape"] for name, all_metadata in sound.items() if all_metadata
+    }
     for name in shapes:
         found.arrays[name] = _better(found, name, sound[name], shapes)
 
 
-def _is_sound(found: CheckedMetadata, name: str, document: Any, path: Location) -> bool:
-    """Report the faults of a document of an array; True without any."""
+def _is_sound(found: CheckedMetadata, name: str, metadata: Any, path: Location) -> bool:
+    """Report the faults of a metadata file of an array; True without any."""
     if entry_of(name) is None:
         wrong = ["this version has no variable or coordinate of this name"]
     else:
-        facts = facts_of(name, document)
-        wrong = [str(fault) for fault in array_faults(facts, document)]
+        facts = facts_of(name, metadata)
+        wrong = [str(fault) for fault in array_faults(facts, metadata)]
         if isinstance(facts, ArrayFacts) and facts.foreign is not None:
-            recorded = document_of(replace(facts, foreign=None))
+            recorded = metadata_of(replace(facts, foreign=None))
             members = [
                 member
                 for member in ("chunk_key_encoding", "codecs")
@@ -283,7 +289,7 @@ def _is_sound(found: CheckedMetadata, name: str, document: Any, path: Location) 
 def _better(
     found: CheckedMetadata, name: str, sound: list[Document], shapes: dict[str, list[int]]
 ) -> Document:
-    """The better of the sound documents of an array; report differences."""
+    """The better of the sound metadata files of an array; report differences."""
     copy, own = sound[0], sound[-1]
     if is_series(name):
         rows, copied = own["shape"][0], copy["shape"][0]
@@ -293,7 +299,7 @@ def _better(
                 "commit, or died in one"
             )
         elif rows < copied:
-            found.report(name, f"has {rows} rows in its own document, {copied} in the root's")
+            found.report(name, f"has {rows} rows in its own metadata file, {copied} in the root's")
         own = with_rows(name, own, copied)
     differing = differences(own, copy)
     if differing == [f"attributes.{COPY}"] and is_replaced(found, copy, own):
@@ -304,22 +310,22 @@ def _better(
         return copy
     if not differing:
         return copy
-    chosen = min(copy, own, key=lambda document: _rank(found, name, document, shapes))
+    chosen = min(copy, own, key=lambda metadata: _rank(found, name, metadata, shapes))
     found.report(
         name,
-        f"its own document and its copy in the root differ in {', '.join(differing)}",
-        found.path / (name if chosen is copy else "") / DOCUMENT,
+        f"its own metadata file and its copy in the root differ in {', '.join(differing)}",
+        found.path / (name if chosen is copy else "") / METADATA_KEY,
     )
     return chosen
 
 
 def _rank(
-    found: CheckedMetadata, name: str, document: Document, shapes: dict[str, list[int]]
+    found: CheckedMetadata, name: str, metadata: Document, shapes: dict[str, list[int]]
 ) -> tuple[bool, int]:
-    """Rank of a sound document that differs from its copy; lower is better."""
-    facts = facts_of(name, document)
+    """Rank of a sound metadata file that differs from its copy; lower is better."""
+    facts = facts_of(name, metadata)
     assert isinstance(facts, ArrayFacts)  # or it had a fault
-    among = contradicting_lengths({**shapes, name: document["shape"]})
+    among = contradicting_lengths({**shapes, name: metadata["shape"]})
     odd = sum(other == name for other, *_ in among)
     attributes = facts.attributes
     named = attributes.get("coordinates", "").split()
@@ -357,34 +363,36 @@ def _check_rows(found: CheckedMetadata) -> None:
         best = max(votes.values())
         found.rows = min(rows for rows, count in votes.items() if count == best)
     elif series:
-        # Without a root: a writer writes the shards before any document grows.
+        # Without a root: a writer writes the shards before any metadata file grows.
         found.rows = min(found.arrays[name]["shape"][0] for name in series)
     if is_length(committed) and committed != found.rows:
         found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
     for name in series:
         rows = shown.get(name, min(found.arrays[name]["shape"][0], found.rows))
         if rows != found.rows:
-            found.report(name, f"has {rows} rows, others have {found.rows}", found.path / DOCUMENT)
+            found.report(
+                name, f"has {rows} rows, others have {found.rows}", found.path / METADATA_KEY
+            )
         found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
 
 
 def _check_age(found: CheckedMetadata) -> None:
     """Report a root that is older than all arrays of a complete run."""
     own = {
-        document["shape"][0]
-        for document in (found.own.get(name) for name in found.arrays if is_series(name))
-        if document is not None and _has_shape(document)
+        metadata["shape"][0]
+        for metadata in (found.own.get(name) for name in found.arrays if is_series(name))
+        if metadata is not None and _has_shape(metadata)
     }
     if found.attributes.get("status") == "complete" and len(own) == 1 and min(own) > found.rows:
         found.report(
             None,
-            f"the root records a complete run of {found.rows} rows, but the documents of all "
+            f"the root records a complete run of {found.rows} rows, but the metadata files of all "
             f"arrays {own.pop()} rows; an older root was restored",
         )
 
 
-def _has_shape(document: Any) -> bool:
-    shape = document.get("shape") if isinstance(document, dict) else None
+def _has_shape(metadata: Any) -> bool:
+    shape = metadata.get("shape") if isinstance(metadata, dict) else None
     return isinstance(shape, list) and bool(shape) and is_length(shape[0])
 
 
@@ -398,7 +406,7 @@ def _check_lengths(found: CheckedMetadata) -> None:
         needed["W"] = "every run needs W, or delta, or cells"
     for name in sorted(needed.keys() - there):
         found.report(name, f"it is missing; {needed[name]}", remedy="none")
-    shapes = {name: document["shape"] for name, document in found.arrays.items()}
+    shapes = {name: metadata["shape"] for name, metadata in found.arrays.items()}
     for name, dim, length, other in contradicting_lengths(shapes):
         found.report(name, f"has {length} along {dim}, others have {other}", remedy="none")
     block = found.attributes.get("block_rows")
@@ -409,7 +417,7 @@ def _check_lengths(found: CheckedMetadata) -> None:
 
 
 def _check_extent(found: CheckedMetadata) -> None:
-    """Refuse documents with far more shards than files: a check would search for each.
+    """Refuse metadata files with far more shards than files: a check would search for each.
 
     Places without a listing are not checked.
 
@@ -429,14 +437,14 @@ def _check_extent(found: CheckedMetadata) -> None:
     for name, shards in announced.items():
         if shards > most:
             raise FormatError(
-                f"the documents of {found.path} announce {shards:,} shards of {name}, and there "
+                f"{found.path} announces {shards:,} shards of {name}, and there "
                 f"are {files[name]:,} files of it; they are not those of this run"
             )
 
 
 def is_outdated(metadata: CheckedMetadata) -> bool:
     """True if the stored root changed since the check: fewer rows, another status or run."""
-    root = read_document(metadata.path / DOCUMENT, None)
+    root = read_metadata(metadata.path / METADATA_KEY, None)
     if isinstance(root, Problem) or not isinstance(root.get("attributes"), dict):
         return False
     now, then = root["attributes"], metadata.attributes

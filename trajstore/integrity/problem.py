@@ -27,8 +27,8 @@ class Problem:
     message : str
         One sentence.
     remedy : {'rewrite', 'cut', 'remove', 'none'}
-        Action of a repair: rewrite the document from other sources, cut the rows from this block
-        on, remove the file, or nothing.
+        Action of a repair: rewrite the metadata file from other sources, cut the rows from this
+        block on, remove the file, or nothing.
     """
 
     array: str | None

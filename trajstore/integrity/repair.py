@@ -1,8 +1,8 @@
 """`repair`: restore a damaged run to its last complete commit.
 
-A repair first determines all documents, and then writes the differences. So it can be interrupted
-and repeated, and a sound run stays unchanged. It writes the root first, so readers never see rows
-that it drops.
+A repair first determines all metadata files, and then writes the differences. So it can be
+interrupted and repeated, and a sound run stays unchanged. It writes the root first, so readers
+never see rows that it drops.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def repair(
     """Restore a run to its last complete commit; by default only return the plan.
 
     All arrays are cut to the rows before the first damaged block. Shards past the commit and
-    temporary files are removed; no reader sees them. Documents are rebuilt from their copies. Sound
-    chunks of the remaining rows stay unchanged. `trajstore.export` copies more of a damaged run, as
-    a new run: with ``variables`` or ``fill_damaged``.
+    temporary files are removed; no reader sees them. Metadata files are rebuilt from their copies.
+    Sound chunks of the remaining rows stay unchanged. `trajstore.export` copies more of a damaged
+    run, as a new run: with ``variables`` or ``fill_damaged``.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def _unlocked(run: Location) -> Iterator[None]:
 
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
-    for target, data in plan.documents.items():
+    for target, data in plan.all_metadata.items():
         if isinstance(target, Path) and target.parent != run:  # do not recreate a deleted run
             target.parent.mkdir(exist_ok=True)
         put(target, [data])

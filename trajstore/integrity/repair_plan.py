@@ -1,7 +1,7 @@
 """The plan of a repair, complete before anything is written.
 
-Documents are rebuilt from their copies. A damaged block costs the rows from there on. Each decision
-has a sentence.
+Metadata files are rebuilt from their copies. A damaged block costs the rows from there on. Each
+decision has a sentence.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import FORMAT, STEP, TRAJECTORIES, coordinate
-from trajstore.store.metadata.array_document import is_series
-from trajstore.store.metadata.document_form import (
+from trajstore.store.metadata.array_metadata import is_series
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
+from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     STATUSES,
     Status,
@@ -29,8 +30,7 @@ from trajstore.store.metadata.document_form import (
     is_moment,
     is_possible,
 )
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata, is_outgrown
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
@@ -90,8 +90,8 @@ class RepairPlan:
     Attributes
     ----------
     report : Repair
-    documents : dict of Path or RemotePath to bytes
-        Documents to write.
+    metadata files : dict of Path or RemotePath to bytes
+        Metadata files to write.
     removed : tuple of Path or RemotePath
         Files to remove.
     sweeps : bool
@@ -99,7 +99,7 @@ class RepairPlan:
     """
 
     report: Repair
-    documents: dict[Location, bytes] = field(default_factory=dict)
+    all_metadata: dict[Location, bytes] = field(default_factory=dict)
     removed: tuple[Location, ...] = ()
     sweeps: bool = False
 
@@ -107,7 +107,7 @@ class RepairPlan:
 def plan_repair(checked: CheckedRun) -> RepairPlan:
     """Plan the repair of a run."""
     metadata = checked.metadata
-    # A document that the system refuses to read may be sound: do not replace it, drop no rows.
+    # A metadata file that the system refuses to read may be sound: do not replace it, drop no rows.
     facts: dict[str, Any] = {"path": metadata.path, "rows_before": metadata.rows}
     if metadata.refused or STEP.name not in metadata.arrays:
         problems = tuple(map(str, checked.found.problems))
@@ -118,7 +118,7 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
     whole = tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
     attributes, on_attributes = _attributes(metadata)
     digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
-    changed = _changed_documents(metadata, rows, attributes, _status(metadata, rows), digests)
+    changed = _changed_metadata(metadata, rows, attributes, _status(metadata, rows), digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
@@ -129,7 +129,7 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
             *on_attributes,
             *on_digests,
             *_on_status(metadata),
-            *_on_documents(checked, rows, changed),
+            *_on_metadata(checked, rows, changed),
             *_on_removed(checked, beyond, broken),
         ),
         unrepaired=tuple(map(str, lasting)),
@@ -140,9 +140,9 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
     )
     return RepairPlan(
         report=report,
-        documents={
-            path: json.dumps(document, indent=1, allow_nan=False).encode()
-            for path, document in changed.items()
+        all_metadata={
+            path: json.dumps(metadata, indent=1, allow_nan=False).encode()
+            for path, metadata in changed.items()
         },
         removed=(*beyond, *broken),
         sweeps=bool(checked.leftovers.temporaries),
@@ -198,7 +198,7 @@ def _exports(
         return ()
     found = []
     if all(map(is_series, damaged)) and not set(whole).isdisjoint(TRAJECTORIES):
-        found.append(f"--vars {','.join(name for name in whole if name != STEP.name)}")
+        found.append(f"--variables {','.join(name for name in whole if name != STEP.name)}")
     if lost or not all(map(is_series, damaged)):
         found.append("--fill-damaged")
     return tuple(found)
@@ -266,7 +266,7 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": "replay" if replayed else "delta",
+        "encoding": "compact" if replayed else "delta",
         "block_rows": form.shape[0],
         "config": {},
         "runs": [list(entry) for entry in form.runs],
@@ -311,17 +311,17 @@ def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
         yield "the status becomes interrupted: no process is recording the run"
 
 
-def _changed_documents(
+def _changed_metadata(
     metadata: CheckedMetadata,
     rows: int,
     attributes: Document,
     status: Status,
     digests: dict[str, str],
 ) -> dict[Location, Document]:
-    """New versions of the documents that change, the root first."""
+    """New versions of the metadata files that change, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
-    documents = RunMetadata(arrays, attributes)
-    root = json.loads(documents.root(rows, status, digests))
+    all_metadata = RunMetadata(arrays, attributes)
+    root = json.loads(all_metadata.root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
     # Foreign entries, and entries unreadable in both places, stay unchanged.
     strange = {
@@ -337,10 +337,10 @@ def _changed_documents(
     }
     changed: dict[Location, Document] = {}
     if not _same_root(root, metadata.root):
-        changed[metadata.path / DOCUMENT] = root
+        changed[metadata.path / METADATA_KEY] = root
     for name in arrays:
         if not same(targets[name], metadata.own[name]):
-            changed[metadata.path / name / DOCUMENT] = targets[name]
+            changed[metadata.path / name / METADATA_KEY] = targets[name]
     return changed
 
 
@@ -361,7 +361,7 @@ def _same_root(target: dict[str, Any], root: Document | None) -> bool:
     return same(target | {"attributes": target["attributes"] | {"updated": moment}}, root)
 
 
-def _on_documents(
+def _on_metadata(
     checked: CheckedRun, rows: int, changed: dict[Location, Document]
 ) -> Iterator[str]:
     metadata = checked.metadata

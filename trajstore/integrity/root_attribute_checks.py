@@ -7,16 +7,16 @@ from typing import Any
 from trajstore.errors import FormatError
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import FORMAT, STEP
-from trajstore.store.metadata.array_document import is_series
-from trajstore.store.metadata.document_form import (
+from trajstore.store.metadata.array_metadata import is_series
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
+from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     attribute_faults,
     is_digest,
     is_possible,
     run_identity,
 )
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
-from trajstore.store.metadata.stretches import STRETCHES, are_stretches
+from trajstore.store.metadata.segments import SEGMENTES, are_segments
 from trajstore.store.metadata.zarr_json import CHANGING, COPY
 from trajstore.strict_json import MISSING, Document, changes, parse, same
 
@@ -31,14 +31,15 @@ __all__ = [
 def is_replaced(found: CheckedMetadata, copy: Document, own: Document) -> bool:
     """True if `step` only holds the attributes that the root had before a resume.
 
-    A resume replaces the root before the document of `step`. The fingerprint covers the attributes,
-    so it shows that those of the root, and of its copy of that document, are the present ones.
+    A resume replaces the root before the metadata file of `step`. The fingerprint covers the
+    attributes, so it shows that those of the root, and of its copy of that metadata file, are the
+    present ones.
 
     Parameters
     ----------
     found : CheckedMetadata
     copy, own : dict
-        Document of `step` in the root, and in its folder.
+        Metadata file of `step` in the root, and in its folder.
     """
     attributes = found.attributes
     content = attributes.get(CONTENT)
@@ -84,9 +85,9 @@ def check_attributes(found: CheckedMetadata) -> None:
     required = [key for key in REQUIRED if key not in (found.copy or {})]
     for fault in attribute_faults(attributes, required):
         found.report(None, str(fault))
-    listed: Any = attributes.get(STRETCHES)
-    if are_stretches(listed) and not same(listed[-1]["config"], attributes.get("config")):
-        found.report(None, f"the last configuration of {STRETCHES} is not the attribute config")
+    listed: Any = attributes.get(SEGMENTES)
+    if are_segments(listed) and not same(listed[-1]["config"], attributes.get("config")):
+        found.report(None, f"the last configuration of {SEGMENTES} is not the attribute config")
 
 
 def _check_identity(found: CheckedMetadata) -> None:

@@ -24,7 +24,7 @@ from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.threads import Progress
@@ -91,7 +91,7 @@ class CheckedRun:
     read : CheckedChunks
         Contents of the arrays.
     found : Verification
-        Problems of the documents first, then of the arrays, then of the checkpoints.
+        Problems of the metadata files first, then of the arrays, then of the checkpoints.
     """
 
     metadata: CheckedMetadata
@@ -109,8 +109,8 @@ def verify(
     """Check every stored byte of a run, also during its recording.
 
     Every chunk of every committed block is read, compared with its checksum and decompressed. The
-    chunks of a shard must cover it without gaps. Documents are compared with each other and with
-    the schema. Checkpoints of the run are checked, too.
+    chunks of a shard must cover it without gaps. Metadata files are compared with each other and
+    with the schema. Checkpoints of the run are checked, too.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def _check_cells(path: Location) -> list[Problem]:
 
     NaN is not compared: the value of one of them may have been lost.
     """
-    where = path / "cells" / DOCUMENT
+    where = path / "cells" / METADATA_KEY
     try:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():

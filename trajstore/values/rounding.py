@@ -130,8 +130,8 @@ def check_subnormals() -> None:
         kept = _LEAST_NORMAL * _HALF
     if kept.view(np.uint32) != _HALF_OF_LEAST:
         raise FlushedSubnormals(
-            "rows of the encoding replay need exact arithmetic, but this thread replaces subnormal "
-            "numbers by 0; call torch.set_flush_denormal(False) before"
+            "rows of the encoding `compact` need exact arithmetic, but this thread replaces "
+            "subnormal numbers by 0; call torch.set_flush_denormal(False) before"
         )
 
 

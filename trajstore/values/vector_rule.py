@@ -1,6 +1,6 @@
 """One step of an optimizer for the vectors that join all parameters but the recorded matrix.
 
-Each parameter is a stretch of elements. Its optimizer group defines the rule and the learning rate,
+Each parameter is a segment of elements. Its optimizer group defines the rule and the learning rate,
 and the optimizer counts its steps: none in a step in which it has no gradient.
 """
 
@@ -36,15 +36,15 @@ class VectorRule:
     ----------
     groups : tuple of OptimizerRule
         Rule of each group of the optimizer.
-    stretches : tuple of (int, int, int)
+    segments : tuple of (int, int, int)
         First element of each parameter, number of its group, and its position among all parameters.
-        A stretch ends where the next one begins.
+        A segment ends where the next one begins.
     parameters : int
         Number of all parameters.
     """
 
     groups: tuple[OptimizerRule, ...]
-    stretches: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
     parameters: int
 
     @classmethod
@@ -79,19 +79,19 @@ class VectorRule:
                 raise InvalidArgument(
                     f"the parameters or their moments have several types: {', '.join(types)}"
                 )
-        stretches = tuple(
+        segments = tuple(
             # A parameter without a group takes no step, so any group will do.
             (int(entry["offset"]), int(entry["group"] or 0), number)
             for number, entry in enumerate(table)
             if entry["variable"] == "params" and math.prod(entry["shape"])
         )
-        return cls(groups=groups, stretches=stretches, parameters=len(table))
+        return cls(groups=groups, segments=segments, parameters=len(table))
 
     def facts(self) -> dict[str, Any]:
         """The rule as JSON values, for `from_facts`."""
         return {
             "groups": [rule.facts() for rule in self.groups],
-            "stretches": [list(stretch) for stretch in self.stretches],
+            "segments": [list(segment) for segment in self.segments],
             "parameters": self.parameters,
         }
 
@@ -104,23 +104,23 @@ class VectorRule:
         ValueError
             If it describes none.
         """
-        if facts.keys() != {"groups", "stretches", "parameters"}:
+        if facts.keys() != {"groups", "segments", "parameters"}:
             raise ValueError(f"no rule of vectors has {dict(facts)!r}")
         groups = tuple(OptimizerRule.from_facts(each) for each in facts["groups"])
-        stretches = tuple((first, group, number) for first, group, number in facts["stretches"])
-        parameters, starts = facts["parameters"], [first for first, _, _ in stretches]
-        numbers = [parameters, *(value for stretch in stretches for value in stretch)]
+        segments = tuple((first, group, number) for first, group, number in facts["segments"])
+        parameters, starts = facts["parameters"], [first for first, _, _ in segments]
+        numbers = [parameters, *(value for segment in segments for value in segment)]
         if (
             not all(type(number) is int for number in numbers)
             or any(rule.kind != "adam" for rule in groups)
-            or not stretches
+            or not segments
             or starts[0] != 0
             or any(one >= other for one, other in itertools.pairwise(starts))
-            or not all(0 <= group < len(groups) for _, group, _ in stretches)
-            or not all(0 <= number < parameters for _, _, number in stretches)
+            or not all(0 <= group < len(groups) for _, group, _ in segments)
+            or not all(0 <= number < parameters for _, _, number in segments)
         ):
             raise ValueError(f"no rule of vectors has {dict(facts)!r}")
-        return cls(groups=groups, stretches=stretches, parameters=parameters)
+        return cls(groups=groups, segments=segments, parameters=parameters)
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -129,8 +129,8 @@ class VectorRule:
 
     def parts(self, first: int, length: int) -> Iterator[tuple[slice, int, int]]:
         """Parts of a range of elements, each with its group and the position of its parameter."""
-        ends = [start for start, _, _ in self.stretches[1:]] + [first + length]
-        for (start, group, parameter), end in zip(self.stretches, ends, strict=True):
+        ends = [start for start, _, _ in self.segments[1:]] + [first + length]
+        for (start, group, parameter), end in zip(self.segments, ends, strict=True):
             begin, stop = max(start - first, 0), min(end - first, length)
             if begin < stop:
                 yield slice(begin, stop), group, parameter

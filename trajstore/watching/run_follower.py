@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trajstore.errors import FormatError, RunNotFound, TrajstoreError
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import stored_bytes
 from trajstore.store.reading.run_settings import attribute
@@ -157,7 +157,7 @@ class RunFollower:
     def _look(self) -> Look:
         # Read the lock first: a writer marks the end in the root before it releases the lock.
         written_to = is_written_to(self._path)
-        seen = _state(self._path / DOCUMENT)
+        seen = _state(self._path / METADATA_KEY)
         if seen is None:
             raise RunNotFound(f"there is no run at {self._path}")
         if seen != self._seen:
@@ -263,13 +263,13 @@ class RunFollower:
         )
 
 
-def _state(document: Location) -> tuple[Any, ...] | None:
+def _state(metadata: Location) -> tuple[Any, ...] | None:
     """Values that change with every commit, time last; None if the object does not exist."""
-    if isinstance(document, RemotePath):
-        facts = document.stat()
+    if isinstance(metadata, RemotePath):
+        facts = metadata.stat()
         return None if facts is None else (facts["e_tag"], facts["last_modified"].timestamp() * 1e9)
     try:
-        found = os.stat(document)
+        found = os.stat(metadata)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns

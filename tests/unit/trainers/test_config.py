@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trajstore import ConfigError, InvalidArgument
+from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.presets import PRESETS, preset
 
@@ -47,7 +47,7 @@ def test_the_presets_are_the_notebooks() -> None:
     assert (bird.training.steps, longer.training.steps) == (100, 200)
     assert bird.model_copy(update={"training": longer.training}) == longer
     assert (bird.model.vocab_size, bird.optimizer.weight_decay) == (50_257, 0)
-    assert preset("gatsby-gradients").recording.record[:2] == ("W", "grad")
+    assert preset("gatsby-gradients").recording.variables[:2] == ("W", "grad")
     with pytest.raises(InvalidArgument, match="wordybird-1b"):
         preset("wordybird-9")
 
@@ -60,7 +60,7 @@ def test_the_presets_are_the_notebooks() -> None:
         ("optimiser.lr=1", r"unknown field optimiser \(did you mean 'optimizer'\?\); the fields"),
         ("schedule.name=step", "schedule.name = 'step': input should be 'linear', 'cosine' or"),
         ("model.heads=3", "^model: 3 heads do not divide 64"),
-        ("recording.record=[\"W\", \"speed\"]", "recording.record = .*cannot record 'speed'"),
+        ("recording.variables=[\"W\", \"speed\"]", "recording.variables = .*cannot record 'speed'"),
         ("recording.every=0", "recording.every = 0: input should be greater than or equal to 1"),
         ("optimizer.momentum=0.9", "^optimizer: momentum = 0.9 needs sgd"),
         ("optimizer.state_dtype=float64", "state_dtype = 'float64': input should be 'bfloat16'"),
@@ -85,11 +85,13 @@ def test_experiments_that_are_no_presets_can_be_said() -> None:
     assert (config.model.vocab_size, config.training.accumulation) == (10_000, 4)
 
 
-@given(st.floats(1e-6, 10), st.integers(1, 10_000), st.sampled_from(["all", "weights", "W,grad"]))
+@given(
+    st.floats(1e-6, 10), st.integers(1, 10_000), st.sampled_from(["matrix", "weights", "W,grad"])
+)
 def test_a_configuration_survives_toml(lr: float, steps: int, record: str) -> None:
     names = ", ".join(f'"{name}"' for name in record.split(","))
     config = preset("gatsby").with_values(
-        [f"optimizer.lr={lr!r}", f"training.steps={steps}", f"recording.record=[{names}]"]
+        [f"optimizer.lr={lr!r}", f"training.steps={steps}", f"recording.variables=[{names}]"]
     )
     assert RunConfig.parse(__import__("tomllib").loads(config.to_toml())) == config
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from trajstore import InvalidArgument, analysis, open_run
+from trajstore import analysis, open_run
+from trajstore.errors import InvalidArgument
 from trajstore.trainers import PRESETS, plan, preset, record
 from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
@@ -36,7 +37,7 @@ def test_duckling_is_float32_under_autocast() -> None:
     (note,) = planned["notes"]
     assert "lower 16 bits of the mantissa do not" in note
     assert planned["arrays"]["W"]["bytes_on_disk"] < planned["arrays"]["W"]["bytes_native"]
-    cells = plan(config.with_values(["recording.record=['cells']"])).facts()
+    cells = plan(config.with_values(["recording.variables=['cells']"])).facts()
     assert cells["notes"] == []
     share = cells["arrays"]["cells"]["bytes_on_disk"] / planned["arrays"]["W"]["bytes_on_disk"]
     assert 0.2 < share < 0.4

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
-from trajstore.store.metadata.object_keys import DOCUMENT  # noqa: E402
+from trajstore.store.metadata.object_keys import METADATA_KEY  # noqa: E402
 from trajstore.trainers import (  # noqa: E402
     capture,
     evaluate,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.torch
 SLOW = "trajstore.trainers.products.native_is_slow"
 TINY = (
     "model.hidden=16", "model.context=8", "training.batch_size=4", "training.steps=6",
-    "recording.record=[\"everything\"]",
+    "recording.variables=[\"everything\"]",
 )  # fmt: skip
 
 
@@ -156,9 +156,9 @@ def test_an_evaluation_uses_the_products_of_its_run(products: str, tmp_path: Pat
 
 def test_runs_from_before_the_choice_have_native_products(tmp_path: Path) -> None:
     path = record(preset("gatsby").with_values([*TINY, "training.products=native"]), tmp_path / "r")
-    document = json.loads((path / DOCUMENT).read_bytes())
-    del document["attributes"]["config"]["training"]["products"]
-    config = RunConfig.of_run(document["attributes"]["config"])
+    metadata = json.loads((path / METADATA_KEY).read_bytes())
+    del metadata["attributes"]["config"]["training"]["products"]
+    config = RunConfig.of_run(metadata["attributes"]["config"])
     assert config == recorded_config(path)
     assert RunConfig.parse({}).training.products == "auto"
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from trajstore import InvalidArgument
+from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import resolve_record, variable
+from trajstore.schema import resolve_variables, variable
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_mistyped_variables_get_a_suggestion() -> None:
     with pytest.raises(InvalidArgument, match="'gard' \\(did you mean 'grad'\\?\\)"):
         variable("gard")
     with pytest.raises(InvalidArgument, match="'weigths' \\(did you mean 'weights'\\?\\)"):
-        resolve_record("weigths")
+        resolve_variables("weigths")
     with pytest.raises(InvalidArgument, match="got 'loss, lr' without W"):
-        resolve_record(("loss", "lr"))
+        resolve_variables(("loss", "lr"))

@@ -1,7 +1,7 @@
 """A new run from the first rows of another one: with its blocks, or written again.
 
-If only documents change, all blocks are hard links. If the type of a variable or the optimizer's
-rule changes, the rows are exported.
+If only metadata files change, all blocks are hard links. If the type of a variable or the
+optimizer's rule changes, the rows are exported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.atomic import refuse_links
+from trajstore.store.writing.compact_encoding import replay_rule, vector_rule
 from trajstore.store.writing.linked_run import link_run
 from trajstore.store.writing.new_run import check_variables
-from trajstore.store.writing.replay_encoding import replay_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.strict_json import utc_now
 from trajstore.values.native_types import native_type, widen
@@ -81,7 +81,7 @@ def branch_run(
     memory : int or str
         Memory budget in bytes for all buffers together.
     on_note : callable, optional
-        Called with the reason if ``replay`` cannot compute W and the moments (default: log it).
+        Called with the reason if ``compact`` cannot compute W and the moments (default: log it).
 
     Raises
     ------
@@ -155,7 +155,7 @@ def _keeps_blocks(stored: ResumedRun, types: Mapping[str, str], changed: dict[st
     units = _units(stored)
     wanted = stored.metadata.attributes | changed
     rules = []
-    if wanted["encoding"] == "replay":
+    if wanted["encoding"] == "compact":
         rules = [make(wanted, types, lambda note: None) for make in (replay_rule, vector_rule)]
     kept = {STEP.name, *types}
     return [unit.rule for unit in units] == [rule for rule in rules if rule] and all(
@@ -179,19 +179,19 @@ def _link(
         *((min(number, blocks), run) for number, run in stored.layout.runs),
         (blocks, new_identity()),
     )
-    documents = {
+    all_metadata = {
         name: _with_runs(json.loads(source.array(name, stored.rows)), runs)
         for name in source.names()
         if name == STEP.name or name in types or coordinate(name)
     }
     identity = {"runs": [list(entry) for entry in runs]}
-    metadata = RunMetadata(documents, source.attributes | changed | identity)
+    metadata = RunMetadata(all_metadata, source.attributes | changed | identity)
     last = stored.last_step()
     metadata.notes = [one for one in source.notes if one["first_step"] <= last]
     assert isinstance(stored.path, Path)
     keys = [
         f"{name}/{file.name}"
-        for name in filter(coordinate, documents)
+        for name in filter(coordinate, all_metadata)
         for file in (stored.path / name).glob("c*")
     ]
     for name in metadata.series():
@@ -212,12 +212,12 @@ def _of_type(variable: TiledVariable, wider: str) -> TiledVariable:
     return replace(variable, native=wanted, bits=bits)
 
 
-def _with_runs(document: dict[str, Any], runs: Runs) -> dict[str, Any]:
-    """Document of an array, for a run of that identity."""
+def _with_runs(metadata: dict[str, Any], runs: Runs) -> dict[str, Any]:
+    """Metadata file of an array, for a run of that identity."""
     codecs = [
         codec | {"configuration": codec["configuration"] | {"runs": [list(e) for e in runs]}}
         if codec["name"] == BLOCK
         else codec
-        for codec in document["codecs"]
+        for codec in metadata["codecs"]
     ]
-    return document | {"codecs": codecs}
+    return metadata | {"codecs": codecs}

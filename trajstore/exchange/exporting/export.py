@@ -34,13 +34,13 @@ from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
     staged_file,
     staged_run,
 )
-from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]
@@ -130,7 +130,7 @@ def export(
         Names, also as one string with commas. Default: all.
     block_rows : int, optional
         Rows of a chunk of ``zarr``, or of a block of ``run``. Default: planned.
-    encoding : {'delta', 'replay'}, optional
+    encoding : {'delta', 'compact'}, optional
         Encoding of a ``run``. Default: the encoding of the exported run.
     fill_damaged : bool
         Write NaN in place of the values of damaged inner chunks, and leave out damaged coordinates

@@ -49,7 +49,7 @@ def write_run(
     block_rows : int, optional
     memory : int or str
         Memory for the buffer of the writer and the rows held in between.
-    encoding : {'delta', 'replay'}, optional
+    encoding : {'delta', 'compact'}, optional
         Default: the encoding of the run.
     damaged : DamagedChunks, optional
         The source of the run, if damaged values become NaN. The attribute ``notes`` lists them.
@@ -109,7 +109,7 @@ def _copy(
     block = max(variable.tile[0] for variable in selection.run.series.values())
     most = min(block, spare // row_bytes, len(steps))
     if most <= new.layout.block_rows:
-        for at, places in new.stretches(steps):
+        for at, places in new.segments(steps):
             _read(selection, selection.rows[at], places)
             if on_progress is not None:
                 on_progress(row_bytes * at.stop, row_bytes * len(steps))
@@ -118,7 +118,7 @@ def _copy(
     for start in range(0, len(steps), most):
         rows = slice(start, min(start + most, len(steps)))
         _read(selection, selection.rows[rows], held)
-        for at, places in new.stretches(steps[rows]):
+        for at, places in new.segments(steps[rows]):
             for name, place in places.items():
                 place[...] = held[name][at]
         if on_progress is not None:

@@ -337,7 +337,7 @@ def _write(
 
 def _fill(run: RunWriter, imported: ImportedRun, report: Callable[[int], None]) -> None:
     variables = {held.variable: held for held in imported.variables}
-    for at, places in run.stretches(imported.steps, max(1, _BATCH // imported.row_bytes)):
+    for at, places in run.segments(imported.steps, max(1, _BATCH // imported.row_bytes)):
         for name, place in places.items():
             _copy(variables[name], at.start, at.stop, place)
         report(imported.row_bytes * at.stop)

@@ -21,7 +21,7 @@ from trajstore.codec.codec_chain import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
-from trajstore.store.metadata.array_document import MOST_CHUNKS
+from trajstore.store.metadata.array_metadata import MOST_CHUNKS
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import OptimizerRule
@@ -56,7 +56,7 @@ LARGEST_TASK = 16 << 20
 
 _WIDEST_PREDICTED = 4  # bytes of a value
 _REPLAYED: dict[str, Any] = {"compressor": "zstd", "level": 1, "blocksize": 1 << 18}
-"""Compression of large rows in the encoding ``replay``."""
+"""Compression of large rows in the encoding ``compact``."""
 _SMALL_GRADIENT: dict[str, Any] = {"level": 1, "shuffle": "shuffle", "blocksize": 1 << 19}
 """Compression of gradients in small rows: most of their low bytes are noise."""
 _CHUNK = 2 << 20
@@ -218,9 +218,9 @@ def plan(
         `memory` is too small.
     buffers : int
         Number of blocks in memory.
-    encoding : {'delta', 'replay'}
+    encoding : {'delta', 'compact'}
     rule : OptimizerRule, optional
-        By which ``replay`` computes W and the moments; without it they are stored as differences.
+        By which ``compact`` computes W and the moments; without it they are stored as differences.
     vectors : VectorRule, optional
         The same for the vectors of all other parameters.
 
@@ -268,12 +268,12 @@ def plan(
             )
             for name, (entry, native) in kinds.items()
         }
-        compact = encoding == "replay" or row_bytes < _SMALL_ROW
+        compact = encoding == "compact" or row_bytes < _SMALL_ROW
         for role, name in VECTORS.items():
             if name in kinds:
                 native = kinds[name][1]
                 chains[name] = vector_chain(native, small=compact, differences=role != GRADIENT)
-        if encoding == "replay":
+        if encoding == "compact":
             chains = replay_chains(chains, rule, vectors)
         held, counts = _division(chains, kinds, lengths, rows)
         arrays = {
@@ -310,7 +310,7 @@ def replay_chains(
     rule: OptimizerRule | None,
     vectors: VectorRule | None = None,
 ) -> dict[str, Chain]:
-    """Chains of the encoding ``replay``.
+    """Chains of the encoding ``compact``.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ class Fingerprint:
     Parameters
     ----------
     arrays : mapping of str to dict
-        Document of each array.
+        Metadata file of each array.
     attributes : mapping
         Attributes of the root. Those that commits change are ignored.
     coordinates : mapping of str to bytes
@@ -145,15 +145,15 @@ def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]
     return found
 
 
-def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Part of an array's document that depends neither on the number of rows nor on the run."""
-    lasting = dict(document)
+def _lasting(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Part of an array's metadata that depends neither on the number of rows nor on the run."""
+    lasting = dict(metadata)
     lasting["attributes"] = {
-        key: value for key, value in document["attributes"].items() if key != COPY
+        key: value for key, value in metadata["attributes"].items() if key != COPY
     }
-    lasting["codecs"] = [_without_runs(codec) for codec in document["codecs"]]
+    lasting["codecs"] = [_without_runs(codec) for codec in metadata["codecs"]]
     if name == STEP.name or name in VARIABLES:
-        lasting["shape"] = [0, *document["shape"][1:]]
+        lasting["shape"] = [0, *metadata["shape"][1:]]
     return lasting
 
 

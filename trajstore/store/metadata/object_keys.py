@@ -7,11 +7,11 @@ from typing import TypeVar, cast
 
 from trajstore.store.storage.remote_path import Location
 
-__all__ = ["CHECKPOINT", "DOCUMENT", "block_of", "checkpoint_folder", "chunk_key"]
+__all__ = ["CHECKPOINT", "METADATA_KEY", "block_of", "checkpoint_folder", "chunk_key"]
 
 Place = TypeVar("Place", bound=Location)
 
-DOCUMENT = "zarr.json"
+METADATA_KEY = "zarr.json"
 """Key of the metadata of a group or an array."""
 
 CHECKPOINT = re.compile(r"step-(\d{8,})\.safetensors")

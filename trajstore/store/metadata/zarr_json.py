@@ -1,4 +1,4 @@
-"""The `zarr.json` documents of a run.
+"""The `zarr.json` metadata files of a run.
 
 They are made once (`new_run`). Afterwards only the length of the step axis and the attributes of
 the root change. The root contains the metadata of all arrays (Zarr's inline
@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, entry_of
-from trajstore.store.metadata.array_document import is_series, with_rows
-from trajstore.store.metadata.document_form import Status, root_of
+from trajstore.store.metadata.array_metadata import is_series, with_rows
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
+from trajstore.store.metadata.metadata_form import Status, root_of
 from trajstore.strict_json import fits, utc_now
 
 __all__ = [
@@ -43,7 +43,7 @@ class RunMetadata:
     Parameters
     ----------
     arrays : mapping of str to dict
-        Document of each array, including coordinates, with any number of rows.
+        Metadata file of each array, including coordinates, with any number of rows.
     attributes : mapping
         Attributes of the root except `CHANGING`; JSON values.
 
@@ -52,7 +52,7 @@ class RunMetadata:
     attributes : dict
         Attributes of the root except `CHANGING`.
     notes : list of dict
-        The attribute `NOTES` of the next root document.
+        The attribute `NOTES` of the next root metadata file.
     """
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class RunMetadata:
         Parameters
         ----------
         root : mapping
-            Root document of the run.
+            Root metadata file of the run.
         attributes : mapping, optional
             Attributes that replace present ones.
         """
@@ -85,7 +85,7 @@ class RunMetadata:
         return found
 
     def array(self, name: str, rows: int) -> bytes:
-        """Document of an array with that number of rows."""
+        """Metadata file of an array with that number of rows."""
         return _dump(with_rows(name, self._arrays[name], rows))
 
     def names(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class RunMetadata:
         return Fingerprint(self._arrays, self.attributes, coordinates, block_rows)
 
     def root(self, rows: int, status: Status, digests: Mapping[str, str]) -> bytes:
-        """Document of the root: attributes, digests, and every array with that number of rows."""
+        """Metadata of the root: attributes, digests, and every array with that number of rows."""
         changing: dict[str, Any] = {
             "status": status,
             "committed_rows": rows,
@@ -133,5 +133,5 @@ def is_outgrown(name: str, array: Mapping[str, Any]) -> bool:
     return entry_of(name) is None and STEP.name in (array.get("dimension_names") or ())
 
 
-def _dump(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, indent=1, allow_nan=False).encode()
+def _dump(metadata: Mapping[str, Any]) -> bytes:
+    return json.dumps(metadata, indent=1, allow_nan=False).encode()

@@ -2,8 +2,8 @@
 
 ``array_reader``
     Stored arrays, read without zarr: native bits, labels, indices.
-``checked_documents``
-    The documents of a run, checked and compared with the stored objects.
+``checked_metadata``
+    The metadata files of a run, checked and compared with the stored objects.
 ``open_group``
     The Zarr group of a run, checked.
 ``open_run``
@@ -21,7 +21,7 @@
 ``run_table``
     A table of several runs: their facts, and the settings in which they differ.
 ``stored_forms``
-    Counts of the forms of chunks in a run of the encoding `replay`, and of its corrections.
+    Counts of the forms of chunks in a run of the encoding `compact`, and of its corrections.
 ``tiled_reader``
     Reading for exporters, in tiles that fit into memory and are fast to decode.
 ``xarray_engine``

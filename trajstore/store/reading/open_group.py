@@ -16,12 +16,12 @@ from zarr.storage import ZipStore
 
 from trajstore.errors import FormatError, ObjectStoreError, RunNotFound, TrajstoreError
 from trajstore.nearest_name import did_you_mean
-from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.reading.checked_documents import (
+from trajstore.store.metadata.object_keys import METADATA_KEY
+from trajstore.store.reading.checked_metadata import (
     checked_root,
     not_opened,
     remedy,
-    root_document,
+    root_metadata,
 )
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import LARGEST_DOCUMENT, too_large
@@ -31,11 +31,11 @@ __all__ = ["ends", "open_group", "similar_runs"]
 
 
 def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
-    """Open the root group of a run, read-only, at its last commit, and check its documents.
+    """Open the root group of a run, read-only, at its last commit, and check its metadata files.
 
-    The root is checked before zarr reads it, with its copies of the arrays' documents. The arrays'
-    own documents are read only if it has no copies, or by writers (`check_own_documents`). The
-    declared shapes are compared with the stored objects.
+    The root is checked before zarr reads it, with its copies of the arrays' metadata files. The
+    arrays' own metadata files are read only if it has no copies, or by writers
+    (`check_own_documents`). The declared shapes are compared with the stored objects.
 
     Parameters
     ----------
@@ -48,9 +48,9 @@ def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
     RunNotFound
         If `path` does not exist.
     FormatError
-        If it is not a run, or has another format; if a document has an impossible member, or
+        If it is not a run, or has another format; if a metadata file has an impossible member, or
         declares rows that are not stored; if the metadata of an array differs from the schema
-        (`trajstore.store.metadata.array_document`).
+        (`trajstore.store.metadata.array_metadata`).
     InvalidArgument, MissingExtra
         If `path` is an unsupported address (`location`).
     """
@@ -58,8 +58,8 @@ def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
     if isinstance(place, Path) and not place.exists():
         raise RunNotFound(f"there is no run at {path}{similar_runs(place)}")
     in_zip = zipped and isinstance(place, Path) and place.suffix == ".zip" and place.is_file()
-    document = _zipped_root(place) if in_zip else root_document(place)
-    return _zarr_group(place, document, checked_root(place, document))
+    metadata = _zipped_root(place) if in_zip else root_metadata(place)
+    return _zarr_group(place, metadata, checked_root(place, metadata))
 
 
 def whole(path: RunPath, group: zarr.Group, name: str) -> npt.NDArray[Any]:
@@ -114,32 +114,33 @@ def similar_runs(path: Path) -> str:
         entries = sorted(path.parent.iterdir())
     except OSError:
         return ""
-    runs = [entry for entry in entries if (entry / DOCUMENT).exists()]
+    runs = [entry for entry in entries if (entry / METADATA_KEY).exists()]
     # Names are compared without their common ending.
     near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
     return did_you_mean(path.name, near)
 
 
 def _zipped_root(path: Location) -> bytes:
-    """Bytes of the document of the root in a zip file."""
+    """Bytes of the metadata file of the root in a zip file."""
     try:
         with zipfile.ZipFile(str(path)) as file:
-            size = file.getinfo(DOCUMENT).file_size
+            size = file.getinfo(METADATA_KEY).file_size
             if size > LARGEST_DOCUMENT:
-                raise FormatError(f"{path} is not a run: {DOCUMENT}: {too_large(size)}")
-            return file.read(DOCUMENT)
+                raise FormatError(f"{path} is not a run: {METADATA_KEY}: {too_large(size)}")
+            return file.read(METADATA_KEY)
     except (zipfile.BadZipFile, KeyError) as error:
         raise FormatError(
-            f"{path} is not a zip file, or has no {DOCUMENT} at its top; pack a run from inside "
+            f"{path} is not a zip file, or has no {METADATA_KEY} at its top; pack a run from "
+            "inside "
             f"its folder: zip -0r ../{path.name} ."
         ) from error
 
 
-def _zarr_group(place: Location, document: bytes, arrays: Mapping[str, Any]) -> zarr.Group:
+def _zarr_group(place: Location, metadata: bytes, arrays: Mapping[str, Any]) -> zarr.Group:
     """Open the group and its arrays."""
     try:
         if isinstance(place, RemotePath):
-            store = place.zarr_store({(place / DOCUMENT).key: document})
+            store = place.zarr_store({(place / METADATA_KEY).key: metadata})
             group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
         else:
             stored = ZipStore(place, mode="r") if place.is_file() else str(place)
@@ -148,7 +149,7 @@ def _zarr_group(place: Location, document: bytes, arrays: Mapping[str, Any]) -> 
         return group
     except ObjectStoreError:
         raise
-    except Exception as error:  # zarr raises many types for a damaged document
+    except Exception as error:  # zarr raises many types for a damaged metadata file
         if isinstance(place, Path) and not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
         raise not_opened(place, arrays, error) from error

@@ -37,7 +37,8 @@ def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = attributes.get("parameters")
     if table is None:
         raise VariableNotRecorded(
-            "the run holds one matrix only, not all parameters; record it with --record everything"
+            "the run holds one matrix only, not all parameters; record it with "
+            "--variables everything"
         )
     known: dict[str, dict[str, Any]] = {}
     for entry in table:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 
@@ -78,10 +78,10 @@ def _parameter(run: str) -> str | None:
 
 def _runs_within(path: str) -> list[str]:
     """Runs in a folder that is not a run, such as that of a sweep."""
-    if os.path.exists(os.path.join(path, DOCUMENT)):
+    if os.path.exists(os.path.join(path, METADATA_KEY)):
         return []
-    documents = glob.glob(os.path.join(glob.escape(path), "*.zarr", DOCUMENT))
-    return sorted(map(os.path.dirname, documents), key=_by_numbers)
+    all_metadata = glob.glob(os.path.join(glob.escape(path), "*.zarr", METADATA_KEY))
+    return sorted(map(os.path.dirname, all_metadata), key=_by_numbers)
 
 
 def _by_numbers(path: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Counts of the forms of chunks in a run of the encoding ``replay``, and of its corrections."""
+"""Counts of the forms of chunks in a run of the encoding ``compact``, and of its corrections."""
 
 from __future__ import annotations
 

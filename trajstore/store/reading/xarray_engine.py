@@ -22,7 +22,7 @@ from trajstore.accessor_registration import register_accessors
 from trajstore.codec.block_codec import local_folder
 from trajstore.errors import FormatError, TrajstoreError
 from trajstore.schema import STEP
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.store.reading.open_group import ends, open_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
@@ -130,7 +130,7 @@ class TrajstoreBackend(BackendEntrypoint):
         if not isinstance(filename_or_obj, str | os.PathLike):
             return False
         try:
-            with open(os.path.join(filename_or_obj, DOCUMENT), "rb") as file:
+            with open(os.path.join(filename_or_obj, METADATA_KEY), "rb") as file:
                 attributes = json.loads(file.read())["attributes"]
             return "trajstore_format" in attributes
         except (OSError, ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ from trajstore.codec.block_object import BlockObject, LocalObject
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes
 
-__all__ = ["OpenObject", "document_in", "opened", "size_of"]
+__all__ = ["OpenObject", "metadata_in", "opened", "size_of"]
 
 
 class OpenObject(BlockObject, Protocol):
@@ -102,13 +102,13 @@ def opened(path: Location, window: int = 0) -> AbstractContextManager[OpenObject
     return LocalObject(path)
 
 
-def document_in(path: Location) -> bytes:
-    """Content of a document; for a file, see `trajstore.strict_json.document_bytes`.
+def metadata_in(path: Location) -> bytes:
+    """Content of a metadata file; for a file, see `trajstore.strict_json.document_bytes`.
 
     Raises
     ------
     ValueError
-        If it is not a document, or too large.
+        If it is not a metadata file, or too large.
     OSError
         If it cannot be read.
     """

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, along_token
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RemotePath
@@ -104,8 +104,8 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
 def _local_run(path: str | os.PathLike[str]) -> Path:
     place = check_run(path)
     if isinstance(place, RemotePath):
-        # A store replaces one object at a time: documents of arrays, the root, coordinates. Readers
-        # could see some old and some new ones.
+        # A store replaces one object at a time: metadata files of arrays, the root, coordinates.
+        # Readers could see some old and some new ones.
         raise InvalidArgument(
             f"cannot annotate {path}: an object store cannot replace a run atomically; copy the "
             "run to a local folder, annotate it there, and copy it to a new address"
@@ -115,7 +115,7 @@ def _local_run(path: str | os.PathLike[str]) -> Path:
 
 def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
     stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
-    root = json.loads((run / DOCUMENT).read_bytes())
+    root = json.loads((run / METADATA_KEY).read_bytes())
     group = open_group(run)
     there: dict[str, Any] = {name: whole(run, group, name) for name in ALONG_TOKEN if name in group}
     if "token" not in there:
@@ -154,10 +154,10 @@ def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLi
     return checked
 
 
-def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any]:
-    """Document of an array, with the coordinates in its attributes if it lists them."""
-    if "token" not in (document.get("dimension_names") or ()) or "native_dtype" not in document.get(
+def _with_coordinates(metadata: dict[str, Any], auxiliary: str) -> dict[str, Any]:
+    """Metadata file of an array, with the coordinates in its attributes if it lists them."""
+    if "token" not in (metadata.get("dimension_names") or ()) or "native_dtype" not in metadata.get(
         "attributes", ()
     ):
-        return document
-    return document | {"attributes": document["attributes"] | {"coordinates": auxiliary}}
+        return metadata
+    return metadata | {"attributes": metadata["attributes"] | {"coordinates": auxiliary}}

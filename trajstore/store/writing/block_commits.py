@@ -158,7 +158,7 @@ class BlockCommits:
             if self._failure is not None and self._run.share.is_first:
                 # If this fails, too, the first failure is more important.
                 with contextlib.suppress(OSError):
-                    self._committer.put_documents((self.committed_rows, "interrupted"))
+                    self._committer.put_metadata((self.committed_rows, "interrupted"))
             raise
 
     def close(self) -> None:

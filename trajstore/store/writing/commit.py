@@ -1,7 +1,8 @@
-"""The commit: it writes the documents that make the rows of written shards part of a run.
+"""The commit: it writes the metadata files that make the rows of written shards part of a run.
 
-Readers use the shapes of the arrays in the root. So a commit replaces the root after the documents
-of the arrays, and a cut replaces it before them. Readers see a row only if every array holds it.
+Readers use the shapes of the arrays in the root. So a commit replaces the root after the metadata
+files of the arrays, and a cut replaces it before them. Readers see a row only if every array holds
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 
 from trajstore.errors import RecordingError
 from trajstore.store.metadata.fingerprint import ShardDigest, block_digest
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.remote_lock import taken_over
@@ -38,7 +39,7 @@ class _Report:
 
 
 class Committer:
-    """Writes the documents of one run, jointly in all processes that write it.
+    """Writes the metadata files of one run, jointly in all processes that write it.
 
     After each block all processes report the rows they wrote and the digests of their shards. If
     all succeeded, the first process commits, and reports that. So readers never see a row with a
@@ -49,7 +50,7 @@ class Committer:
     run : ResumedRun
         The present rows, and the share of this process.
     fsync : bool
-        Flush every document to disk.
+        Flush every metadata file to disk.
 
     Attributes
     ----------
@@ -65,7 +66,7 @@ class Committer:
         self._fingerprint = run.fingerprint
         self._share = run.share
         self._fsync = fsync
-        self._root_tag = _tag_of(run.path / DOCUMENT) if run.share.is_first else None
+        self._root_tag = _tag_of(run.path / METADATA_KEY) if run.share.is_first else None
 
     def commit(self, change: tuple[int, Status], written: Written | None) -> None:
         """Make rows visible after all processes have written their tokens, and set the status.
@@ -87,7 +88,7 @@ class Committer:
         _check_alike(reports)
         with in_all_processes(self._share):
             if self._share.is_first:
-                self.put_documents(change, _whole_block(reports))
+                self.put_metadata(change, _whole_block(reports))
         self.rows = change[0]
 
     def fail(self, error: BaseException) -> None:
@@ -95,7 +96,7 @@ class Committer:
         with contextlib.suppress(RecordingError):  # they have ended; the caller raises `error`
             self._share.exchange(_Report(failure=sentence(error)))
 
-    def put_documents(self, change: tuple[int, Status], written: Written | None = None) -> None:
+    def put_metadata(self, change: tuple[int, Status], written: Written | None = None) -> None:
         """Commit in the first process. All shards must be written. For the parameters see `commit`.
 
         `written` is the last block, with the shards of all processes, if it is new.
@@ -118,30 +119,33 @@ class Committer:
 
     def _put_arrays(self, rows: int) -> None:
         path = self._path
-        documents = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
+        all_metadata = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
         if isinstance(path, RemotePath):
-            jobs = [partial(put, path / name / DOCUMENT, [documents[name]]) for name in documents]
+            jobs = [
+                partial(put, path / name / METADATA_KEY, [all_metadata[name]])
+                for name in all_metadata
+            ]
             list(in_parallel(jobs, REMOTE_REQUESTS))
         else:
-            objects = [(path / name / DOCUMENT, [documents[name]]) for name in documents]
+            objects = [(path / name / METADATA_KEY, [all_metadata[name]]) for name in all_metadata]
             put_all(objects, fsync=self._fsync)
 
     def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:
         fingerprint = self._fingerprint
         if block is not None:
             fingerprint = fingerprint.added(*block)
-        document = self._metadata.root(rows, status, fingerprint.attributes())
-        self._replace_root(document)
+        metadata = self._metadata.root(rows, status, fingerprint.attributes())
+        self._replace_root(metadata)
         # Only after success: another commit of fewer rows may follow a failed one.
         self.rows, self._fingerprint = rows, fingerprint
 
-    def _replace_root(self, document: bytes) -> None:
-        root = self._path / DOCUMENT
+    def _replace_root(self, metadata: bytes) -> None:
+        root = self._path / METADATA_KEY
         if not isinstance(root, RemotePath):
-            put(root, [document], fsync=self._fsync)
+            put(root, [metadata], fsync=self._fsync)
             return
         try:
-            self._root_tag = root.write_bytes(document, instead_of=self._root_tag)
+            self._root_tag = root.write_bytes(metadata, instead_of=self._root_tag)
         except FileExistsError as error:
             raise taken_over(self._path) from error
 

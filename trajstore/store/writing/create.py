@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, STEP, VARIABLES
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
@@ -120,7 +120,7 @@ def _check_local(path: RunPath, target: Path) -> None:
 
 def _is_begun(path: RemotePath) -> bool:
     """True if there are only remains of a killed creation of a run."""
-    if (path / DOCUMENT).exists():
+    if (path / METADATA_KEY).exists():
         return False
     known = {STEP.name, *VARIABLES, *COORDINATES}
     return all(entry.name in known for entry in path.iterdir())
@@ -128,8 +128,8 @@ def _is_begun(path: RemotePath) -> bool:
 
 def _is_run(path: Location) -> bool:
     try:
-        document = json.loads((path / DOCUMENT).read_bytes())
-        return "trajstore_format" in document["attributes"]
+        metadata = json.loads((path / METADATA_KEY).read_bytes())
+        return "trajstore_format" in metadata["attributes"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -197,7 +197,7 @@ def remove_folder(path: Location) -> None:
     The run disappears atomically. If its files cannot all be removed, the next writer sweeps them.
     """
     if isinstance(path, RemotePath):
-        (path / DOCUMENT).unlink()
+        (path / METADATA_KEY).unlink()
         path.remove_below()
         return
     old = _temporary(path).with_suffix(".old")
@@ -244,10 +244,10 @@ def _put_all(
     digests: Mapping[str, str],
 ) -> None:
     for name in metadata.names():
-        put(path / name / DOCUMENT, [metadata.array(name, 0)], fsync=False)
+        put(path / name / METADATA_KEY, [metadata.array(name, 0)], fsync=False)
     for key, data in chunks.items():
         put(path / key, [data], fsync=False)
-    put(path / DOCUMENT, [metadata.root(0, "recording", digests)], fsync=False)
+    put(path / METADATA_KEY, [metadata.root(0, "recording", digests)], fsync=False)
 
 
 @contextmanager

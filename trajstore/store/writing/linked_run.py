@@ -1,4 +1,4 @@
-"""A new run of hard links to the blocks of another one, with other documents.
+"""A new run of hard links to the blocks of another one, with other metadata files.
 
 Objects of a store are replaced and never modified, so two runs may share a file. Resuming, cutting
 or repairing one of them does not change the other.
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trajstore.store.metadata.document_form import run_identity
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.metadata_form import run_identity
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
 from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.writing.resumed_run import ResumedRun, stored_fingerprints
@@ -40,18 +40,20 @@ def link_run(
         A folder that does not exist yet.
     keys : iterable of str
         Objects of the source to link, or to copy if the file system does not support links.
-        Documents of the new run, and `chunks`, replace some of them.
+        Metadata files of the new run, and `chunks`, replace some of them.
     metadata : RunMetadata
         Metadata of the new run.
     status : str
     chunks : mapping of str to bytes, optional
         Other objects of the new run, by key.
     """
-    written = {f"{name}/{DOCUMENT}": metadata.array(name, stored.rows) for name in metadata.names()}
+    written = {
+        f"{name}/{METADATA_KEY}": metadata.array(name, stored.rows) for name in metadata.names()
+    }
     written |= chunks or {}
     assert isinstance(stored.path, Path)  # only local runs can be sources
     for key in keys:
-        if key not in written and key != DOCUMENT:
+        if key not in written and key != METADATA_KEY:
             (new / key).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(stored.path / key, new / key)
     for key, data in written.items():
@@ -65,4 +67,4 @@ def link_run(
     }
     held = stored_fingerprints(new, metadata, arrays, stored.layout, stored.rows)
     root = metadata.root(stored.rows, status, held[-1].attributes())
-    put(new / DOCUMENT, [root], fsync=False)
+    put(new / METADATA_KEY, [root], fsync=False)

@@ -1,4 +1,4 @@
-"""Content of a new run before its first row: layout, documents and checked coordinates."""
+"""Content of a new run before its first row: layout, metadata files and checked coordinates."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trajstore.schema import (
     along_token,
     coordinate,
 )
-from trajstore.store.metadata.array_document import (
+from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
-    document_of,
+    metadata_of,
     recorded_attributes,
     stored_values,
 )
-from trajstore.store.metadata.document_form import attribute_faults
+from trajstore.store.metadata.metadata_form import attribute_faults
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.remote_path import Location
-from trajstore.store.writing.replay_encoding import check_encoding, replay_rule, vector_rule
+from trajstore.store.writing.compact_encoding import check_encoding, replay_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.shared_run import plan_shared
 from trajstore.store.writing.token_share import TokenShare
@@ -187,7 +187,7 @@ def new_run(
     """
     check_variables(variables)
     check_encoding(encoding, shared=share.count > 1)
-    if encoding == "replay":
+    if encoding == "compact":
         sizes["rule"] = replay_rule(attributes, variables, on_note)
         sizes["vectors"] = vector_rule(attributes, variables, on_note)
     layout = plan_shared(
@@ -222,7 +222,7 @@ def new_run(
             attributes=recorded_attributes(name, native, auxiliary),
             form=array.form(layout.runs),
         )
-        found[name] = document_of(facts)
+        found[name] = metadata_of(facts)
     own, chunks = coordinate_objects(coordinates)
     metadata = RunMetadata(found | own, fixed)
     digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
@@ -256,7 +256,7 @@ def coordinate_objects(
         data = np.asarray(values, None if entry.dtype == "string" else entry.dtype)
         if entry.dtype == "string":
             data = data.astype(np.dtypes.StringDType())
-        arrays[name] = document_of(
+        arrays[name] = metadata_of(
             ArrayFacts(name=name, shape=data.shape, attributes=recorded_attributes(name))
         )
         chunks[chunk_key(name, 0, 1)] = stored_values(arrays[name], data)

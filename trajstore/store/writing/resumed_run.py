@@ -20,12 +20,12 @@ from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
-from trajstore.store.metadata.document_form import run_identity
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
-from trajstore.store.metadata.object_keys import DOCUMENT, block_of
+from trajstore.store.metadata.metadata_form import run_identity
+from trajstore.store.metadata.object_keys import METADATA_KEY, block_of
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, skipped_steps, stored_array
-from trajstore.store.reading.checked_documents import check_own_documents
+from trajstore.store.reading.checked_metadata import check_own_metadata
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.atomic import refuse_links
@@ -160,7 +160,7 @@ def check_run(path: RunPath) -> Location:
         )
     open_group(place)
     refuse_links(place)
-    check_own_documents(place)
+    check_own_metadata(place)
     return place
 
 
@@ -198,7 +198,7 @@ def resumed_run(
         If the run has fewer rows, or `memory` is too small for its blocks.
     """
     layout, arrays = _stored_layout(path, open_group(path), threads)
-    root = json.loads((path / DOCUMENT).read_bytes())
+    root = json.loads((path / METADATA_KEY).read_bytes())
     committed = root["attributes"]["committed_rows"]
     if not root.get("consolidated_metadata"):
         raise FormatError(

@@ -16,7 +16,7 @@ from typing import Any
 from trajstore.byte_sizes import DEFAULT_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import FEWEST_ROWS, Layout, plan, within
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.token_share import (
@@ -166,7 +166,7 @@ def _check_seen(path: Location, layout: Layout) -> None:
     """
     found = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((path / DOCUMENT).read_bytes())["attributes"]["runs"]
+        found = json.loads((path / METADATA_KEY).read_bytes())["attributes"]["runs"]
     if found != [list(entry) for entry in layout.runs]:
         raise InvalidArgument(
             f"{path} is not the run that the first process created there; processes that record "

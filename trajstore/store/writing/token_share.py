@@ -2,8 +2,8 @@
 
 If a matrix is sharded over processes, no single process holds all of it. Each process writes its
 own tokens, in whole shards, into one run. The first process also writes all arrays without tokens
-and all documents (`shared_run`). The caller that creates a `TokenShare` provides the communication
-of the processes. This module does not depend on torch.
+and all metadata files (`shared_run`). The caller that creates a `TokenShare` provides the
+communication of the processes. This module does not depend on torch.
 """
 
 from __future__ import annotations

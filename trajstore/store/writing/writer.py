@@ -192,12 +192,12 @@ class RunWriter:
         share : TokenShare, optional
             Tokens of this process, if several write the run. All call this method, and rows hold
             the tokens of one process. `memory` is per process. Only full blocks are committed.
-        encoding : {'delta', 'replay'}
-            ``delta`` stores each array independently. ``replay`` stores the gradient, and computes
+        encoding : {'delta', 'compact'}
+            ``delta`` stores each array independently. ``compact`` stores the gradient, and computes
             W and Adam's moments from it (docs/reference/format.md). It needs the attribute
             ``optimizer``.
         on_note : callable, optional
-            Called with the reason if ``replay`` stores differences instead (default: log it).
+            Called with the reason if ``compact`` stores differences instead (default: log it).
 
         Raises
         ------
@@ -370,7 +370,7 @@ class RunWriter:
         self._last_step = last
         self._given = 0
 
-    def stretches(
+    def segments(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
     ) -> Iterator[tuple[slice, dict[str, npt.NDArray[Any]]]]:
         """Yield places for the rows of many steps, in parts that lie in one block each.

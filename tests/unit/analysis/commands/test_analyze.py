@@ -145,7 +145,7 @@ def test_a_population_name_without_a_definition_is_refused(tmp_path: Path) -> No
     reported = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
     assert "got 'population', expected an option of clusters" in reported
     reported = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
-    assert reported.endswith("record it with --record all,batch\n")
+    assert reported.endswith("record it with --variables matrix,batch\n")
 
 
 def test_other_vectors_take_the_place_of_w(tmp_path: Path) -> None:

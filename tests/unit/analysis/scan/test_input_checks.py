@@ -16,12 +16,12 @@ from trajstore.errors import StepNotFound, VariableNotRecorded
         (["param_norm"], "model"),
         (["hidden_mean"], "all,hidden_mean"),
         (["grad", "hidden_states", "batch"], "weights\\+grads,hidden_states,batch"),
-        (["exp_avg", "param_norm"], "all,model"),
+        (["exp_avg", "param_norm"], "matrix,norms"),
     ],
     ids=str,
 )
 def test_what_to_record(missing, recorded, make_run, walk):
-    with pytest.raises(VariableNotRecorded, match=f"; record it with --record {recorded}$"):
+    with pytest.raises(VariableNotRecorded, match=f"; record it with --variables {recorded}$"):
         input_checks.variables(make_run(walk(2, 2, 2)), *missing)
 
 

@@ -75,7 +75,7 @@ def applied(ds: xr.Dataset, make: Callable[[Any], Any], *, rates: Any = None) ->
 @DTYPES
 def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path) -> None:
     record_all = (
-        {} if name.startswith("sgd") or name == "rmsprop" else {"record": ("all", *SUMMARIES)}
+        {} if name.startswith("sgd") or name == "rmsprop" else {"variables": ("matrix", *SUMMARIES)}
     )
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=dtype, **record_all)
     found = what_if(run, tmp_path / "same.zarr")
@@ -94,7 +94,7 @@ def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
 
 
 def test_moments_that_are_not_recorded_are_rebuilt(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, record="weights+grads")
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, variables="weights+grads")
     for step in (None, 1, 9):
         out = what_if(run, tmp_path / f"{step}.zarr", from_step=step).path
         same(open_run(run).isel(step=slice(step or 0, None)), open_run(out))
@@ -107,7 +107,7 @@ def test_skipped_steps_stay_skipped(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_those_of_the_run_change_nothing(tmp_path: Path) -> None:
-    seen = "recording.record=['all','hidden_trace','batch','example_loss','hidden_states']"
+    seen = "recording.variables=['all','hidden_trace','batch','example_loss','hidden_states']"
     run = record(small_config(["gatsby"], seen, steps=12), tmp_path / "run.zarr")
     settings = [
         "optimizer.lr=1e-3", "optimizer.betas=[0.9, 0.999]", "optimizer.weight_decay=0.01",
@@ -118,7 +118,7 @@ def test_settings_that_are_those_of_the_run_change_nothing(tmp_path: Path) -> No
 
 
 def test_float32_weights_are_what_torch_makes_of_the_gradients(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, record=("all", *SUMMARIES))
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, variables=("matrix", *SUMMARIES))
     ds = open_run(run)
     out = what_if(run, tmp_path / "wide.zarr", ["model.dtype=float32"]).path
     wide = open_run(out)
@@ -155,7 +155,7 @@ def test_changed_hyperparameters(setting: str, make: Callable[[Any], Any], tmp_p
 
 
 def test_cells_are_those_of_the_new_weights(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["adamw"], record=("all", "cells"))
+    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["adamw"], variables=("matrix", "cells"))
     what_if(run, tmp_path / "other.zarr", settings=["optimizer.lr=0.1"])
     ds = open_run(tmp_path / "other.zarr").load()
     expected = torch.from_numpy(ds.W.values).bfloat16().float().numpy()
@@ -193,7 +193,7 @@ def test_rates_of_a_schedule_and_in_proportion(tmp_path: Path) -> None:
         rates("schedule.name=constant", "optimizer.lr=5e-4", "schedule.warmup_steps=2")[1:4],
         [0, 2.5e-4, 5e-4],
     )
-    # An extended run has a schedule for each stretch.
+    # An extended run has a schedule for each segment.
     record(config.with_values(["training.steps=12"]), run, resume=True)
     np.testing.assert_array_equal(
         rates("optimizer.lr=7e-4")[1:],
@@ -274,9 +274,9 @@ def test_tokens_go_their_own_way(tmp_path: Path) -> None:
 
 def test_a_subset_of_a_run_that_does_not_say_its_vocabulary(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 9, 15])
-    document = json.loads((run / "zarr.json").read_text())
-    del document["attributes"]["recording"]["vocabulary"]
-    (run / "zarr.json").write_text(json.dumps(document))
+    metadata = json.loads((run / "zarr.json").read_text())
+    del metadata["attributes"]["recording"]["vocabulary"]
+    (run / "zarr.json").write_text(json.dumps(metadata))
     one = open_run(what_if(run, tmp_path / "one.zarr", tokens=[9]).path)
     same(open_run(run).sel(token=[9]), one)
 
@@ -330,7 +330,7 @@ def test_a_recorded_subset(tmp_path: Path) -> None:
 
 
 def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", record="all,model")
+    run = tiny_run(tmp_path / "run.zarr", variables="matrix,norms")
     found = what_if(run, tmp_path / "same.zarr")
     names = "param_grad_norm, param_norm, param_update_norm, param_update_lost"
     assert f"{names}: left out, because the gradients of W do not determine them" in found.notes
@@ -374,7 +374,7 @@ def _clip_by_value(model: Any) -> None:
 
 BY_VALUE = {"max_grad_norm": 0.0, "clip": 0.0, "change": _clip_by_value}
 BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception], str]] = {
-    "no gradients": ({"record": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
+    "no gradients": ({"variables": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
     "every": ({"every": 2}, [], {}, CannotReplay, "record with every=1"),
     "step": ({}, [], {"from_step": 99}, StepNotFound, "step 99 was not recorded"),
     "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "unknown field optimizer.nope"),

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 
-from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
+from trajstore import open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError, RunExists  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording import parameter_rows  # noqa: E402
@@ -93,7 +94,7 @@ def test_clipping_that_is_told_is_exact(dtype: Any, tmp_path: Path) -> None:
 def test_amsgrad_and_clipping_in_the_encoding_replay(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(tiny.parameters(), lr=0.01, amsgrad=True)
     path = tmp_path / "run.zarr"
-    options = {"max_grad_norm": 0.3, "encoding": "replay"}
+    options = {"max_grad_norm": 0.3, "encoding": "compact"}
     train(tiny, optimizer, path, clip=0.3, **options).agree_with(path)
     forms = stored_forms(path)
     assert not forms["exp_avg"]["corrected"]
@@ -125,7 +126,7 @@ def test_clipping_that_changes_nothing_is_one(tiny: Any, tmp_path: Path) -> None
 def test_clipping_is_known_where_the_gradient_is_not_recorded(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
-    lists = train(tiny, optimizer, path, clip=0.3, max_grad_norm=0.3, record="weights")
+    lists = train(tiny, optimizer, path, clip=0.3, max_grad_norm=0.3, variables="weights")
     del lists.rows["grad"], lists.rows["exp_avg"], lists.rows["exp_avg_sq"]
     ds = lists.agree_with(path)
     assert set(ds) == {"W", "logits", "loss", "lr", "grad_norm", "clip_coef"}
@@ -291,12 +292,12 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
     def run(path: Path, record: Any) -> None:
         model = Silent()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with capture(model, optimizer, path, record=record, strict=True):
+        with capture(model, optimizer, path, variables=record, strict=True):
             for batch in batches(2):
                 model(**batch).sum().backward()
                 optimizer.step()
 
-    run(tmp_path / "tier.zarr", "all")
+    run(tmp_path / "tier.zarr", "matrix")
     assert set(xr.open_zarr(tmp_path / "tier.zarr")) == {
         "W", "grad", "logits", "loss", "lr", "grad_norm", "clip_coef",
     }  # fmt: skip
@@ -357,8 +358,8 @@ def test_mean_logits_and_mean_hidden_state(tiny: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
     tiny.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     lists = Lists(tiny.embedding.weight)
-    record = ("all", "hidden_mean")
-    with capture(tiny, optimizer, path, record=record, logits_mode="mean"):
+    record = ("matrix", "hidden_mean")
+    with capture(tiny, optimizer, path, variables=record, logits_mode="mean"):
         for batch in batches(4):
             output = tiny(**batch)
             output["loss"].backward()
@@ -378,8 +379,8 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path:
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     path = tmp_path / "run.zarr"
-    record = ("all", "grad_token_norm", "W_step_norm", "W_ulp_l1")
-    train(model, optimizer, path, record=record, every=every)
+    record = ("matrix", "grad_token_norm", "W_step_norm", "W_ulp_l1")
+    train(model, optimizer, path, variables=record, every=every)
     ds = xr.open_zarr(path)
     W, grad = ds.W.values.astype("f8"), ds.grad.values.astype("f8")
     least, offset = {"float32": (-126, 23), "bfloat16": (-126, 7), "float16": (-14, 10)}[
@@ -408,7 +409,7 @@ def test_cells_are_what_autocast_makes_of_the_weights(
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     path = tmp_path / "both.zarr"
-    train(model, optimizer, path, record=("W", "cells"), tokens=tokens)
+    train(model, optimizer, path, variables=("W", "cells"), tokens=tokens)
     ds = xr.open_zarr(path).load()
     expected = torch.from_numpy(ds.W.values).to(torch.bfloat16)
     assert ds.cells.attrs["native_dtype"] == "bfloat16"
@@ -418,7 +419,7 @@ def test_cells_are_what_autocast_makes_of_the_weights(
     torch.manual_seed(1)
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    train(model, optimizer, tmp_path / "alone.zarr", record="cells,grad_norm", tokens=tokens)
+    train(model, optimizer, tmp_path / "alone.zarr", variables="cells,grad_norm", tokens=tokens)
     alone = xr.open_zarr(tmp_path / "alone.zarr").load()
     assert set(alone) == {"cells", "grad_norm"}
     assert alone.cells.equals(ds.cells)
@@ -568,7 +569,7 @@ def test_rows_in_transit_are_part_of_the_memory(
 ) -> None:
     monkeypatch.setattr(parameter_rows, "memory_in_transit", lambda device, row: 5 << 20)
     adam = torch.optim.AdamW(tiny.parameters())
-    options = {"memory": "10MiB", "record": "all", "strict": True}
+    options = {"memory": "10MiB", "variables": "matrix", "strict": True}
     with capture(tiny, adam, tmp_path / "run.zarr", **options) as run:
         tiny(**batches(1)[0])["loss"].backward()
         adam.step()
@@ -615,7 +616,7 @@ def test_its_rows_are_committed_by_time_also_when_it_goes_on(
 
     def train(first: int, last: int, **options: Any) -> None:
         with capture(
-            tiny, optimizer, path, record="W,grad,loss", commit_every=3.0, **options
+            tiny, optimizer, path, variables="W,grad,loss", commit_every=3.0, **options
         ) as run:
             for number, batch in enumerate(batches(last)[first:], first):
                 optimizer.zero_grad()

@@ -57,7 +57,7 @@ def test_gradients_that_are_assigned(
 def test_masked_gradients(tiny: Any, record: Any, notes: list[str], tmp_path: Path) -> None:
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
-    with record(optimizer, record=("all", "grad_token_norm")):
+    with record(optimizer, variables=("matrix", "grad_token_norm")):
         for _ in steps(tiny, optimizer):
             lists.parameter.grad[::2] = 0
             lists.add(grad=lists.parameter.grad)
@@ -254,7 +254,7 @@ def test_checkpointed_parts_count_once(reentrant: bool, tmp_path: Path) -> None:
     model.reentrant = reentrant
     optimizer = adamw(model)
     norms = []
-    options = {"hidden_from": "mix", "record": ("all", "hidden_states", "model")}
+    options = {"hidden_from": "mix", "variables": ("matrix", "hidden_states", "norms")}
     with capture(model, optimizer, tmp_path / "run.zarr", **options):
         for _ in steps(model, optimizer):
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
@@ -280,7 +280,7 @@ def test_a_head_that_is_called_in_chunks(record: Any, notes: list[str], tmp_path
 
     model = Chunked()
     optimizer = adamw(model)
-    with record(optimizer, model, record=("all", "hidden_mean")):
+    with record(optimizer, model, variables=("matrix", "hidden_mean")):
         for batch in batches(2):
             model(**batch).backward()
             optimizer.step()
@@ -294,7 +294,7 @@ def test_a_second_backward_pass_without_the_matrix(tiny: Any, record: Any, tmp_p
     tiny.extra = torch.nn.Linear(2, 1)
     optimizer = adamw(tiny)
     norms = []
-    with record(optimizer, record=("all", "model")):
+    with record(optimizer, variables=("matrix", "norms")):
         for _ in steps(tiny, optimizer):
             (100 * tiny.extra(torch.ones(2))).sum().backward()
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in tiny.parameters()]))

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from lazy_streams import LazyTorch, OnDevice, Streams  # noqa: E402
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 
-from trajstore import RecordingError, RunWriter  # noqa: E402
+from trajstore import RunWriter  # noqa: E402
+from trajstore.errors import RecordingError  # noqa: E402
 from trajstore.trainers.recording import device_to_host  # noqa: E402
 from trajstore.trainers.recording.device_to_host import (  # noqa: E402
     DeferredTransfer,

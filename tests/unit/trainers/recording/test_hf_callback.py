@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import Lists, TinyModel, batches  # noqa: E402
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from trajstore import RecordingError, RunExists, verify  # noqa: E402
+from trajstore import verify  # noqa: E402
+from trajstore.errors import RecordingError, RunExists  # noqa: E402
 from trajstore.trainers import TrajectoryCallback  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -120,7 +121,7 @@ def test_all_parameters_of_somebody_elses_training(tmp_path: Path) -> None:
         learning_rate=0.01, max_grad_norm=0.1,
     )  # fmt: skip
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    callback = TrajectoryCallback(path, record="model")
+    callback = TrajectoryCallback(path, variables="norms")
     Trainer(model=model, args=arguments, train_dataset=examples(9), callbacks=[callback]).train()
     ds = xr.open_zarr(path).load()
     names = [name for name, _ in model.named_parameters()]  # the head is tied

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import Lists, batches  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from trajstore import InvalidArgument, RecordingError, analysis, open_run  # noqa: E402
+from trajstore import analysis, open_run  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -47,7 +48,7 @@ def train(
     """Train with micro-batches, and return the hidden states of each step."""
     model = OwnModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"parameter": "embedding.weight", "record": VARIABLES, **options}
+    options = {"parameter": "embedding.weight", "variables": VARIABLES, **options}
     lists = Lists(model.embedding.weight)
     seen: list[list[Any]] = []
     with capture(model, optimizer, path, **options) as run:
@@ -121,7 +122,7 @@ def test_they_explain_the_gradient_of_dead_tokens(tmp_path: Path) -> None:
 def test_missing_states_are_an_error_that_names_the_fix(name: str, tmp_path: Path) -> None:
     match = rf"{name} not recorded.*observe\(hidden=…\).*hidden_from=…"
     with pytest.raises(RecordingError, match=match):
-        train(tmp_path / "run.zarr", record=("W", "grad", name), strict=True)
+        train(tmp_path / "run.zarr", variables=("W", "grad", name), strict=True)
 
 
 class OwnMatrix(OwnModel):
@@ -139,7 +140,7 @@ class OwnMatrix(OwnModel):
 
 def step_of(model: Any, path: Path, *, passed: Any = None, **options: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters())
-    with capture(model, optimizer, path, record=("W", "hidden_mean"), **options) as run:
+    with capture(model, optimizer, path, variables=("W", "hidden_mean"), **options) as run:
         model(batches(1)[0]["input_ids"])[0].sum().backward()
         if passed is not None:
             run.observe(hidden=passed)

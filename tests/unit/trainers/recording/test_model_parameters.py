@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 
-from trajstore import InvalidArgument, export, import_file, open_run, verify  # noqa: E402
+from trajstore import export, import_file, open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
 from trajstore.schema import MODEL  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 
@@ -65,7 +66,7 @@ def test_every_number(optimizer: str, dtype: Any, tmp_path: Path) -> None:
     made = OPTIMIZERS[optimizer]([p for p in parameters if p.requires_grad])
     rows = [expected([wide(p) for p in parameters], [wide(p) for p in parameters],
                      [None] * 6, [None] * 6)]  # fmt: skip
-    with capture(model, made, tmp_path / "run.zarr", record="model", max_grad_norm=0.5) as run:
+    with capture(model, made, tmp_path / "run.zarr", variables="norms", max_grad_norm=0.5) as run:
         for batch in batches(STEPS):
             made.zero_grad()
             before = [wide(p) for p in parameters]
@@ -90,11 +91,11 @@ def test_every_number(optimizer: str, dtype: Any, tmp_path: Path) -> None:
     assert (lost > 0).any() == (dtype == torch.bfloat16)
 
 
-def run_of(path: Path, *, lr: Any = 0.01, record: str = "model", **options: Any) -> Path:
+def run_of(path: Path, *, lr: Any = 0.01, variables: str = "norms", **options: Any) -> Path:
     torch.manual_seed(1)
     model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=torch.is_tensor(lr))
-    with capture(model, optimizer, path, record=record, block_rows=4, **options):
+    with capture(model, optimizer, path, variables=variables, block_rows=4, **options):
         for batch in batches(STEPS):
             optimizer.zero_grad()
             model(**batch)["loss"].backward()
@@ -109,7 +110,7 @@ def test_without_a_learning_rate_no_update_was_meant(rate: Any, tmp_path: Path) 
         model = TinyModel()
         tensor = torch.tensor(0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=tensor)
-        with capture(model, optimizer, tmp_path / "run.zarr", record="model"):
+        with capture(model, optimizer, tmp_path / "run.zarr", variables="norms"):
             for number, batch in enumerate(batches(2)):
                 tensor.fill_(float(number))
                 optimizer.zero_grad()
@@ -128,7 +129,7 @@ def test_without_a_learning_rate_no_update_was_meant(rate: Any, tmp_path: Path) 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips(fused: bool, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    scaled_run(path, fused=fused, record="model,W_step_norm")
+    scaled_run(path, fused=fused, variables="norms,W_step_norm")
     ds = open_run(path).load()
     skipped = ds.skipped.values == 1
     assert 0 < skipped.sum() < len(skipped)
@@ -148,9 +149,9 @@ def test_only_what_is_named_is_computed(tmp_path: Path, monkeypatch: pytest.Monk
         raise AssertionError("a copy of the model was kept, and nobody asked for it")
 
     monkeypatch.setattr(model_parameters, "copy_each", refuse)
-    ds = open_run(run_of(tmp_path / "run.zarr", record="W,param_norm,param_grad_norm"))
+    ds = open_run(run_of(tmp_path / "run.zarr", variables="W,param_norm,param_grad_norm"))
     assert [name for name in MODEL if name in ds] == ["param_grad_norm", "param_norm"]
-    assert "parameter" not in open_run(run_of(tmp_path / "other.zarr", record="W,loss"))
+    assert "parameter" not in open_run(run_of(tmp_path / "other.zarr", variables="W,loss"))
 
 
 def test_each_of_several_matrices_has_them(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_run_goes_on_with_the_same_model(tmp_path: Path) -> None:
         pytest.raises(
             InvalidArgument, match=r"has 4 parameters, but .* has 3 .*embedding.weight, "
         ),
-        capture(model, optimizer, path, record="model", resume=True, first_step=STEPS),
+        capture(model, optimizer, path, variables="norms", resume=True, first_step=STEPS),
     ):
         pass
 

@@ -24,13 +24,8 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from trajstore import (  # noqa: E402
-    InvalidArgument,
-    RecordingError,
-    VariableNotRecorded,
-    open_run,
-    verify,
-)
+from trajstore import open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402
@@ -134,7 +129,7 @@ def assert_parameters(ds: xr.Dataset, states: list[State]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "encoding"), [(torch.float32, "delta"), (torch.bfloat16, "replay")]
+    ("dtype", "encoding"), [(torch.float32, "delta"), (torch.bfloat16, "compact")]
 )
 def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -144,14 +139,14 @@ def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path:
     states = list(train(plain, adamw(plain)))
     optimizer = adamw(model)
     path = tmp_path / "run.zarr"
-    options = {"record": "everything", "block_rows": 4, "encoding": encoding}
+    options = {"variables": "everything", "block_rows": 4, "encoding": encoding}
     with capture(model, optimizer, path, max_grad_norm=0.05, **options):
         for _ in train(model, optimizer):
             pass
     ds = open_run(path)
     forms = stored_forms(path)
     computed = [forms[name] for name in ("params", *OPTIMIZER_STATE[:2]) if name in forms]
-    assert len(computed) == (3 if encoding == "replay" else 0)
+    assert len(computed) == (3 if encoding == "compact" else 0)
     assert not any(each["corrected"] or each["differences"] for each in computed)
     assert not verify(path).problems
     assert_parameters(ds, states)
@@ -194,7 +189,7 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
 
 def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> xr.Dataset:
     optimizer = optimizer or adamw(model)
-    options = {"record": "everything", "block_rows": 2} | options
+    options = {"variables": "everything", "block_rows": 2} | options
     with capture(model, optimizer, path, **options):
         for _ in train(model, optimizer):
             pass
@@ -219,7 +214,7 @@ def test_a_trainer_with_dropout(tmp_path: Path) -> None:
         trainer = Trainer(model, arguments, train_dataset=texts)
         trainer.add_callback(Clones(weights, moments))
         if number:
-            trainer.add_callback(TrajectoryCallback(tmp_path / "run.zarr", record="everything"))
+            trainer.add_callback(TrajectoryCallback(tmp_path / "run.zarr", variables="everything"))
         trainer.train()
     ds = open_run(tmp_path / "run.zarr")
     for (name, _), place in zip(model.named_parameters(), range(len(plain[0][0])), strict=True):
@@ -276,12 +271,12 @@ def test_parameters_of_a_run(tmp_path: Path) -> None:
         ds.traj.parameter("mix.bia")
     with pytest.raises(InvalidArgument, match="select parts of the result"):
         ds.isel(element=slice(3)).traj.parameter("mix.bias")
-    with pytest.raises(VariableNotRecorded, match="--record everything"):
+    with pytest.raises(VariableNotRecorded, match="--variables everything"):
         ds.drop_attrs().traj.parameter("mix.bias")
 
 
 def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
-    scaled_run(tmp_path / "run.zarr", fused=False, record="everything")
+    scaled_run(tmp_path / "run.zarr", fused=False, variables="everything")
     ds = open_run(tmp_path / "run.zarr").load()
     skipped = ds.skipped.values == 1
     assert skipped[1]
@@ -346,7 +341,7 @@ def test_state_that_begins_to_change_later(late: str, message: str, tmp_path: Pa
     optimizer = adamw(model)
 
     def run() -> None:
-        with capture(model, optimizer, tmp_path / "run.zarr", record="everything", strict=True):
+        with capture(model, optimizer, tmp_path / "run.zarr", variables="everything", strict=True):
             for _ in train(model, optimizer):
                 if late == "dropout":
                     model.drop.p = 0.1
@@ -397,7 +392,7 @@ def test_a_device_without_float64_has_the_rows_of_the_cpu(
     def run(path: Path, model: Any, rate: Any) -> xr.Dataset:
         torch.manual_seed(1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
-        with capture(model, optimizer, path, record="everything", max_grad_norm=0.05):
+        with capture(model, optimizer, path, variables="everything", max_grad_norm=0.05):
             for batch in batches(STEPS):
                 model(**batch)["loss"].backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)

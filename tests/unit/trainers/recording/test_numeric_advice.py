@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 
-from trajstore import ConfigError  # noqa: E402
+from trajstore.errors import ConfigError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.numeric_advice import optimizer_advice  # noqa: E402

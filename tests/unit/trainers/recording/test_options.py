@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from trajstore import InvalidArgument, RunNotFound  # noqa: E402
+from trajstore.errors import InvalidArgument, RunNotFound  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 OPTIONS = {
-    "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
+    "variables": "matrix", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
     "hidden_from": None,
     "is_dead": None, "token_count": None, "token_text": None, "populations": None, "config": None,
     "origin": None, "encoding": "delta", "memory": 1 << 30, "block_rows": None, "overwrite": False,
@@ -45,7 +45,7 @@ def test_what_users_may_write_is_shown_with_its_defaults() -> None:
     assert keywords(capture) == OPTIONS | OF_A_LOOP
     assert keywords(TrajectoryCallback) == OPTIONS | {"on_step": None, "on_note": None}
     assert list(inspect.signature(capture).parameters)[:3] == ["model", "optimizer", "path"]
-    assert list(inspect.signature(TrajectoryCallback).parameters)[:2] == ["path", "record"]
+    assert list(inspect.signature(TrajectoryCallback).parameters)[:2] == ["path", "variables"]
 
 
 @pytest.mark.parametrize("function", [capture, TrajectoryCallback.__init__])
@@ -78,8 +78,8 @@ def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -
         ({"logits_mode": "first"}, "logits_mode: got 'first', expected 'last' or 'mean'"),
         ({"commit_every": 0}, "commit_every: got 0, expected seconds above 0, or None"),
         ({"memory": "much"}, "got size 'much'"),
-        ({"record": "grad"}, "got 'grad' without W; add W or cells"),
-        ({"record": ["W", "wait"]}, "cannot record 'wait'"),
+        ({"variables": "grad"}, "got 'grad' without W; add W or cells"),
+        ({"variables": ["W", "wait"]}, "cannot record 'wait'"),
         ({"resume": True, "overwrite": True}, "got both resume and overwrite"),
     ],
 )
@@ -89,11 +89,11 @@ def test_what_is_impossible_is_refused_where_it_is_written(wrong: Any, message: 
 
 
 def test_what_is_named_itself_is_required_and_what_a_tier_names_is_not() -> None:
-    options = RecordingOptions(record="weights, W_ulp_l1")
+    options = RecordingOptions(variables="weights, W_ulp_l1")
     assert options.required == {"W_ulp_l1"}
-    assert options.variables[0] == "W"
-    assert {"loss", "W_ulp_l1"} < set(options.variables)
-    assert RecordingOptions(record=("W", "all")).required == {"W"}
+    assert options.resolved[0] == "W"
+    assert {"loss", "W_ulp_l1"} < set(options.resolved)
+    assert RecordingOptions(variables=("W", "matrix")).required == {"W"}
 
 
 def test_a_run_that_is_to_go_on_must_be_there_already(tmp_path: Path) -> None:

@@ -13,14 +13,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config, stop_after  # noqa: E402
 
-from trajstore import (  # noqa: E402
-    InvalidArgument,
-    analysis,
-    export,
-    import_file,
-    open_run,
-    verify,
-)
+from trajstore import analysis, export, import_file, open_run, verify  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import capture, fork, plan, record  # noqa: E402
 
@@ -43,7 +37,7 @@ def run_of(path: Path, model: Any = None, **options: Any) -> Path:
     torch.manual_seed(1)
     model = TinyModel() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"record": "W,loss", "token_count": COUNTS, "block_rows": 4, **options}
+    options = {"variables": "W,loss", "token_count": COUNTS, "block_rows": 4, **options}
     with capture(model, optimizer, path, **options):
         for batch in batches(5):
             optimizer.zero_grad()
@@ -117,7 +111,7 @@ def test_those_of_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("65\n66\n")
     (tmp_path / "text.txt").write_bytes(TEXT)
     given = ["rare=0 < token_count < 3", f"capitals={tmp_path / 'ids.txt'}"]
-    config = small_config(["gatsby"], 'recording.record=["weights"]', steps=2)
+    config = small_config(["gatsby"], 'recording.variables=["weights"]', steps=2)
     config = config.with_values([f"recording.populations={given}"])
     path = record(config, tmp_path / "run.zarr", corpus=tmp_path / "text.txt")
     ds = open_run(path)
@@ -135,7 +129,7 @@ def test_those_of_a_configuration_come_along_to_forks_and_past_seams(tmp_path: P
     text.write_bytes(TEXT)
     ids.write_text("65\n66\n")
     given = ["rare=0 < token_count < 3", f"capitals={ids}"]
-    config = small_config(["gatsby"], 'recording.record=["weights"]', steps=8)
+    config = small_config(["gatsby"], 'recording.variables=["weights"]', steps=8)
     config = config.with_values([f"recording.populations={given}"])
     whole = record(config, tmp_path / "whole.zarr", corpus=text)
     half = record(config, tmp_path / "half.zarr", corpus=text, stop=stop_after(4))

@@ -19,7 +19,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from trajstore import (  # noqa: E402
+from trajstore.errors import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
     RecordingError,
@@ -31,7 +31,7 @@ from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-RECORD = "all,model,W_step_norm,W_ulp_l1"
+RECORD = "matrix,norms,W_step_norm,W_ulp_l1"
 STEPS = 12
 
 
@@ -44,7 +44,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def run(self, path: Path, first: int, last: int, **options: Any) -> None:
-        options = {"block_rows": 4, "record": RECORD, **options}
+        options = {"block_rows": 4, "variables": RECORD, **options}
         with capture(self.model, self.optimizer, path, **options):
             for batch in batches(STEPS)[first:last]:
                 self.optimizer.zero_grad()
@@ -93,7 +93,7 @@ def test_a_loop_goes_on_from_its_own_checkpoint(taken: int, every: int, tmp_path
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_cells_without_the_weights(every: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"record": "cells,grad", "every": every}
+    options: dict[str, Any] = {"variables": "cells,grad", "every": every}
     Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
     path, loop = tmp_path / "run.zarr", Loop()
     loop.run(path, 0, 5, **options)
@@ -105,7 +105,7 @@ def test_cells_without_the_weights(every: int, tmp_path: Path) -> None:
 
 
 def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"record": "cells,W_step_norm", "every": 3}
+    options: dict[str, Any] = {"variables": "cells,W_step_norm", "every": 3}
     Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
     path, loop = tmp_path / "run.zarr", Loop()
     loop.run(path, 0, 6, **options)
@@ -122,7 +122,7 @@ def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "parameter": ["embedding.weight", "mix.weight"],
         "tokens": [1, 4, 6],
-        "record": "weights+grads,W_ulp_l1",
+        "variables": "weights+grads,W_ulp_l1",
     }
     Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
     loop = Loop()
@@ -150,14 +150,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     refused(InvalidArgument, "logits_mode: .* recorded with last, got mean", logits_mode="mean")
     refused(InvalidArgument, "parameter: .* got mix.weight", parameter="mix.weight")
     refused(InvalidArgument, "tokens: the given tokens differ from those of", tokens=[1, 2])
-    refused(InvalidArgument, "correct W_step_norm", record="all,W_ulp_l1")
-    refused(InvalidArgument, "correct hidden_mean", record=f"{RECORD},hidden_mean")
+    refused(InvalidArgument, "correct W_step_norm", variables="matrix,W_ulp_l1")
+    refused(InvalidArgument, "correct hidden_mean", variables=f"{RECORD},hidden_mean")
     refused(InvalidArgument, "both", overwrite=True)
     with pytest.raises(RunNotFound):
         loop.run(tmp_path / "nowhere.zarr", 5, 6, resume=True, first_step=5)
 
 
-TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "record": "weights"}
+TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "variables": "weights"}
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def trainer(folder: Path, callback: TrajectoryCallback, *others: TrainerCallback
 
 
 def test_a_trainer_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"record": RECORD, "block_rows": 4}
+    options: dict[str, Any] = {"variables": RECORD, "block_rows": 4}
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
     trainer(tmp_path / "a", TrajectoryCallback(straight, **options)).train()
     callback = TrajectoryCallback(path, **options)

@@ -13,12 +13,8 @@ from list_recorder import HIDDEN, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
 
-from trajstore import (  # noqa: E402
-    InvalidArgument,
-    RecordingError,
-    analysis,
-    open_run,
-)
+from trajstore import analysis, open_run  # noqa: E402
+from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, record  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -39,7 +35,7 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
     model.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach().float()))
     optimizer = optimizer_of(model)
     told: list[tuple[Any, Any]] = []
-    with capture(model, optimizer, tmp_path / "run.zarr", record=ALL) as run:
+    with capture(model, optimizer, tmp_path / "run.zarr", variables=ALL) as run:
         for step in range(4):
             optimizer.zero_grad()
             for number, whole in enumerate(batches(2, step)):
@@ -90,7 +86,7 @@ def test_losses_of_a_causal_language_model(tmp_path: Path) -> None:
     model = tiny_gpt2()
     optimizer = optimizer_of(model)
     expected, losses = [], []
-    with capture(model, optimizer, tmp_path / "run.zarr", record=("W", "loss", *ALL)):
+    with capture(model, optimizer, tmp_path / "run.zarr", variables=("W", "loss", *ALL)):
         for number, batch in enumerate(batches(3)):
             labels = batch["labels"].clone()
             labels[0, :3] = -100  # targets that do not count
@@ -126,7 +122,7 @@ def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with (
         pytest.raises(RecordingError, match=r"observe\(example_loss=…\)"),
-        capture(model, optimizer_of(model), path, record=("W", "example_loss"), strict=True),
+        capture(model, optimizer_of(model), path, variables=("W", "example_loss"), strict=True),
     ):
         model(**batch)
     assert not path.exists()
@@ -142,7 +138,7 @@ def test_what_nobody_tells_is_an_error(name: str, remedy: str, tiny: Any, tmp_pa
     path = tmp_path / "run.zarr"
 
     def train() -> None:
-        with capture(tiny, optimizer, path, record=("W", name), strict=True):
+        with capture(tiny, optimizer, path, variables=("W", name), strict=True):
             tiny(**batches(1)[0])["loss"].backward()
             optimizer.step()
 
@@ -156,7 +152,7 @@ def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     notes: list[str] = []
     record = ("W", "batch", "example_loss")
-    with capture(tiny, optimizer, path, record=record, on_note=notes.append) as run:
+    with capture(tiny, optimizer, path, variables=record, on_note=notes.append) as run:
         with pytest.raises(InvalidArgument, match=r"batch: got torch.float32 of shape"):
             run.observe(batch=torch.rand(3))
         with pytest.raises(InvalidArgument, match=r"example_loss: got .* of shape \(1, 1\)"):
@@ -211,7 +207,7 @@ def test_the_gradient_of_dead_tokens_is_that_of_the_recorded_states(
     config = small_config(
         ["gatsby"], f"training.loop={loop}", "model.dtype=float32", "training.autocast=none",
         "training.accumulation=2", "initialization.kind=normal", "initialization.sigma=0.3",
-        f"recording.record={[*ALL, 'grad']}", steps=5,
+        f"recording.variables={[*ALL, 'grad']}", steps=5,
     )  # fmt: skip
     ds = open_run(record(config, tmp_path / "run.zarr", corpus=text))
     dead = ds.token.values[ds.is_dead.values][::30]

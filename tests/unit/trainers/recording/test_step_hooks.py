@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
 
 def test_the_rate_of_a_loaded_optimizer(tiny: Any, record: Any, tmp_path: Path) -> None:
     optimizer = adamw(tiny, lr=0.005)
-    with record(optimizer, record=("all", "model")):
+    with record(optimizer, variables=("matrix", "norms")):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
         for batch in batches(4):
@@ -43,7 +43,7 @@ def test_a_group_that_is_added_in_the_middle(
     tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
     optimizer = torch.optim.AdamW([tiny.embedding.weight], lr=0.01)
-    with record(optimizer, record="everything"):
+    with record(optimizer, variables="everything"):
         for number, _ in enumerate(steps(tiny, optimizer, 4)):
             if number == 1:
                 optimizer.add_param_group({"params": list(tiny.mix.parameters()), "lr": 0.1})
@@ -55,7 +55,7 @@ def test_a_group_that_is_added_in_the_middle(
 
 def test_a_rate_that_is_a_tensor_or_a_list_of_one(tiny: Any, record: Any, tmp_path: Path) -> None:
     optimizer = adamw(tiny, lr=torch.tensor([0.01]))
-    with record(optimizer, record=("all", "everything")):
+    with record(optimizer, variables=("matrix", "everything")):
         for _ in steps(tiny, optimizer):
             optimizer.param_groups[0]["lr"].mul_(0.5)
     expected = [np.float32(0.01) / 2**n for n in (1, 2, 3)]
@@ -113,7 +113,7 @@ def test_models_are_saved_and_copied_while_they_are_recorded(
     tiny: Any, record: Any, tmp_path: Path
 ) -> None:
     optimizer = adamw(tiny)
-    with record(optimizer, record=("everything", "hidden_mean")):
+    with record(optimizer, variables=("everything", "hidden_mean")):
         for _ in steps(tiny, optimizer):
             file = io.BytesIO()
             torch.save(tiny, file)
@@ -202,7 +202,7 @@ class Odd(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-0.1)
 
 
-@pytest.mark.parametrize("record_", ["all", "everything"])
+@pytest.mark.parametrize("record_", ["matrix", "everything"])
 def test_optimizers_that_wrap_or_have_no_rate(
     record_: str, tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
@@ -210,7 +210,7 @@ def test_optimizers_that_wrap_or_have_no_rate(
                       torch.optim.Adafactor(tiny.parameters())):  # fmt: skip
         lists = Lists(tiny.embedding.weight)
         notes.clear()
-        with record(optimizer, overwrite=True, record=record_):
+        with record(optimizer, overwrite=True, variables=record_):
             for batch in batches(3):
                 optimizer.zero_grad()
                 tiny(**batch)["loss"].backward()
@@ -224,7 +224,7 @@ def test_optimizers_that_wrap_or_have_no_rate(
 
 def test_weights_loaded_before_the_first_step(tiny: Any, record: Any, tmp_path: Path) -> None:
     optimizer = adamw(tiny)
-    with record(optimizer, record="everything"):
+    with record(optimizer, variables="everything"):
         tiny.load_state_dict({k: v + 1 for k, v in tiny.state_dict().items()})
         lists = Lists(tiny.embedding.weight)
         mix = tiny.mix.weight.detach().clone()
@@ -445,7 +445,7 @@ def test_a_scheduler_that_a_hook_of_the_step_calls(
     optimizer = adamw(tiny)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    with record(optimizer, record=("all", "everything")):
+    with record(optimizer, variables=("matrix", "everything")):
         for _ in steps(tiny, optimizer):
             pass
     ds = read(tmp_path)

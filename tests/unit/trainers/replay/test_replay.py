@@ -48,9 +48,9 @@ def proven(path: Path, steps: int, *variables: str) -> Replay:
 
 def attributes(path: Path, change: Any) -> None:
     """Change the attributes of a run."""
-    document = json.loads((path / "zarr.json").read_text())
-    change(document["attributes"])
-    (path / "zarr.json").write_text(json.dumps(document))
+    metadata = json.loads((path / "zarr.json").read_text())
+    change(metadata["attributes"])
+    (path / "zarr.json").write_text(json.dumps(metadata))
 
 
 NIGHTLY_BFLOAT16 = pytest.mark.parametrize(
@@ -78,7 +78,9 @@ WHOLE = {
 @pytest.mark.parametrize("name", nightly_but(WHOLE, "adamw-fused", "adam-other"))
 @NIGHTLY_BFLOAT16
 def test_moments_and_weights(name: str, dtype: Any, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", WHOLE[name], dtype=dtype, record=("all", *SUMMARIES))
+    path = tiny_run(
+        tmp_path / "run.zarr", WHOLE[name], dtype=dtype, variables=("matrix", *SUMMARIES)
+    )
     result = proven(path, 20, "W", "exp_avg", "exp_avg_sq", "clip_coef", *SUMMARIES)
     assert result.rebuilt == ()
     assert json.loads(json.dumps(result.facts()))["clean"] is True
@@ -121,7 +123,9 @@ def test_other_types(dtype: Any, tmp_path: Path) -> None:
 
 @DTYPES
 def test_weights_and_gradients_are_enough(dtype: Any, tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", WHOLE["adam-decay"], dtype=dtype, record="weights+grads")
+    path = tiny_run(
+        tmp_path / "run.zarr", WHOLE["adam-decay"], dtype=dtype, variables="weights+grads"
+    )
     result = proven(path, 20, "W")
     assert result.rebuilt == ("exp_avg", "exp_avg_sq")
     assert set(result.variables) == {"W", "clip_coef"}
@@ -157,12 +161,12 @@ def test_large_blocks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monk
     proven(path, 20, "W", "exp_avg")
 
 
-@pytest.mark.parametrize("tier", ["all", "weights+grads"])
+@pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_steps_move_nothing_and_do_not_count(
     fused: bool, tier: str, tmp_path: Path
 ) -> None:
-    path = scaled_run(tmp_path / "run.zarr", fused=fused, record=tier)
+    path = scaled_run(tmp_path / "run.zarr", fused=fused, variables=tier)
     skipped = zarr.open_group(path, mode="r")["skipped"][1:]
     assert skipped[0] == 1
     result = proven(path, 14, "W")
@@ -222,7 +226,7 @@ def test_only_pairs_of_consecutive_steps(tmp_path: Path) -> None:
 
 
 def test_gaps_end_what_is_rebuilt(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=7, every=2, record="weights+grads")
+    path = tiny_run(tmp_path / "run.zarr", steps=7, every=2, variables="weights+grads")
     reasons = left_out(path)
     assert list(reasons.values()) == [(3, 2, 6), (1, 7, 7)]
     assert "exp_avg, exp_avg_sq is not recorded" in list(reasons)[1]
@@ -256,14 +260,14 @@ def test_an_unknown_factor_of_a_gradient_before_clipping(tmp_path: Path) -> None
 
 
 def test_runs_without_gradients(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", record=("weights", "W_step_norm"))
+    path = tiny_run(tmp_path / "run.zarr", variables=("weights", "W_step_norm"))
     ((reason, _),) = left_out(path).items()
-    assert "gradient was not recorded; record weights+grads or all" in reason
+    assert "gradient was not recorded; record weights+grads or matrix" in reason
     assert replay(path).variables["W_step_norm"].steps == 20
 
 
 def test_lengths_without_their_gradients(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", record=("weights", *SUMMARIES), steps=3)
+    path = tiny_run(tmp_path / "run.zarr", variables=("weights", *SUMMARIES), steps=3)
     assert len(left_out(path)) == 1
     assert set(replay(path).variables) == {"W_step_norm", "W_ulp_l1"}
 
@@ -271,7 +275,7 @@ def test_lengths_without_their_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["lr", "clip_coef"])
 def test_runs_without_a_scalar(missing: str, tmp_path: Path) -> None:
     names = [name for name in ("W", "grad", "loss", "lr", "clip_coef") if name != missing]
-    ((reason, _),) = left_out(tiny_run(tmp_path / "run.zarr", record=names)).items()
+    ((reason, _),) = left_out(tiny_run(tmp_path / "run.zarr", variables=names)).items()
     assert "every tier has it" in reason
 
 
@@ -360,7 +364,7 @@ def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "Replayed 7 of 7 steps with torch.optim.adamw.AdamW: 0 values differ." in shown
     assert "Wrong" not in shown
-    path = tiny_run(tmp_path / "some.zarr", record="weights+grads", steps=7, every=2)
+    path = tiny_run(tmp_path / "some.zarr", variables="weights+grads", steps=7, every=2)
     flip(path, "grad", (0, 3, 1), 0)
     print_replay(replay(path).facts())
     shown = capsys.readouterr().out

@@ -98,14 +98,14 @@ def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
     assert "its learning rate is too large" in gap.reason
 
 
-@pytest.mark.parametrize("tier", ["all", "weights+grads"])
+@pytest.mark.parametrize("tier", ["matrix", "weights+grads"])
 def test_a_seam_is_named_once(tier: str, tmp_path: Path) -> None:
     def stitch(model: Any, number: int) -> None:
         if number == 9:
             with torch.no_grad():  # between two steps, where no recorder sees it
                 model.embedding.weight.mul_(1.01)
 
-    result = replay(tiny_run(tmp_path / "run.zarr", between=stitch, record=tier))
+    result = replay(tiny_run(tmp_path / "run.zarr", between=stitch, variables=tier))
     (finding,) = result.findings
     assert (finding.kind, finding.variable, finding.step) == ("mismatch", "W", 11)
     assert finding.tokens == VOCAB
@@ -114,7 +114,7 @@ def test_a_seam_is_named_once(tier: str, tmp_path: Path) -> None:
 
 
 def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", record="weights+grads")
+    path = tiny_run(tmp_path / "run.zarr", variables="weights+grads")
     flip(path, "grad", (4, 3, 1), 30)
     flip(path, "W", (9, 8, 2), 25)
     result = replay(path)

@@ -44,9 +44,9 @@ def adamw(rounding: str, state: str = "float32", **settings: Any) -> Any:
 
 
 def attributes(path: Path, change: Any) -> None:
-    document = json.loads((path / "zarr.json").read_text())
-    change(document["attributes"])
-    (path / "zarr.json").write_text(json.dumps(document))
+    metadata = json.loads((path / "zarr.json").read_text())
+    change(metadata["attributes"])
+    (path / "zarr.json").write_text(json.dumps(metadata))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_weights_and_moments_of_any_types(
 
 REBUILT = {
     "adam": (partial(RoundedAdam, lr=0.01, weight_decay=0.1), "weights+grads"),
-    "amsgrad": (partial(RoundedAdam, lr=0.01, amsgrad=True), "all"),
-    "momentum": (partial(RoundedSGD, lr=0.1, momentum=0.9), "all"),
-    "sgd": (partial(RoundedSGD, lr=0.1), "all"),
+    "amsgrad": (partial(RoundedAdam, lr=0.01, amsgrad=True), "matrix"),
+    "momentum": (partial(RoundedSGD, lr=0.1, momentum=0.9), "matrix"),
+    "sgd": (partial(RoundedSGD, lr=0.1), "matrix"),
 }
 
 
@@ -90,7 +90,7 @@ def test_state_that_is_not_recorded_is_rebuilt(name: str, rounding: str, tmp_pat
     made, tier = REBUILT[name]
     optimizer = partial(made, state_dtype="float32", rounding=rounding)
     path = tiny_run(
-        tmp_path / "run.zarr", optimizer, dtype=torch.bfloat16, steps=STEPS, record=tier
+        tmp_path / "run.zarr", optimizer, dtype=torch.bfloat16, steps=STEPS, variables=tier
     )
     rebuilt = {
         "adam": ("exp_avg", "exp_avg_sq"), "amsgrad": ("max_exp_avg_sq",),

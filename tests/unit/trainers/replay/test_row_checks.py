@@ -22,7 +22,7 @@ SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recorded") / "run.zarr"
-    return tiny_run(path, dtype=torch.bfloat16, steps=9, record=("all", "cells", *SUMMARIES))
+    return tiny_run(path, dtype=torch.bfloat16, steps=9, variables=("matrix", "cells", *SUMMARIES))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from disk import Disk  # noqa: E402
 
-from trajstore import FormatError, RunExists  # noqa: E402
+from trajstore.errors import FormatError, RunExists  # noqa: E402
 from trajstore.trainers.runs.checkpoint import CheckpointFolder  # noqa: E402
 from trajstore.trainers.runs.run_state import RunState  # noqa: E402
 

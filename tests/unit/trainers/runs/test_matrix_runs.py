@@ -12,14 +12,8 @@ from bits_and_calls import nightly_but
 torch = pytest.importorskip("torch")
 from small_trainings import last_checkpoint, same_values, small_config, stop_after  # noqa: E402
 
-from trajstore import (  # noqa: E402
-    ConfigError,
-    InvalidArgument,
-    NothingToResume,
-    RunExists,
-    RunWriter,
-    open_run,
-)
+from trajstore import RunWriter, open_run  # noqa: E402
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, RunExists  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import fork, plan, record, recorded_config  # noqa: E402
 from trajstore.trainers.replay.replay import replay  # noqa: E402
@@ -117,7 +111,7 @@ def test_what_cannot_be_done_is_an_error(stopped: Path, text: Path) -> None:
     tied = CONFIG.with_values(["model.tied=true"])
     with pytest.raises(ConfigError, match=r"tied is False in .*, got True"):
         record(tied, stopped, corpus=text, resume=True)
-    whole = CONFIG.with_values(['recording.record=["everything"]'])
+    whole = CONFIG.with_values(['recording.variables=["everything"]'])
     with pytest.raises(InvalidArgument, match="is recorded with one matrix, but model"):
         record(whole, stopped.with_name("whole.zarr"), corpus=text)
     with pytest.raises(NothingToResume, match=f"by their common name, {stopped}"):

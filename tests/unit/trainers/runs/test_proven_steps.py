@@ -23,7 +23,7 @@ from trajstore.trainers.runs.proven_steps import prove_steps  # noqa: E402
 pytestmark = pytest.mark.torch
 
 STEPS = 9
-EVERYTHING = "recording.record=['everything']"
+EVERYTHING = "recording.variables=['everything']"
 
 
 @pytest.fixture(scope="module")

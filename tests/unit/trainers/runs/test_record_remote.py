@@ -11,7 +11,8 @@ pytest.importorskip("obstore")
 import xarray as xr
 from small_trainings import small_config, stop_after
 
-from trajstore import RunExists, open_run
+from trajstore import open_run
+from trajstore.errors import RunExists
 from trajstore.store.storage.remote_path import location
 from trajstore.trainers import capture, record
 
@@ -52,7 +53,7 @@ def test_any_loop_can_record_to_an_address() -> None:
     address = "memory://trainings/loop.zarr"
     model = torch.nn.Linear(3, 5, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture(model, optimizer, address, parameter="weight", record=["W", "grad"]):
+    with capture(model, optimizer, address, parameter="weight", variables=["W", "grad"]):
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""A training recorded in the encoding `replay` is, bit for bit, the one recorded in `delta`."""
+"""A training recorded in the encoding `compact` is, bit for bit, the one recorded in `delta`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from list_recorder import TinyModel, batches  # noqa: E402
 from replayed_runs import RULE_ARRAYS  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
-from trajstore import ConfigError, InvalidArgument, export, verify  # noqa: E402
+from trajstore import export, verify  # noqa: E402
+from trajstore.errors import ConfigError, InvalidArgument  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, fork, record  # noqa: E402
@@ -24,7 +25,7 @@ from trajstore.trainers.replay.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-STEPS, REPLAY = 10, "recording.encoding=replay"
+STEPS, REPLAY = 10, "recording.encoding=compact"
 ASCII = ("data.tokenizer=ascii", "model.vocab_size=128")
 QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
 VARIANTS = {
@@ -41,7 +42,7 @@ VARIANTS = {
     "without moments": (["gatsby-gradients"], ()),
     "wordybird": (["wordybird-1b", *ASCII], RULE_ARRAYS),
     "duckling": (["duckling", *ASCII, "data.mostly_dead=5"], RULE_ARRAYS),
-    "without gradients": (["gatsby", "recording.record=['weights']"], ()),
+    "without gradients": (["gatsby", "recording.variables=['weights']"], ()),
     "every third step": (["gatsby", "recording.every=3"], ()),
 }  # fmt: skip
 
@@ -80,7 +81,7 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
     model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with capture(model, optimizer, path, scaler=scaler, encoding="replay", block_rows=8):
+    with capture(model, optimizer, path, scaler=scaler, encoding="compact", block_rows=8):
         for number, batch in enumerate(batches(20)):
             optimizer.zero_grad()
             loss = model(**batch)["loss"]
@@ -96,7 +97,7 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
 def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> None:
     config = small_config(["gatsby"], steps=STEPS)
     runs = {}
-    for encoding in ("delta", "replay"):
+    for encoding in ("delta", "compact"):
         path = tmp_path / f"{encoding}.zarr"
         record(config.with_values([f"recording.encoding={encoding}"]), path, corpus=text)
         betas = ["optimizer.betas=[0.8, 0.99]"]
@@ -106,11 +107,11 @@ def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> N
         assert replay(forked).clean
     for plain, replayed in zip(*runs.values(), strict=True):
         ds = same_values(plain, replayed)
-        assert ds.attrs["encoding"] == "replay"
+        assert ds.attrs["encoding"] == "compact"
         assert verify(replayed).clean
-    for path, beta in zip(runs["replay"], (0.9, 0.8, 0.8), strict=True):
-        document = json.loads((path / "W" / "zarr.json").read_bytes())
-        assert document["codecs"][0]["configuration"]["rule"]["optimizer"]["beta1"] == beta
+    for path, beta in zip(runs["compact"], (0.9, 0.8, 0.8), strict=True):
+        metadata = json.loads((path / "W" / "zarr.json").read_bytes())
+        assert metadata["codecs"][0]["configuration"]["rule"]["optimizer"]["beta1"] == beta
     with pytest.raises(ConfigError, match=r"recording\.encoding cannot change at a fork"):
         fork(runs["delta"][0], tmp_path / "no.zarr", at=6, settings=[REPLAY])
     with pytest.raises(ConfigError, match=r"recording\.encoding"):
@@ -118,5 +119,5 @@ def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> N
 
 
 def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="encoding: got 'zip', expected delta or replay"):
+    with pytest.raises(InvalidArgument, match="encoding: got 'zip', expected delta or compact"):
         TrajectoryCallback(tmp_path / "run.zarr", encoding="zip")

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.torch
 
 STEPS, EPOCH = 16, 6
 SUMMARIES = (
-    "recording.record=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean',"
+    "recording.variables=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean',"
     "'hidden_trace','hidden_cosine','batch','example_loss','hidden_states']"
 )
 VARIANTS = {
@@ -329,10 +329,10 @@ def test_a_run_that_has_all_its_steps_is_marked_complete(
     assert ds.attrs["config"] == before.attrs["config"]
     assert notes == []
     assert checkpoints(path) == [10]
-    document = (path / "zarr.json").read_bytes()
+    metadata = (path / "zarr.json").read_bytes()
     record(shorter, path, resume=True, on_note=notes.append)
     assert "has all 10 steps already" in notes[0]
-    assert (path / "zarr.json").read_bytes() == document
+    assert (path / "zarr.json").read_bytes() == metadata
     record(recorded_config(path), path, resume=True)
     agree(straight("plain"), path)
 
@@ -387,7 +387,7 @@ def test_the_old_decay_can_be_kept(text: Path, tmp_path: Path) -> None:
         ("schedule.steps=99", "schedule.steps is not set"),
         ("recording.every=2", "recording.every"),
         ("recording.block_rows=8", "recording.block_rows"),
-        ("recording.record=['W']", "recording.record"),
+        ("recording.variables=['W']", "recording.variables"),
     ],
 )
 def test_a_changed_configuration_is_refused(interrupted: Path, assignment: str, field: str) -> None:

@@ -1,4 +1,4 @@
-"""A run that was extended is trained again as it was: stretch by stretch."""
+"""A run that was extended is trained again as it was: segment by segment."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 def listed(path: Path) -> list[tuple[int, int]]:
-    """Begin of each stretch, and the steps that its configuration has."""
-    stretches = xr.open_zarr(path).attrs["stretches"]
-    return [(entry["step"], entry["config"]["training"]["steps"]) for entry in stretches]
+    """Begin of each segment, and the steps that its configuration has."""
+    segments = xr.open_zarr(path).attrs["segments"]
+    return [(entry["step"], entry["config"]["training"]["steps"]) for entry in segments]
 
 
 def same_until(one: Path, other: Path, step: int) -> None:
@@ -63,7 +63,7 @@ def same_until(one: Path, other: Path, step: int) -> None:
             assert a[name].values.tobytes() == b[name].values.tobytes(), name
 
 
-def test_the_configuration_of_each_stretch_is_recorded(extended: Path) -> None:
+def test_the_configuration_of_each_segment_is_recorded(extended: Path) -> None:
     assert listed(extended) == [(0, 5), (5, 8), (8, 12)]
     assert recorded_config(extended).training.steps == 12
     assert [recorded_config(extended, after=step).training.steps for step in (0, 4, 5, 8)] == [
@@ -72,16 +72,16 @@ def test_the_configuration_of_each_stretch_is_recorded(extended: Path) -> None:
     assert verify(extended).clean
 
 
-def test_a_resume_with_the_same_steps_begins_no_stretch(text: Path, tmp_path: Path) -> None:
+def test_a_resume_with_the_same_steps_begins_no_segment(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     record(config_of("trainer"), path, corpus=text, stop=stop_after(2))
     changed = recorded_config(path).with_values(["recording.memory='64MiB'"])
     record(changed, path, resume=True)
-    assert "stretches" not in xr.open_zarr(path).attrs
+    assert "segments" not in xr.open_zarr(path).attrs
 
 
 @pytest.mark.parametrize(("at", "steps"), [(3, 5), (8, 12)])
-def test_a_fork_repeats_every_stretch_until_there(
+def test_a_fork_repeats_every_segment_until_there(
     at: int, steps: int, extended: Path, text: Path, tmp_path: Path
 ) -> None:
     notes: list[str] = []
@@ -145,7 +145,7 @@ def test_an_extension_that_was_not_recorded_is_refused(text: Path, tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_a_difference_in_an_early_stretch_is_recorded_from_there_on(
+def test_a_difference_in_an_early_segment_is_recorded_from_there_on(
     extended: Path, text: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(extended, tmp_path / "run.zarr"))

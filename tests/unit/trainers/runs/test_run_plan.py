@@ -7,7 +7,7 @@ import pytest
 from bits_and_calls import nightly_but
 
 pytest.importorskip("torch")
-from trajstore import ConfigError, InvalidArgument
+from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import COORDINATES
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import plan, record
@@ -23,7 +23,7 @@ SMALL = [
 
 CASES: dict[str, list[str]] = {
     "everything": [],
-    "weights": ['recording.record=["weights"]'],
+    "weights": ['recording.variables=["weights"]'],
     "float32": ["model.dtype=float32", "training.autocast=none"],
     "moments of float32": ["optimizer.state_dtype=float32"],
     "moments of bfloat16, rounded at random": [
@@ -34,24 +34,25 @@ CASES: dict[str, list[str]] = {
         "training.loop=plain", "training.autocast=float16", "model.dtype=float32",
     ],
     "every third dead token": ["recording.every=3", "recording.tokens=dead"],
-    "replay": ["recording.encoding=replay"],
+    "compact": ["recording.encoding=compact"],
     "summaries": [
-        'recording.record=["all", "hidden_mean", "grad_token_norm", "W_step_norm", "W_ulp_l1"]'
+        "recording.variables=['matrix', 'hidden_mean', 'grad_token_norm', 'W_step_norm', "
+        "'W_ulp_l1']",
     ],
     "what the steps saw": [
-        'recording.record=["W", "hidden_trace", "batch", "example_loss", "hidden_states"]',
+        'recording.variables=["W", "hidden_trace", "batch", "example_loss", "hidden_states"]',
         "training.accumulation=2", "model.context=24",
     ],
-    "the state of the model": ['recording.record=["everything"]'],
+    "the state of the model": ['recording.variables=["everything"]'],
     "the state of the model, without moments": [
-        'recording.record=["everything"]', "optimizer.name=sgd", "training.loop=plain",
+        'recording.variables=["everything"]', "optimizer.name=sgd", "training.loop=plain",
         "training.autocast=float16", "model.dtype=float32", "model.layers=2",
     ],
-    "the whole model": ['recording.record=["model"]', "model.layers=2"],
+    "the whole model": ['recording.variables=["norms"]', "model.layers=2"],
     "cells beside float32 weights": [
-        "model.dtype=float32", 'recording.record=["weights", "cells"]',
+        "model.dtype=float32", 'recording.variables=["weights", "cells"]',
     ],
-    "cells alone": ['recording.record=["cells", "grad"]'],
+    "cells alone": ['recording.variables=["cells", "grad"]'],
     "other starts": [
         "initialization.kind=normal", "initialization.dtype=bfloat16", "schedule.name=cosine",
         "training.accumulation=2",
@@ -64,7 +65,7 @@ CASES: dict[str, list[str]] = {
 
 
 QUICK = (
-    "everything", "moments of float32", "scaled float16", "every third dead token", "replay",
+    "everything", "moments of float32", "scaled float16", "every third dead token", "compact",
     "summaries", "what the steps saw", "the state of the model", "cells beside float32 weights",
     "ids without a tokenizer",
 )  # fmt: skip
@@ -99,33 +100,33 @@ def test_what_is_planned_happens(
 def test_the_tiers_of_the_design_note() -> None:
     config = preset("wordybird-1b")
     sizes = {}
-    for tier in ("weights", "weights+grads", "all"):
-        tiered = config.with_values([f'recording.record=["{tier}"]'])
+    for tier in ("weights", "weights+grads", "matrix"):
+        tiered = config.with_values([f'recording.variables=["{tier}"]'])
         sizes[tier] = plan(tiered).totals()["bytes_native"]
     one = 201 * 50_257 * 64 * 2
     assert sizes["weights+grads"] - sizes["weights"] == one
-    assert sizes["all"] - sizes["weights+grads"] == 2 * one
+    assert sizes["matrix"] - sizes["weights+grads"] == 2 * one
     assert one / 1e9 == pytest.approx(1.293, abs=0.001)
 
 
 def test_both_encodings_are_planned() -> None:
-    config = preset("wordybird-1b").with_values(["recording.encoding=replay"])
+    config = preset("wordybird-1b").with_values(["recording.encoding=compact"])
     planned = plan(config)
     sizes = planned.facts()["bytes_by_encoding"]
-    assert sizes["replay"] == planned.facts()["bytes_on_disk"] < sizes["delta"] / 3
+    assert sizes["compact"] == planned.facts()["bytes_on_disk"] < sizes["delta"] / 3
     blocks = 13  # of 16 rows
     W = planned.facts()["arrays"]["W"]
-    assert W["bytes_by_encoding"]["replay"] == pytest.approx(blocks * 50_257 * 64 * 2 / 1.3, abs=1)
+    assert W["bytes_by_encoding"]["compact"] == pytest.approx(blocks * 50_257 * 64 * 2 / 1.3, abs=1)
     assert planned.notes == ()
     sparse = plan(config.with_values(["recording.every=2"]))
     assert sparse.notes[0].endswith("the run is recorded every 2 steps")
-    assert sparse.bytes_by_encoding["replay"]["W"] == sparse.bytes_by_encoding["delta"]["W"]
+    assert sparse.bytes_by_encoding["compact"]["W"] == sparse.bytes_by_encoding["delta"]["W"]
 
 
 def test_the_sizes_of_a_small_model_are_near_the_measured_ones() -> None:
     for steps, measured in (
-        (60, {"delta": 718_678, "replay": 223_860}),
-        (300, {"delta": 3_443_797, "replay": 1_191_657}),
+        (60, {"delta": 718_678, "compact": 223_860}),
+        (300, {"delta": 3_443_797, "compact": 1_191_657}),
     ):
         config = preset("gatsby").with_values([f"training.steps={steps}"])
         assert plan(config).totals()["bytes_by_encoding"] == pytest.approx(measured, rel=0.3)

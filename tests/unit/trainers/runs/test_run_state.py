@@ -22,7 +22,7 @@ from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa:
 pytestmark = pytest.mark.torch
 
 STEPS, EPOCH = 16, 6
-EVERYTHING = "recording.record=['everything']"
+EVERYTHING = "recording.variables=['everything']"
 VARIANTS = {
     "trainer": ["gatsby"],
     "plain, every 3, accumulated": [

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 import small_trainings
 
-from trajstore import ConfigError, InvalidArgument
+from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.trainers import preset, time_steps
 from trajstore.trainers.runs import timed_steps
 

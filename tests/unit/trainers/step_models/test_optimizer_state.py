@@ -48,7 +48,7 @@ def test_the_order_of_the_optimizer_is_not_that_of_the_model(
 ) -> None:
     given = list(tiny.named_parameters())[::-1]
     optimizer = torch.optim.AdamW(given if named else [p for _, p in given], lr=0.01)
-    with capture(tiny, optimizer, tmp_path / "run.zarr", record="everything"):
+    with capture(tiny, optimizer, tmp_path / "run.zarr", variables="everything"):
         tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
         optimizer.step()
     found, kept = optimizer_state_at(tmp_path / "run.zarr", 1), optimizer.state_dict()
@@ -73,7 +73,7 @@ def test_a_state_that_is_not_recorded(
     tmp_path: Path, tiny: Any, optimizer: Any, missing: str
 ) -> None:
     built = optimizer(tiny.parameters())
-    with capture(tiny, built, tmp_path / "run.zarr", record="everything"):
+    with capture(tiny, built, tmp_path / "run.zarr", variables="everything"):
         tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
         built.step()
     with pytest.raises(VariableNotRecorded, match=missing):

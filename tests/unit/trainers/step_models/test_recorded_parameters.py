@@ -16,7 +16,7 @@ from small_trainings import same_values  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.store.writing.replay_encoding import vector_rule  # noqa: E402
+from trajstore.store.writing.compact_encoding import vector_rule  # noqa: E402
 from trajstore.trainers import capture, model_at, optimizer_state_at, restore  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 
@@ -62,7 +62,7 @@ def train(recorded: Recorded, first: int = 0) -> list[dict[str, Any]]:
     gradients = []
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     with capture(
-        model, optimizer, recorded.path, record="everything", encoding="replay", scaler=scaler,
+        model, optimizer, recorded.path, variables="everything", encoding="compact", scaler=scaler,
         parameter="embedding.weight", resume=first > 0, first_step=first,
     ) as recorder:  # fmt: skip
         recorded.keep()
@@ -97,7 +97,7 @@ def test_gradients_are_unscaled_in_their_own_type_if_others_have_none(tmp_path: 
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     path = tmp_path / "run.zarr"
     with capture(
-        model, optimizer, path, record="everything", scaler=scaler, parameter="0.weight"
+        model, optimizer, path, variables="everything", scaler=scaler, parameter="0.weight"
     ) as recorder:
         ids = torch.arange(11)
         loss = torch.nn.functional.cross_entropy(model(ids).float(), ids.flip(0))
@@ -154,8 +154,8 @@ def test_a_step_may_have_gradients_of_one_type_only(tmp_path: Path) -> None:
     model, optimizer = built()
     norms = []
     with capture(
-        model, optimizer, tmp_path / "run.zarr", record="everything", parameter="embedding.weight",
-        max_grad_norm=0.05,
+        model, optimizer, tmp_path / "run.zarr", variables="everything",
+        parameter="embedding.weight", max_grad_norm=0.05,
     ) as recorder:  # fmt: skip
         for both in (False, True, False):
             loss = model.embedding.weight.float().square().sum()

@@ -50,7 +50,7 @@ def train(
 ) -> None:
     """Train with two micro-batches and clipping; the examples of a step follow from its number."""
     with capture(
-        model, optimizer, path, record="everything", parameter="embedding.weight",
+        model, optimizer, path, variables="everything", parameter="embedding.weight",
         resume=first > 0, first_step=first, max_grad_norm=0.05, every=every,
     ) as recorder:  # fmt: skip
         for step in range(first, last):

@@ -56,7 +56,7 @@ def test_buffers_that_do_not_change_have_the_type_of_the_training(tmp_path: Any)
     trained = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(trained.parameters())
     ids = torch.arange(16)[None]
-    with capture(trained, optimizer, tmp_path / "run.zarr", record="everything"):
+    with capture(trained, optimizer, tmp_path / "run.zarr", variables="everything"):
         trained(ids, labels=ids).loss.backward()
         optimizer.step()
     model = model_at(tmp_path / "run.zarr", 1)
@@ -112,6 +112,6 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
     run = sample_run(tmp_path / "run.zarr")
     with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*tier everything"):
         model_at(run, 1)
-    part = record_gpt2(tmp_path, record=("W", "params_grad")).path
+    part = record_gpt2(tmp_path, variables=("W", "params_grad")).path
     with pytest.raises(VariableNotRecorded, match="not hold all parameters"):
         model_at(part, 1)

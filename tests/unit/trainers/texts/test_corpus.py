@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from trajstore import ConfigError, CorpusError, InvalidArgument
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument
 from trajstore.trainers.presets import preset
 from trajstore.trainers.recording.token_selection import read_tokens
 from trajstore.trainers.texts.corpus import embedded_text, id_stream, load_corpus

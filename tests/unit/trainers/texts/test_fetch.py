@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pooch")
-from trajstore import CorpusError, InvalidArgument
+from trajstore.errors import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
 from trajstore.trainers.texts.fetch import (
     _GPT2_SHA256,

@@ -1,4 +1,4 @@
-"""`info` prints several runs as a table, and the stretches of one run."""
+"""`info` prints several runs as a table, and the segments of one run."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
     assert "1.zarr" in done.stdout
 
 
-def test_what_differs_between_the_stretches_of_a_run_is_shown(
+def test_what_differs_between_the_segments_of_a_run_is_shown(
     small_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = information(small_run[0])
     last = facts["steps"]["last"]
-    stretches = [
+    segments = [
         {"step": step, "config": {"training": {"steps": steps, "seed": 42}}}
         for step, steps in ((0, 1), (1, last), (last, 2 * last))
     ]
-    print_information("run.zarr", facts | {"config": {"seed": 42}, "stretches": stretches})
+    print_information("run.zarr", facts | {"config": {"seed": 42}, "segments": segments})
     printed = capsys.readouterr().out.splitlines()
-    begin = printed.index("stretches")
+    begin = printed.index("segments")
     assert printed[begin + 1 :] == [
         "  steps 1 to 1: training.steps = 1",
         f"  steps 2 to {last}: training.steps = {last}",
@@ -62,12 +62,12 @@ def test_what_differs_between_the_stretches_of_a_run_is_shown(
 def test_corrections_are_counted_for_one_run(sample: Path, tmp_path: Path) -> None:
     path = sample_part(sample, tmp_path / "run.zarr")
     done = CliRunner().invoke(main, ["info", str(path), "--corrections"])
-    assert "encoding replay" in done.stdout
+    assert "encoding compact" in done.stdout
     assert "Computed from the gradient: W, exp_avg, exp_avg_sq." in done.stdout
     assert re.search(r"exp_avg_sq +3 +0 +0 +38,912", done.stdout)
     without = tmp_path / "without.zarr"
     RunWriter.create(
-        without, token=[0], hidden=1, variables={"W": "float32"}, encoding="replay"
+        without, token=[0], hidden=1, variables={"W": "float32"}, encoding="compact"
     ).close()
     printed = CliRunner().invoke(main, ["info", str(without)]).stdout
     assert "Computed from the gradient: nothing." in printed

@@ -118,16 +118,16 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_promised_names_are_there() -> None:
     """Scripts rely on these: options may be added, but none removed."""
     promised = {
-        "record": "--preset --config --set --steps --corpus --tokenizer --device --seed --record "
-        "--every --tokens --memory --block-rows --checkpoint-every --resume --overwrite "
-        "--commit-every --fsync --output --json",
+        "record": "--preset --config --set --steps --corpus --tokenizer --device --seed "
+        "--variables --every --tokens --memory --block-rows --checkpoint-every --resume "
+        "--overwrite --commit-every --fsync --output --json",
         "sweep": "--preset --config --set --seeds --steps --jobs --threads --output --print --json",
         "presets": "--json",
         "plan": "--preset --json",
         "info": "--json",
         "summary": "--json",
         "analyze": "--output --scheduler --json",
-        "export": "--format --layout --output --steps --tokens --vars --json",
+        "export": "--format --layout --output --steps --tokens --variables --json",
         "import": "--output",
         "verify": "--replay --json",
         "repair": "--yes --json",
@@ -152,7 +152,7 @@ def test_an_address_is_refused_and_no_folder_is_made_of_it(
 
 @pytest.mark.parametrize("name", ["record", "plan"])
 def test_the_help_names_every_variable_that_can_be_recorded(name: str) -> None:
-    (option,) = (one for one in COMMANDS[name].params if "--record" in one.opts)
+    (option,) = (one for one in COMMANDS[name].params if "--variables" in one.opts)
     assert isinstance(option, click.Option)
     words = set(re.findall(r"[\w+]+", option.help or ""))
     assert {*RECORDED, *TIERS} <= words

@@ -24,12 +24,13 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.buffer.cpu import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
-from trajstore import FormatError, RunWriter
+from trajstore import RunWriter
 from trajstore.codec.block_codec import BLOCK, BlockCodec
 from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
 from trajstore.codec.codec_chain import chain
 from trajstore.codec.open_block import OpenBlock
+from trajstore.errors import FormatError
 from trajstore.values.native_types import native_type, widen
 
 ROWS, TOKENS, HIDDEN = 11, 300, 3

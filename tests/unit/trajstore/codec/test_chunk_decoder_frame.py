@@ -44,7 +44,7 @@ def frame(data: bytes, compressor: str, shuffle: int, typesize: int, blocksize: 
         lambda ends: len({*ends}) == 2
     ),
 )
-def test_a_cut_holds_the_stretch(
+def test_a_cut_holds_the_segment(
     kind: str, compressor: str, shuffle: int, typesize: int, blocksize: int, ends: tuple[int, int]
 ) -> None:
     data, (start, stop) = content(kind), sorted(ends)

@@ -39,7 +39,7 @@ def written(history: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Pa
         variables={name: history[name].attrs["native_dtype"] for name in names},
         attributes={"optimizer": history.attrs["optimizer"]},
         block_rows=BLOCK,
-        encoding="replay",
+        encoding="compact",
     ) as run:
         for row, step in enumerate(history.step.values):
             run.append(step=int(step), **{name: history[name].values[row] for name in names})
@@ -146,7 +146,7 @@ def test_rows_that_are_stored_need_no_other_array(tmp_path: Path) -> None:
         attributes={
             "optimizer": {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
         },
-        encoding="replay",
+        encoding="compact",
     ) as run:
         for step, row in enumerate(W):
             run.append(step=step, W=row, grad=grad[step], lr=0.1)
@@ -164,10 +164,10 @@ def test_an_array_with_a_broken_index_is_named(run: Path, opened: Any) -> None:
 
 
 def test_rows_of_another_version_are_named(run: Path) -> None:
-    for document in (run / "zarr.json", run / "W" / "zarr.json"):
-        text = document.read_text()
+    for metadata in (run / "zarr.json", run / "W" / "zarr.json"):
+        text = metadata.read_text()
         assert '"version": 2' in text
-        document.write_text(text.replace('"version": 2', '"version": 1'))
+        metadata.write_text(text.replace('"version": 2', '"version": 1'))
     for opened in (open_run, xr.open_zarr):
         with pytest.raises(FormatError, match=r"version 1, expected 2; .* --encoding delta"):
             opened(run)
@@ -198,7 +198,7 @@ def test_runs_that_differ_in_their_rule_alone_share_no_rows(
             hidden=2,
             variables=natives,
             attributes={"optimizer": optimizer},
-            encoding="replay",
+            encoding="compact",
         ) as run:
             run.append(step=0, W=W, grad=grad, lr=0.25)
             for step in range(1, 4):

@@ -15,7 +15,7 @@ from zarr.storage import MemoryStore
 from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_label import ANYWHERE, BlockLabel
 from trajstore.codec.shard import encoded_chunks, shard_parts
-from trajstore.store.metadata.array_document import ArrayFacts, document_of, recorded_attributes
+from trajstore.store.metadata.array_metadata import ArrayFacts, metadata_of, recorded_attributes
 from trajstore.store.metadata.block_plan import ArrayLayout, plan
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.values.native_types import widen
@@ -46,7 +46,7 @@ def _in_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     name: str, dtype: str, tokens: int, hidden: int
 ) -> tuple[ArrayLayout, np.ndarray, dict[str, Any]]:
-    """Layout of an array, the bits of a block of it, and its document."""
+    """Layout of an array, the bits of a block of it, and its metadata file."""
     variables = {"W": dtype} | {name: dtype}
     layout = plan(variables, tokens=tokens, hidden=hidden, block_rows=BLOCK_ROWS)
     array = layout.arrays[name]
@@ -57,7 +57,7 @@ def make(
         attributes=recorded_attributes(name, array.native.name, []),
         form=array.form(RUNS),
     )
-    return array, bits, document_of(facts)
+    return array, bits, metadata_of(facts)
 
 
 def encoded(form: BlockForm, bits: np.ndarray, part: int) -> tuple[bytes, bytes]:
@@ -80,19 +80,19 @@ def objects(array: ArrayLayout, bits: np.ndarray) -> dict[str, Any]:
     }
 
 
-def opened(name: str, document: dict[str, Any], stored: dict[str, Any]) -> zarr.Array:
-    stored[f"{name}/zarr.json"] = Buffer.from_bytes(json.dumps(document).encode())
+def opened(name: str, metadata: dict[str, Any], stored: dict[str, Any]) -> zarr.Array:
+    stored[f"{name}/zarr.json"] = Buffer.from_bytes(json.dumps(metadata).encode())
     return zarr.open_array(MemoryStore(stored), path=name, mode="r+")
 
 
 @every_case
 def test_zarr_reads_the_bits_back(name: str, dtype: str, tokens: int, hidden: int) -> None:
-    array, bits, document = make(name, dtype, tokens, hidden)
-    codecs = [codec["name"] for codec in document["codecs"]]
+    array, bits, metadata = make(name, dtype, tokens, hidden)
+    codecs = [codec["name"] for codec in metadata["codecs"]]
     assert codecs == ["trajstore.block"]
     for rows in (BLOCK_ROWS, 4):
-        document["shape"][0] = rows
-        read = opened(name, document, objects(array, bits[:rows]))[...]
+        metadata["shape"][0] = rows
+        read = opened(name, metadata, objects(array, bits[:rows]))[...]
         unsigned = f"u{array.native.stored.itemsize}"
         assert (read.view(unsigned) == widen(bits[:rows], array.native).view(unsigned)).all()
 
@@ -102,15 +102,15 @@ def test_what_zarr_writes_differs_by_the_label_only(
     name: str, dtype: str, tokens: int, hidden: int
 ) -> None:
     """Zarr labels them too, by the codec, but does not know their places."""
-    array, bits, document = make(name, dtype, tokens, hidden)
+    array, bits, metadata = make(name, dtype, tokens, hidden)
     form = array.form(RUNS)
     written: dict[str, Any] = {}
     whole = [array.parts * array.shard[1], *array.row[1:]] if len(array.shard) > 1 else []
     # As far as the shards reach: what zarr pads with is its own affair.
     padded = np.zeros([BLOCK_ROWS, *whole], array.native.bits)
     padded[tuple(map(slice, bits.shape))] = bits
-    document["shape"] = list(padded.shape)
-    opened(name, document, written)[...] = widen(padded, array.native)
+    metadata["shape"] = list(padded.shape)
+    opened(name, metadata, written)[...] = widen(padded, array.native)
     for part in range(array.parts):
         ours, digest = encoded(form, padded[array.window(part)], part)
         theirs = written[chunk_key(name, 0, len(array.shard), part)].to_bytes()

@@ -16,16 +16,8 @@ from checkpoints import write_checkpoint
 from damage import contents, cut, edit, flip, shard_index
 from disk import Disk
 
-from trajstore import (
-    FormatError,
-    Repair,
-    RunLocked,
-    RunNotFound,
-    RunWriter,
-    open_run,
-    repair,
-    verify,
-)
+from trajstore import Repair, RunWriter, open_run, repair, verify
+from trajstore.errors import FormatError, RunLocked, RunNotFound
 
 DATA = Path(__file__).parents[3] / "data"
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
@@ -66,7 +58,7 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     assert found.damaged == {"grad": "steps 4 to 7", "loss": "steps 8 to 10"}
     assert found.whole == ("step", "W", "exp_avg")
     assert found.rows == 4
-    assert found.exports == ("--vars W,exp_avg", "--fill-damaged")
+    assert found.exports == ("--variables W,exp_avg", "--fill-damaged")
     flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
     assert repair(run).exports == ("--fill-damaged",)
     (run / "token_text" / "c.0").unlink()  # then no export opens the run
@@ -151,7 +143,7 @@ def test_a_lost_array_costs_every_row_and_the_run_still_goes_on(run: Path, whole
 
 def test_metadata_ahead_of_the_commit_go_back(run: Path, whole: Path) -> None:
     for name in ("step", "W"):
-        edit(run / name / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
+        edit(run / name / "zarr.json", lambda metadata: metadata["shape"].__setitem__(0, 15))
     found = mended(run)
     assert found.actions == (
         "step/zarr.json is reset from 15 rows to 11: the others were never committed",
@@ -174,7 +166,7 @@ def test_data_ahead_of_the_commit_and_temporaries_go(run: Path, whole: Path) -> 
 
 
 def test_a_recording_that_died_becomes_interrupted(run: Path, whole: Path) -> None:
-    edit(run / "zarr.json", lambda document: document["attributes"].update(status="recording"))
+    edit(run / "zarr.json", lambda metadata: metadata["attributes"].update(status="recording"))
     found = mended(run)
     assert len(found.actions) == 1
     assert attributes(run)["status"] == "interrupted"
@@ -212,7 +204,7 @@ def test_a_lost_root_is_rebuilt(run: Path, whole: Path, damage: Callable[[Path],
         ("token_text", Path.unlink),
     ],
 )
-def test_a_lost_document_of_an_array_is_rebuilt(
+def test_a_lost_metadata_of_an_array_is_rebuilt(
     run: Path, whole: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(run / name / "zarr.json")
@@ -245,8 +237,8 @@ def test_a_changed_root_is_put_right(run: Path, whole: Path, change: Callable[..
     got = attributes(run)
     assert got == attributes(whole) | {"updated": got["updated"]}
     for name in (*SERIES, "token_count"):
-        document = json.loads((whole / name / "zarr.json").read_bytes())
-        assert json.loads((run / name / "zarr.json").read_bytes()) == document
+        metadata = json.loads((whole / name / "zarr.json").read_bytes())
+        assert json.loads((run / name / "zarr.json").read_bytes()) == metadata
 
 
 def _entries(root: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +251,7 @@ def _misname(entry: dict[str, Any]) -> None:
 
 
 def test_an_impossible_status_becomes_interrupted(run: Path, whole: Path) -> None:
-    edit(run / "zarr.json", lambda document: document["attributes"].update(status="kaputt"))
+    edit(run / "zarr.json", lambda metadata: metadata["attributes"].update(status="kaputt"))
     mended(run)
     assert attributes(run)["status"] == "interrupted"
     assert_first_rows(run, whole, 11)
@@ -328,7 +320,7 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     assert list(zarr.open_group(run, mode="r")["mask"][...]) == [0, 1, 2]
 
 
-def test_without_any_document_of_step_nothing_is_done(run: Path) -> None:
+def test_without_any_metadata_of_step_nothing_is_done(run: Path) -> None:
     (run / "step" / "zarr.json").unlink()
     (run / "zarr.json").unlink()
     before = contents(run)
@@ -399,7 +391,7 @@ def test_a_repair_that_ends_in_the_middle_can_be_repaired(
     (run / "W" / "c.2.0.0").unlink()
     (run / "zarr.json").unlink()
     shutil.copy(run / "loss" / "c.2", run / "loss" / "c.3")
-    edit(run / "grad" / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
+    edit(run / "grad" / "zarr.json", lambda metadata: metadata["shape"].__setitem__(0, 15))
     left = writes
 
     def failing(*args: Any, **options: Any) -> int:
@@ -452,8 +444,8 @@ def _result(folder: Path, run: Path) -> Path:
     shutil.copytree(run, folder)
     for name in ("W", "grad", "exp_avg", "loss"):
         shutil.rmtree(folder / name)
-    document = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    (folder / "zarr.json").write_text(json.dumps(document))
+    metadata = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    (folder / "zarr.json").write_text(json.dumps(metadata))
     return folder
 
 

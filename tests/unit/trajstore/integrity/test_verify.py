@@ -13,17 +13,8 @@ import pytest
 import zarr
 from damage import contents, cut, edit, flip, shard_index, wide_run, write_shard
 
-from trajstore import (
-    FormatError,
-    InvalidArgument,
-    RunNotFound,
-    RunWriter,
-    Verification,
-    export,
-    open_run,
-    repair,
-    verify,
-)
+from trajstore import RunWriter, Verification, export, open_run, repair, verify
+from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.integrity import metadata_checks as inspection
 
 DATA = Path(__file__).parents[3] / "data"
@@ -35,7 +26,7 @@ def only(found: Verification) -> Any:
 
 
 def set_with_zarr(run: Path, name: str, where: Any, value: Any) -> None:
-    """Write a value with zarr itself: every checksum fits, the documents stay."""
+    """Write a value with zarr itself: every checksum fits, the metadata files stay."""
     zarr.open_array(run / name, mode="r+")[where] = value
 
 
@@ -71,7 +62,7 @@ def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its root is read, and then a writer goes on after fewer rows."""
-    real = inspection.read_document
+    real = inspection.read_metadata
     writers: list[RunWriter] = []
 
     def read(path: Path, array: str | None) -> Any:
@@ -88,7 +79,7 @@ def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
 def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
     run: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = inspection.read_document
+    real = inspection.read_metadata
     done: list[Path] = []
 
     def read(path: Path, array: str | None) -> Any:
@@ -250,14 +241,14 @@ def test_coordinates_must_agree(run: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["own", "root"])
-def test_the_document_that_is_wrong_is_named(
+def test_the_metadata_that_is_wrong_is_named(
     run: Path, change: Callable[[Any], Any], message: str, place: str
 ) -> None:
     path = run / ("W/zarr.json" if place == "own" else "zarr.json")
     if place == "own":
         edit(path, change)
     else:
-        edit(path, lambda document: change(document["consolidated_metadata"]["metadata"]["W"]))
+        edit(path, lambda metadata: change(metadata["consolidated_metadata"]["metadata"]["W"]))
     found = [problem for problem in verify(run).problems if problem.array == "W"]
     assert any(re.search(message, problem.message) for problem in found), found
     assert all(problem.block is None for problem in found)  # the data are read all the same
@@ -269,7 +260,7 @@ def test_the_document_that_is_wrong_is_named(
 
 
 def test_an_array_that_is_ahead_is_a_note(run: Path) -> None:
-    edit(run / "W" / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
+    edit(run / "W" / "zarr.json", lambda metadata: metadata["shape"].__setitem__(0, 15))
     found = verify(run)
     assert found.clean
     assert "W is 4 rows ahead" in found.notes[0]
@@ -277,7 +268,7 @@ def test_an_array_that_is_ahead_is_a_note(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["W", "step", "token"])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 50)])
-def test_a_lost_document_is_named(run: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_a_lost_metadata_is_named(run: Path, name: str, damage: Callable[[Path], None]) -> None:
     path = run / name / "zarr.json"
     damage(path)
     problem = only(verify(run))
@@ -317,12 +308,12 @@ def test_a_lost_consolidated_block_is_named(run: Path) -> None:
         ("timeline", "pre-step", "timeline"),
         ("trajstore_format", 9, "trajstore_format"),
         ("block_rows", 5, "block_rows"),
-        ("stretches", [{"step": 3, "config": {}}], "from step 0, in order"),
-        ("stretches", [{"step": 0, "config": {}}], "last configuration of stretches"),
+        ("segments", [{"step": 3, "config": {}}], "from step 0, in order"),
+        ("segments", [{"step": 0, "config": {}}], "last configuration of segments"),
     ],
 )
 def test_attributes_of_the_root_are_checked(run: Path, name: str, value: Any, message: str) -> None:
-    edit(run / "zarr.json", lambda document: document["attributes"].update({name: value}))
+    edit(run / "zarr.json", lambda metadata: metadata["attributes"].update({name: value}))
     found = verify(run)
     assert any(message in problem.message for problem in found.problems)
     assert found.rows == 11
@@ -352,7 +343,7 @@ def test_only_a_resume_that_died_leaves_an_older_copy_of_the_attributes(
 
 @pytest.mark.parametrize("name", ["status", "updated", "committed_rows", "config", "created"])
 def test_a_missing_attribute_is_named(run: Path, name: str) -> None:
-    edit(run / "zarr.json", lambda document: document["attributes"].pop(name))
+    edit(run / "zarr.json", lambda metadata: metadata["attributes"].pop(name))
     assert any(name in problem.message for problem in verify(run).problems)
 
 
@@ -416,7 +407,7 @@ def test_an_array_that_no_recorder_wrote_is_a_problem(run: Path) -> None:
 
 
 @pytest.mark.parametrize("array", ["W", "step", "token", ""])
-def test_a_document_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place(
+def test_a_metadata_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place(
     run: Path, array: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = run / array / "zarr.json"
@@ -453,7 +444,7 @@ def test_a_document_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place
     ],
 )
 def test_impossible_sizes_are_problems(run: Path, value: Any, place: str) -> None:
-    documents = {"own": ["W/zarr.json"], "root": ["zarr.json"]}
+    all_metadata = {"own": ["W/zarr.json"], "root": ["zarr.json"]}
     for key in (
         ("shape", 0),
         ("shape", 2),
@@ -464,20 +455,20 @@ def test_impossible_sizes_are_problems(run: Path, value: Any, place: str) -> Non
         ("codecs", 0, "configuration", "chunk_shape"),
     ):
         old = {name: (run / name).read_bytes() for name in ("W/zarr.json", "zarr.json")}
-        for name in documents.get(place) or list(old):
-            edit(run / name, lambda document, key=key: _set(document, key, value))  # type: ignore[misc]
+        for name in all_metadata.get(place) or list(old):
+            edit(run / name, lambda metadata, key=key: _set(metadata, key, value))  # type: ignore[misc]
         assert not verify(run).clean, key
         repair(run)
         for name, data in old.items():
             (run / name).write_bytes(data)
 
 
-def _set(document: Any, key: tuple[Any, ...], value: Any) -> None:
-    if "consolidated_metadata" in document:
-        document = document["consolidated_metadata"]["metadata"]["W"]
+def _set(metadata: Any, key: tuple[Any, ...], value: Any) -> None:
+    if "consolidated_metadata" in metadata:
+        metadata = metadata["consolidated_metadata"]["metadata"]["W"]
     for part in key[:-1]:
-        document = document[part]
-    document[key[-1]] = value
+        metadata = metadata[part]
+    metadata[key[-1]] = value
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
@@ -498,11 +489,11 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
 
 
 def _in_copy(changed: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Change of the copy of the root's attributes in a document of `step`."""
+    """Change of the copy of the root's attributes in a metadata file of `step`."""
 
-    def change(document: dict[str, Any]) -> None:
-        copy = json.loads(document["attributes"]["root_attributes"]) | changed
-        document["attributes"]["root_attributes"] = json.dumps(copy)
+    def change(metadata: dict[str, Any]) -> None:
+        copy = json.loads(metadata["attributes"]["root_attributes"]) | changed
+        metadata["attributes"]["root_attributes"] = json.dumps(copy)
 
     return change
 

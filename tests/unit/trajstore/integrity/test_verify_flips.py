@@ -39,7 +39,7 @@ def kinds(run: Path) -> dict[str, list[Path]]:
     return {
         "shard": [path for path in chunks if path.parent.name not in coordinates],
         "coordinate": [path for path in chunks if path.parent.name in coordinates],
-        "document of an array": sorted(run.glob("*/zarr.json")),
+        "metadata file of an array": sorted(run.glob("*/zarr.json")),
         "root": [run / "zarr.json"],
         "checkpoint": sorted(run.with_suffix(".ckpt").iterdir()),
     }
@@ -62,7 +62,7 @@ def values(opener: Callable[[Path], xr.Dataset], run: Path) -> dict[str, Any]:
 
 
 def harmless(before: bytes, after: bytes) -> str | None:
-    """Why a change of a document that `verify` says nothing of changes nothing."""
+    """Why a change of a metadata file that `verify` says nothing of changes nothing."""
     old, new = json.loads(before), json.loads(after)
     if json.dumps(old) == json.dumps(new):
         return "another spelling of the same JSON value"
@@ -73,13 +73,13 @@ def harmless(before: bytes, after: bytes) -> str | None:
 
 
 def longer(before: bytes, after: bytes) -> bool:
-    """Whether an array's own document has got more rows, and nothing else has changed."""
+    """Whether an array's own metadata file has got more rows, and nothing else has changed."""
     old, new = json.loads(before), json.loads(after)
     ahead = new["shape"][0] > old["shape"][0]
     return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
 
 
-@pytest.fixture(params=["delta", "replay"])
+@pytest.fixture(params=["delta", "compact"])
 def either(
     request: pytest.FixtureRequest, run: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
@@ -119,11 +119,11 @@ def test_every_flipped_bit_is_found_or_harmless(
                 for problem in found.problems
             ), where
         elif found.notes:
-            assert kind == "document of an array", where
+            assert kind == "metadata file of an array", where
             assert longer(before, path.read_bytes()), where
             became[f"{kind}: noted, as no reader of the run takes its length from there"] += 1
         else:
-            assert kind in ("root", "document of an array"), where
+            assert kind in ("root", "metadata file of an array"), where
             reason = harmless(before, path.read_bytes())
             assert reason is not None, where
             became[f"{kind}: harmless, {reason}"] += 1

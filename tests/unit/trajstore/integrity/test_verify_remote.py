@@ -14,18 +14,8 @@ import pytest
 from damage import contents, cut, edit, flip
 from object_stores import copied, s3_server, to_s3, web_server
 
-from trajstore import (
-    FormatError,
-    InvalidArgument,
-    ObjectStoreError,
-    RunLocked,
-    RunNotFound,
-    RunWriter,
-    export,
-    open_run,
-    repair,
-    verify,
-)
+from trajstore import RunWriter, export, open_run, repair, verify
+from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunLocked, RunNotFound
 from trajstore.integrity import chunk_checks
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.remote_path import RemotePath, location
@@ -61,7 +51,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a shard is empty": lambda run: cut(run / "loss/c.0", 0),
     "a coordinate": lambda run: flip(run / "token/c.0", 11),
     "the root": lambda run: cut(run / "zarr.json", -9),
-    "the document of an array": lambda run: (run / "W/zarr.json").unlink(),
+    "the metadata file of an array": lambda run: (run / "W/zarr.json").unlink(),
     "rows": lambda run: edit(run / "zarr.json", lambda root: root["attributes"].update(step=1)),
     "leftovers": lambda run: (
         shutil.copy(run / "W/c.0.0.0", run / "W/c.9.0.0"),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
-from tamperings import READERS, TAMPERINGS, Tampering, World, all_documents, make_world, take
+from tamperings import READERS, TAMPERINGS, Tampering, World, all_metadata, make_world, take
 
 import trajstore
-from trajstore import FormatError
+from trajstore.errors import FormatError
 
 NAMES = ("W", "grad", "loss", "step", "token", "is_dead", "token_count", "token_text")
 OPENERS: dict[str, Callable[[Path], xr.Dataset]] = {
@@ -39,7 +39,9 @@ class Whole:
         self.truth = xr.open_zarr(self.world.run).load()
 
 
-@pytest.fixture(scope="module", params=["delta", pytest.param("replay", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["delta", pytest.param("compact", marks=pytest.mark.nightly)]
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(tmp_path_factory.mktemp("tampering"), request.param)
 
@@ -119,13 +121,13 @@ def test_an_older_run_as_a_whole_is_the_older_run(
     assert len(fingerprints) == 2
 
 
-def test_documents_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_goes_on(
+def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_goes_on(
     whole: Whole, run: Callable[[World], Path]
 ) -> None:
     world = whole.world
     path = run(world)
-    all_documents(path, world.shorter)
-    assert any("older documents" in str(item) for item in trajstore.verify(path).problems)
+    all_metadata(path, world.shorter)
+    assert any("older metadata files" in str(item) for item in trajstore.verify(path).problems)
     with trajstore.RunWriter.resume(path, rows=9) as writer:
         assert trajstore.verify(path).clean
         writer.close("interrupted")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from watched_runs import BLOCK, HIDDEN, TOKENS, begin, extend, norms, values
 
-from trajstore import FormatError, InvalidArgument, RunWriter
+from trajstore import RunWriter
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.watching.measures import Measured, RowMeasures
 from trajstore.watching.run_follower import RunFollower
 

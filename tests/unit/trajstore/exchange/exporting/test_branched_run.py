@@ -199,7 +199,7 @@ def test_computed_arrays_keep_their_blocks_if_the_rule_does_not_change(
         on_note=notes.append,
     )
     ds = same_bits(source, path, 19)
-    assert ds.attrs["encoding"] == "replay"
+    assert ds.attrs["encoding"] == "compact"
     assert verify(path).clean
     assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {2 if shared else 1}
     forms = stored_forms(path)

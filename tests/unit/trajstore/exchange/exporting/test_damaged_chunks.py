@@ -13,8 +13,9 @@ import pytest
 from damage import contents, flip, shard_index, wide_run
 from replayed_runs import RULE_ARRAYS, sample_part
 
-from trajstore import FormatError, InvalidArgument, RunLocked, RunWriter, export, open_run, verify
+from trajstore import RunWriter, export, open_run, verify
 from trajstore.codec.computed_rows import cache
+from trajstore.errors import FormatError, InvalidArgument, RunLocked
 from trajstore.store.storage.lock import RunLock
 
 SERIES = ("step", "W", "grad", "exp_avg", "loss")

@@ -56,9 +56,9 @@ def test_a_run_is_the_same_after_replay_and_back(
 ) -> None:
     source, small, back = (tmp_path / f"{name}.zarr" for name in ("source", "small", "back"))
     sample_part(sample, source, encoding="delta")
-    attributes = {"stretches": [{"step": 0, "config": {}}], "mine": {"why": "a test"}}
+    attributes = {"segments": [{"step": 0, "config": {}}], "mine": {"why": "a test"}}
     zarr.open_group(source).attrs.update(attributes)
-    done = trajstore.export(source, small, encoding="replay", block_rows=block_rows)
+    done = trajstore.export(source, small, encoding="compact", block_rows=block_rows)
     assert (done.format, done.notes) == ("run", ())
     trajstore.export(small, back, encoding="delta", block_rows=8)
     kinds = {name: array["kind"] for name, array in information(small)["arrays"].items()}
@@ -75,13 +75,13 @@ def test_a_run_is_the_same_after_replay_and_back(
     # Without it, the encoding stays; some tokens follow from their own gradients.
     trajstore.export(small, back, format="run", tokens=[3, 99], overwrite=True)
     part = xr.open_zarr(back).load()
-    assert part.attrs["encoding"] == "replay"
+    assert part.attrs["encoding"] == "compact"
     xr.testing.assert_equal(part.W, xr.open_zarr(source).W.sel(token=[3, 99]).load())
 
 
 def test_an_export_notes_what_it_cannot_compute(sample: Path, tmp_path: Path) -> None:
     done = trajstore.export(
-        sample, tmp_path / "out.zarr", encoding="replay", variables="W,loss", steps="0:9"
+        sample, tmp_path / "out.zarr", encoding="compact", variables="W,loss", steps="0:9"
     )
     (note,) = done.notes
     assert note.endswith("the run does not hold exp_avg, exp_avg_sq, grad, lr")

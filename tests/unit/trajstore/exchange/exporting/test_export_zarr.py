@@ -38,12 +38,12 @@ def test_it_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> No
     out = tmp_path / "out.zarr"
     trajstore.export(path, out, format="zarr", block_rows=3)
     assert_same_run(path, out)
-    document = json.loads((out / "zarr.json").read_text())
-    arrays = document["consolidated_metadata"]["metadata"]
+    metadata = json.loads((out / "zarr.json").read_text())
+    arrays = metadata["consolidated_metadata"]["metadata"]
     assert {codec["name"] for array in arrays.values() for codec in array["codecs"]} <= CODECS
     assert arrays["W"]["chunk_grid"]["configuration"]["chunk_shape"] == [3, 10, 6]
-    assert document["attributes"]["config"] == {"why": "a test"}
-    assert not {"trajstore_format", "runs", "fingerprint"} & set(document["attributes"])
+    assert metadata["attributes"]["config"] == {"why": "a test"}
+    assert not {"trajstore_format", "runs", "fingerprint"} & set(metadata["attributes"])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", READ, str(out)],
         capture_output=True,
@@ -63,9 +63,13 @@ def test_it_is_no_run(small_run: SmallRun, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     trajstore.export(small_run[0], out, format="zarr")
     for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information):
-        with pytest.raises(trajstore.FormatError, match="a Zarr group, but not a run: it has no"):
+        with pytest.raises(
+            trajstore.errors.FormatError, match="a Zarr group, but not a run: it has no"
+        ):
             read(out)
-    with pytest.raises(trajstore.FormatError, match="a Zarr group, but not a run: it has no"):
+    with pytest.raises(
+        trajstore.errors.FormatError, match="a Zarr group, but not a run: it has no"
+    ):
         annotate_run(out, token_text=["?"] * 10)
 
 

@@ -199,7 +199,7 @@ def test_two_matrices_of_an_untied_model(tmp_path: Path) -> None:
     # If one target is taken, neither is written.
     other_place = tmp_path / "two.E.zarr"
     trajstore.import_file(file, tmp_path / "two.zarr")
-    with pytest.raises(trajstore.RunExists):
+    with pytest.raises(trajstore.errors.RunExists):
         trajstore.import_file(file, tmp_path / "two.zarr")
     assert other_place.exists()
 

@@ -15,8 +15,9 @@ from bits_and_calls import random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trajstore import FormatError, RunWriter, open_run
+from trajstore import RunWriter, open_run
 from trajstore.codec.block_codec import BlockCodec
+from trajstore.errors import FormatError
 from trajstore.store.metadata.block_plan import plan
 from trajstore.store.reading.array_reader import StoredArray, block_form, stored_array
 from trajstore.store.reading.open_group import open_group
@@ -72,7 +73,7 @@ def stored(
     return array, bits
 
 
-def stretch(length: int) -> st.SearchStrategy[slice]:
+def segment(length: int) -> st.SearchStrategy[slice]:
     """Slices forwards and without gaps, as whoever reads asks for them; also of nothing."""
     end = st.none() | st.integers(-length, length)
     return st.builds(slice, end, end)
@@ -82,7 +83,7 @@ def stretch(length: int) -> st.SearchStrategy[slice]:
 @settings(
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.integers(0, 3).flatmap(lambda count: st.tuples(*map(stretch, SHAPE[:count]))))
+@given(st.integers(0, 3).flatmap(lambda count: st.tuples(*map(segment, SHAPE[:count]))))
 def test_slices_are_what_numpy_would_pick(
     stored: tuple[StoredArray, np.ndarray], threads: int, key: tuple[slice, ...]
 ) -> None:
@@ -225,7 +226,7 @@ def test_every_flipped_bit_is_found_and_named(small_run: tuple[Path, Any]) -> No
 
 
 def test_rows_that_a_block_does_not_hold_are_an_error(small_run: tuple[Path, Any]) -> None:
-    """Where the documents say more than was written."""
+    """Where the metadata files say more than was written."""
     array = reader(small_run[0])
     longer = replace(array, shape=(12, *array.shape[1:]))
     assert longer.bits((slice(8, 11),)).shape[0] == 3

@@ -13,15 +13,13 @@ import pytest
 import xarray as xr
 from object_stores import copied, web_server
 
-from trajstore import (
+from trajstore import RunWriter, open_run, verify
+from trajstore.errors import (
     FormatError,
     InvalidArgument,
     MissingExtra,
     ObjectStoreError,
     RunNotFound,
-    RunWriter,
-    open_run,
-    verify,
 )
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_info import information
@@ -95,8 +93,8 @@ def _committed(root: Any) -> None:
 
 def _tokens(root: Any) -> None:
     for name in ("W", "token"):
-        document = root["consolidated_metadata"]["metadata"][name]
-        document["shape"][name == "W"] = 1 << 40
+        metadata = root["consolidated_metadata"]["metadata"][name]
+        metadata["shape"][name == "W"] = 1 << 40
 
 
 def _hidden(root: Any) -> None:
@@ -162,16 +160,16 @@ def is_noticed(run: Path) -> bool:
 def test_what_is_out_of_all_proportion_is_refused(
     tmp_path: Path, change: Any, message: str
 ) -> None:
-    document = _run(tmp_path / "run.zarr") / "zarr.json"
+    metadata = _run(tmp_path / "run.zarr") / "zarr.json"
     if callable(change):
-        root = json.loads(document.read_bytes())
+        root = json.loads(metadata.read_bytes())
         change(root)
-        document.write_text(json.dumps(root))
+        metadata.write_text(json.dumps(root))
     elif change is None:
-        document.write_text(document.read_text() + " " * (17 << 20))
+        metadata.write_text(metadata.read_text() + " " * (17 << 20))
     else:
-        document.unlink()
-        os.mkfifo(document)
+        metadata.unlink()
+        os.mkfifo(metadata)
     for opened in (open_group, open_run, RunWriter.resume, annotated):
         with pytest.raises(FormatError, match=message):
             opened(tmp_path / "run.zarr")
@@ -180,11 +178,11 @@ def test_what_is_out_of_all_proportion_is_refused(
 
 def test_so_it_is_at_an_address(tmp_path: Path) -> None:
     far = copied(_run(tmp_path / "run.zarr"), "memory://out/of/proportion.zarr")
-    document = tmp_path / "run.zarr" / "zarr.json"
-    root = json.loads(document.read_bytes())
+    metadata = tmp_path / "run.zarr" / "zarr.json"
+    root = json.loads(metadata.read_bytes())
     _blocks(root)
     for content, message in (
-        (document.read_bytes() + b" " * (17 << 20), "at most 16,777,216"),
+        (metadata.read_bytes() + b" " * (17 << 20), "at most 16,777,216"),
         (json.dumps(root).encode(), r"chunk_shape is \[1099511627776, 2, 2\], expected"),
     ):
         (far / "zarr.json").write_bytes(content)

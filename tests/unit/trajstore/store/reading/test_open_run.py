@@ -12,16 +12,8 @@ import xarray as xr
 import zarr
 from zarr.storage import ZipStore
 
-from trajstore import (
-    FormatError,
-    InvalidArgument,
-    RunNotFound,
-    RunWriter,
-    VariableNotRecorded,
-    analysis,
-    export,
-    open_run,
-)
+from trajstore import RunWriter, analysis, export, open_run
+from trajstore.errors import FormatError, InvalidArgument, RunNotFound, VariableNotRecorded
 from trajstore.schema import FORMAT
 
 

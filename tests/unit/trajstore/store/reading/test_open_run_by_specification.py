@@ -53,24 +53,24 @@ class Reader:
     def __init__(self, path: Path) -> None:
         root = json.loads((path / "zarr.json").read_text())
         self.path, self.attributes = path, root["attributes"]
-        self.documents = root["consolidated_metadata"]["metadata"]
+        self.all_metadata = root["consolidated_metadata"]["metadata"]
         self.rows, self.block_rows = (self.attributes[k] for k in ("committed_rows", "block_rows"))
-        self.series = sorted(self.documents.keys() - set(COORDINATES))
+        self.series = sorted(self.all_metadata.keys() - set(COORDINATES))
         if self.attributes["trajstore_format"] != 2:
             raise ValueError("this reads format 2")
 
     def settings(self, name: str) -> dict[str, Any]:
         """All that decides how bytes become values."""
-        document = self.documents[name]
-        (codec,) = document["codecs"]
+        metadata = self.all_metadata[name]
+        (codec,) = metadata["codecs"]
         configuration = dict(codec["configuration"])
         configuration.pop("runs", None)
-        shape = document["chunk_grid"]["configuration"]["chunk_shape"]
+        shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         return configuration | {"array": name, "shape": shape}
 
     def parts(self, name: str) -> int:
         """Objects of a block."""
-        shape, chunk = self.documents[name]["shape"], self.settings(name)["shape"]
+        shape, chunk = self.all_metadata[name]["shape"], self.settings(name)["shape"]
         return -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
 
     def load(self, name: str, block: int, part: int) -> tuple[list[bytes], int, bytes]:
@@ -162,7 +162,7 @@ class Reader:
 
     def bits(self, name: str) -> np.ndarray:
         """Bits of a whole array, as `decode` gives them."""
-        settings, shape = self.settings(name), self.documents[name]["shape"]
+        settings, shape = self.settings(name), self.all_metadata[name]["shape"]
         blocks, parts, whole = -(-self.rows // self.block_rows), self.parts(name), settings["shape"]
         lengths = [blocks * whole[0], *([parts * whole[1], *whole[2:]] if whole[1:] else [])]
         out = np.empty(lengths, BITS[settings["native_dtype"]])
@@ -180,16 +180,16 @@ class Reader:
 
     def digests(self) -> tuple[str, str]:
         """Content digest and fingerprint."""
-        documents, stored = json.loads(json.dumps(self.documents)), {}
-        for name, document in documents.items():
-            document["attributes"].pop("root_attributes", None)
-            for codec in document["codecs"]:
+        all_metadata, stored = json.loads(json.dumps(self.all_metadata)), {}
+        for name, metadata in all_metadata.items():
+            metadata["attributes"].pop("root_attributes", None)
+            for codec in metadata["codecs"]:
                 codec.get("configuration", {}).pop("runs", None)
             if name in self.series:
-                document["shape"][0] = 0
+                metadata["shape"][0] = 0
             else:
                 stored[f"{name}/c.0"] = sha256((self.path / name / "c.0").read_bytes()).hex()
-        tip = sha256(canonical({"arrays": documents, "coordinates": stored}))
+        tip = sha256(canonical({"arrays": all_metadata, "coordinates": stored}))
         for block in range(-(-self.rows // self.block_rows)):
             held = min(self.rows - block * self.block_rows, self.block_rows)
             entries = b""
@@ -311,7 +311,7 @@ def test_a_reader_by_the_specification_computes_the_rows_of_a_replay_run(tmp_pat
         variables={name: ds[name].attrs["native_dtype"] for name in names},
         attributes={"optimizer": optimizer},
         block_rows=16,
-        encoding="replay",
+        encoding="compact",
     ) as writer:
         for row, step in enumerate(ds.step.values):
             writer.append(step=int(step), **{name: ds[name].values[row] for name in names})
@@ -321,7 +321,7 @@ def test_a_reader_by_the_specification_computes_the_rows_of_a_replay_run(tmp_pat
     for name, bits in reader.computed().items():
         assert (wide(bits).view("u4") == ds[name].values.view("u4")).all(), name
     attributes = reader.attributes
-    assert attributes["encoding"] == "replay"
+    assert attributes["encoding"] == "compact"
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trajstore import FormatError, RunWriter, open_run, repair, verify
+from trajstore import RunWriter, open_run, repair, verify
+from trajstore.errors import FormatError
 from trajstore.store.writing.annotated_run import annotate_run
 
 SmallRun = tuple[Path, dict[str, Any]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore import RunLocked
+from trajstore.errors import RunLocked
 from trajstore.store.storage import lock as lock_module
 from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trajstore import RunLocked, RunWriter, open_run
+from trajstore import RunWriter, open_run
+from trajstore.errors import RunLocked
 from trajstore.store.storage import remote_lock
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_path import RemotePath, location

@@ -13,7 +13,7 @@ from object_stores import faulty, s3_server, serving, to_s3
 
 from trajstore.errors import ObjectStoreError
 from trajstore.store.storage import remote_path
-from trajstore.store.storage.object_file import document_in, opened
+from trajstore.store.storage.object_file import metadata_in, opened
 from trajstore.store.storage.remote_path import ObjectReplaced, RemotePath, local_file, location
 
 pytest.importorskip("obstore")
@@ -153,7 +153,7 @@ def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
 
 
 @pytest.mark.parametrize(("cut", "whole"), [(1, True), (2, False)])
-def test_a_document_that_changes_under_way_is_read_again_once(cut: int, whole: bool) -> None:
+def test_a_metadata_that_changes_under_way_is_read_again_once(cut: int, whole: bool) -> None:
     """An answer that is cut is gone on with; if that is another object's, it is begun again."""
     requests: list[str] = []
 
@@ -173,10 +173,10 @@ def test_a_document_that_changes_under_way_is_read_again_once(cut: int, whole: b
     with serving(Handler) as address:
         place = location(f"{address}/zarr.json")
         if whole:
-            assert document_in(place) == b"0123456789"
+            assert metadata_in(place) == b"0123456789"
         else:
             with pytest.raises(ObjectStoreError, match=f"{address}/zarr.json: "):
-                document_in(place)
+                metadata_in(place)
     assert requests.count("whole") == 2
 
 

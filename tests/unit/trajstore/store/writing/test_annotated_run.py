@@ -12,8 +12,9 @@ from bits_and_calls import Cli
 from click.testing import CliRunner
 from disk import Disk
 
-from trajstore import InvalidArgument, RunExists, RunLocked, RunWriter, open_run, verify
+from trajstore import RunWriter, open_run, verify
 from trajstore.cli.main import main
+from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.writing.annotated_run import annotate_run
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xarray as xr
 
-from trajstore import InvalidArgument
+from trajstore.errors import InvalidArgument
 from trajstore.store.writing.commit_timer import CommitTimer, check_commit_every
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from disk import Disk
 
-from trajstore import RunLocked, RunWriter, open_run, verify
+from trajstore import RunWriter, open_run, verify
+from trajstore.errors import RunLocked
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.writing.create import staged_file, staged_folder, staged_run
 

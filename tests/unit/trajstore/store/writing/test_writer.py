@@ -14,7 +14,8 @@ import zarr
 from bits_and_calls import random_bits
 
 import trajstore
-from trajstore import InvalidArgument, RunExists, RunLocked, RunWriter, WriterClosed, verify
+from trajstore import RunWriter, verify
+from trajstore.errors import InvalidArgument, RunExists, RunLocked, WriterClosed
 from trajstore.schema import FORMAT
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.writing.block_writer import BlockWriter
@@ -96,7 +97,7 @@ class Writes:
         self._move(source, target)
 
 
-A_COMMIT = 7  # objects of a block: three shards, three documents, the root
+A_COMMIT = 7  # objects of a block: three shards, three metadata files, the root
 
 
 def test_the_commit_is_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

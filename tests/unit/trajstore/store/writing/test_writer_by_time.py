@@ -258,7 +258,7 @@ class Full:
         self._move(source, target)
 
 
-OBJECTS = 9  # of a commit: four shards, four documents, the root
+OBJECTS = 9  # of a commit: four shards, four metadata files, the root
 
 
 @pytest.mark.parametrize("left", nightly_but(range(OBJECTS), 0, 4, 8))

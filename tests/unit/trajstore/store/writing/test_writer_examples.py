@@ -10,7 +10,8 @@ import pytest
 import xarray as xr
 
 import trajstore
-from trajstore import InvalidArgument, RunWriter, analysis, open_run, repair, verify
+from trajstore import RunWriter, analysis, open_run, repair, verify
+from trajstore.errors import InvalidArgument
 from trajstore.exchange.exporting.branched_run import branch_run
 
 ROWS, EXAMPLES, POSITIONS, HIDDEN = 10, 4, 6, 3

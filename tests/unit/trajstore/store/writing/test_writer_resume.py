@@ -17,16 +17,8 @@ import zarr
 from bits_and_calls import random_bits
 from disk import Disk
 
-from trajstore import (
-    FormatError,
-    InvalidArgument,
-    RunLocked,
-    RunNotFound,
-    RunWriter,
-    open_run,
-    repair,
-    verify,
-)
+from trajstore import RunWriter, open_run, repair, verify
+from trajstore.errors import FormatError, InvalidArgument, RunLocked, RunNotFound
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.store.storage import atomic
 from trajstore.store.storage.atomic import sweep
@@ -59,7 +51,7 @@ def row(step: int) -> dict[str, Any]:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every object of a run but the documents, which hold times."""
+    """Every object of a run but the metadata files, which hold times."""
     return {
         str(file.relative_to(path)): file.read_bytes()
         for file in sorted(path.rglob("*"))
@@ -172,7 +164,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, after: bool
 ) -> None:
     source = recorded(tmp_path / "source.zarr", 14, config={"steps": 14})
-    moves = len(TYPES) + 2  # of the root, and of the documents of all arrays
+    moves = len(TYPES) + 2  # of the root, and of the metadata files of all arrays
     move = os.replace
     found = []
     for last in range(1, moves + 1):
@@ -317,7 +309,7 @@ def test_committed_rows_survive_a_loss_of_power(
 def test_each_step_of_a_commit_is_flushed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards, then the documents of the arrays, then the root; of a cut, the root first."""
+    """Shards, then the metadata files of the arrays, then the root; of a cut, the root first."""
     run = create(tmp_path / "run.zarr")
     calls: list[str] = []
     monkeypatch.setattr(atomic, "flush", lambda paths: calls.append(f"flush {_place(paths)}"))
@@ -332,11 +324,17 @@ def test_each_step_of_a_commit_is_flushed_before_the_next(
         run.append(**row(step))
     run.close()
     commit = ["flush shards", "move shards", "flush arrays"]
-    commit += ["flush documents", "move documents", "flush arrays", "flush root", "move root"]
+    commit += [
+        "flush metadata files",
+        "move metadata files",
+        "flush arrays",
+        "flush root",
+        "move root",
+    ]
     assert _once(calls) == [*commit, "flush run", "flush root", "move root", "flush run"]
     calls.clear()
     RunWriter.resume(tmp_path / "run.zarr", rows=0, fsync=False).close()
-    assert _once(calls) == ["move root", "move documents", "move root"]
+    assert _once(calls) == ["move root", "move metadata files", "move root"]
 
 
 def _place(paths: Any) -> str:

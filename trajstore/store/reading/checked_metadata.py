@@ -1,4 +1,4 @@
-"""The documents of a run, checked and compared with the stored objects."""
+"""The metadata files of a run, checked and compared with the stored objects."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import FORMAT, STEP, coordinate, entry_of
-from trajstore.store.metadata.array_document import (
+from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
     array_faults,
     contradicting_lengths,
     facts_of,
-    open_document,
+    open_metadata,
 )
-from trajstore.store.metadata.document_form import (
+from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     Fault,
     attribute_faults,
     root_faults,
     run_identity,
 )
-from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
-from trajstore.store.storage.object_file import document_in
+from trajstore.store.metadata.object_keys import METADATA_KEY, chunk_key
+from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import (
     REMOTE_REQUESTS,
     Location,
@@ -37,7 +37,7 @@ from trajstore.store.storage.remote_path import (
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 
-__all__ = ["check_own_documents", "checked_root", "not_opened", "remedy", "root_document"]
+__all__ = ["check_own_metadata", "checked_root", "not_opened", "remedy", "root_metadata"]
 
 _MOST = 1 << 26
 """Values of a coordinate, and rows of a block."""
@@ -50,37 +50,43 @@ _NO_GROUP = "is not a Zarr v3 group, so not a run"
 
 
 def checked_root(place: Location, data: bytes) -> dict[str, Any]:
-    """Documents of the arrays in the root, all checked.
+    """Metadata files of the arrays in the root, all checked.
 
-    The arrays' own documents are read only if the root has no copies of them.
+    The arrays' own metadata files are read only if the root has no copies of them.
 
     Parameters
     ----------
     place : Path or RemotePath
     data : bytes
-        Document of the root (`root_document`).
+        Metadata file of the root (`root_document`).
 
     Raises
     ------
     FormatError
-        If it is not a run, or has another format; if a document has an impossible member, or
+        If it is not a run, or has another format; if a metadata file has an impossible member, or
         declares data that is not stored.
     """
-    root = _parsed(place, DOCUMENT, data)
+    root = _parsed(place, METADATA_KEY, data)
     _check_root(place, root)
     copies = (root.get("consolidated_metadata") or {}).get("metadata")
-    arrays = _own_documents(place) if copies is None else copies
+    arrays = _own_metadata(place) if copies is None else copies
     runs = run_identity(root["attributes"])
     found: dict[str, ArrayFacts] = {}
-    for name, document in arrays.items():
+    for name, metadata in arrays.items():
         if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
         if entry_of(name) is not None:  # zarr reads arrays of others
-            key = (f"{name}/{DOCUMENT}", "") if copies is None else (DOCUMENT, f"{_COPIES}.{name}")
-            found[name] = _checked_facts(place, *key, name, document, runs)
+            key = (
+                (f"{name}/{METADATA_KEY}", "")
+                if copies is None
+                else (METADATA_KEY, f"{_COPIES}.{name}")
+            )
+            found[name] = _checked_facts(place, *key, name, metadata, runs)
     for name in (STEP.name, "token"):
         if name not in found:
-            raise _refused(place, DOCUMENT, Fault(f"{_COPIES}.{name}", "the document of an array"))
+            raise _refused(
+                place, METADATA_KEY, Fault(f"{_COPIES}.{name}", "the metadata file of an array")
+            )
     if copies is not None:
         _check_rows(place, root["attributes"]["committed_rows"], found[STEP.name])
     for name, dim, length, other in contradicting_lengths(
@@ -96,44 +102,44 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     return arrays
 
 
-def check_own_documents(path: Location) -> None:
-    """Check the document in the folder of each array, which writers replace.
+def check_own_metadata(path: Location) -> None:
+    """Check the metadata file in the folder of each array, which writers replace.
 
     Raises
     ------
     FormatError
         If one is missing, or has an impossible member.
     """
-    names = [name for name in checked_root(path, root_document(path)) if entry_of(name)]
-    reads = [partial(_read, path, f"{name}/{DOCUMENT}") for name in names]
+    names = [name for name in checked_root(path, root_metadata(path)) if entry_of(name)]
+    reads = [partial(_read, path, f"{name}/{METADATA_KEY}") for name in names]
     own = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
     for name, found in zip(names, own, strict=True):
-        _checked_facts(path, f"{name}/{DOCUMENT}", "", name, found)
+        _checked_facts(path, f"{name}/{METADATA_KEY}", "", name, found)
 
 
 def not_opened(place: Location, arrays: Mapping[str, Any], error: Exception) -> FormatError:
-    """Error for documents that zarr refuses. It names the first array that zarr cannot open."""
+    """Error for metadata that zarr refuses. It names the first array that zarr cannot open."""
     for name, array in arrays.items():
         try:
-            open_document(array)
+            open_metadata(array)
         except FormatError as fault:
             return FormatError(
-                f"{place} cannot be read: {DOCUMENT}: {_COPIES}.{name}: {fault}{remedy(place)}"
+                f"{place} cannot be read: {METADATA_KEY}: {_COPIES}.{name}: {fault}{remedy(place)}"
             )
-    return FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {error}")
+    return FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {error}")
 
 
 def _within(path: Path) -> str:
     """Message for a folder that contains runs, such as that of a sweep; otherwise empty."""
-    runs = sorted(document.parent.name for document in path.glob(f"*.zarr/{DOCUMENT}"))
-    if not runs or (path / DOCUMENT).exists():
+    runs = sorted(metadata.parent.name for metadata in path.glob(f"*.zarr/{METADATA_KEY}"))
+    if not runs or (path / METADATA_KEY).exists():
         return ""
     many = f", or all of them with {path / '*.zarr'}" if len(runs) > 1 else ""
     return f"it is a folder of runs; pass {path / runs[0]}{many}"
 
 
-def root_document(place: Location) -> bytes:
-    """Bytes of the document of the root.
+def root_metadata(place: Location) -> bytes:
+    """Bytes of the metadata file of the root.
 
     Raises
     ------
@@ -141,13 +147,13 @@ def root_document(place: Location) -> bytes:
         If there is none.
     """
     try:
-        return document_in(place / DOCUMENT)
+        return metadata_in(place / METADATA_KEY)
     except (ValueError, IsADirectoryError) as error:
         raise _unreadable(place, error) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(place, RemotePath) or not place.exists():  # it was removed a moment ago
             raise RunNotFound(f"there is no run at {place}") from error
-        why = _within(place) or f"it has no {DOCUMENT}"
+        why = _within(place) or f"it has no {METADATA_KEY}"
         why = "it is a file; unpack a zip file first" if place.is_file() else why
         raise FormatError(f"{place} {_NO_GROUP}: {why}") from error
 
@@ -160,9 +166,9 @@ def _parsed(place: Location, key: str, data: bytes) -> Any:
 
 
 def _read(place: Location, key: str) -> Any:
-    """Value of the document of an array."""
+    """Value of the metadata file of an array."""
     try:
-        return _parsed(place, key, document_in(place / key))
+        return _parsed(place, key, metadata_in(place / key))
     except FileNotFoundError as error:
         raise FormatError(f"{place}: {key} is missing{remedy(place)}") from error
     except FormatError:
@@ -171,15 +177,15 @@ def _read(place: Location, key: str) -> Any:
         raise _unreadable(place, error, key) from error
 
 
-def _unreadable(place: Location, error: Exception, key: str = DOCUMENT) -> FormatError:
-    what = _NO_GROUP if key == DOCUMENT else "cannot be read"
+def _unreadable(place: Location, error: Exception, key: str = METADATA_KEY) -> FormatError:
+    what = _NO_GROUP if key == METADATA_KEY else "cannot be read"
     return FormatError(f"{place} {what}: {key} cannot be read: {error}")
 
 
 def _check_root(place: Location, root: Any) -> None:
-    """Check the members of the root, except the documents of its arrays."""
+    """Check the members of the root, except the metadata files of its arrays."""
     for fault in root_faults(root):
-        raise FormatError(f"{place} {_NO_GROUP}: {DOCUMENT}: {fault}")
+        raise FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {fault}")
     attributes = root["attributes"]
     if "trajstore_format" not in attributes:
         raise FormatError(f"{place} is a Zarr group, but not a run: it has no trajstore_format")
@@ -190,28 +196,28 @@ def _check_root(place: Location, root: Any) -> None:
             f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
         )
     for fault in attribute_faults(attributes, REQUIRED):
-        raise _refused(place, DOCUMENT, fault)
+        raise _refused(place, METADATA_KEY, fault)
 
 
-def _own_documents(place: Location) -> dict[str, Any]:
-    """Documents in the folders of the arrays, for a root without copies of them."""
+def _own_metadata(place: Location) -> dict[str, Any]:
+    """Metadata files in the folders of the arrays, for a root without copies of them."""
     if isinstance(place, RemotePath) and not place.listed:
-        raise _refused(place, DOCUMENT, Fault("consolidated_metadata", "an object"))
+        raise _refused(place, METADATA_KEY, Fault("consolidated_metadata", "an object"))
     if isinstance(place, RemotePath):
-        suffix = f"/{DOCUMENT}"
+        suffix = f"/{METADATA_KEY}"
         keys = [key_within(path, place) for path in place.below()]
         names = sorted(key.removesuffix(suffix) for key in keys if key.endswith(suffix))
     else:
-        names = sorted(own.parent.name for own in place.glob(f"*/{DOCUMENT}"))
-    return {name: _read(place, f"{name}/{DOCUMENT}") for name in names}
+        names = sorted(own.parent.name for own in place.glob(f"*/{METADATA_KEY}"))
+    return {name: _read(place, f"{name}/{METADATA_KEY}") for name in names}
 
 
 def _checked_facts(
-    place: Location, key: str, member: str, name: str, document: Any, runs: Runs | None = None
+    place: Location, key: str, member: str, name: str, metadata: Any, runs: Runs | None = None
 ) -> ArrayFacts:
-    """Facts of the document of an array, a member of the document with that key."""
-    facts = facts_of(name, document)
-    for fault in array_faults(facts, document, runs):
+    """Facts of the metadata file of an array, a member of the metadata file with that key."""
+    facts = facts_of(name, metadata)
+    for fault in array_faults(facts, metadata, runs):
         raise _refused(place, key, fault.within(member) if member else fault)
     assert isinstance(facts, ArrayFacts)  # otherwise it has a fault
     return facts
@@ -230,7 +236,7 @@ def _check_rows(place: Location, committed: int, step: ArrayFacts) -> None:
     """Raise an error if the root contradicts itself in its number of rows, except in a copy."""
     if step.foreign is None and committed != step.shape[0]:
         expected = f"{step.shape[0]}, the rows of its arrays"
-        raise _refused(place, DOCUMENT, Fault("attributes.committed_rows", expected, committed))
+        raise _refused(place, METADATA_KEY, Fault("attributes.committed_rows", expected, committed))
 
 
 def _check_extent(place: Location, facts: ArrayFacts) -> None:

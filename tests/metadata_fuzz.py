@@ -1,6 +1,6 @@
-"""One command after the other on runs with damaged documents, in a process of its own.
+"""One command after the other on runs with damaged metadata files, in a process of its own.
 
-``python tests/document_fuzz.py COMMAND TRIES [FIRST]`` prints what came of it as JSON: tries,
+``python tests/metadata_fuzz.py COMMAND TRIES [FIRST]`` prints what came of it as JSON: tries,
 errors by class, raw exceptions, hangs, and the peak of the memory.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from document_damage import damage_documents
+from metadata_damage import damage_metadata
 
 from trajstore import RunWriter, open_run, repair, verify
 from trajstore.cli.main import main as command
@@ -53,7 +53,7 @@ def _resumed(run: Path) -> None:
     with RunWriter.resume(run, commit_every=None) as writer:
         rows = writer.rows
     assert rows == open_run(run, chunks=None).sizes["step"]
-    # Own documents that say other things than the root are replaced with the next row only.
+    # Own metadata files that say other things than the root are replaced with the next row only.
     lost = [problem for problem in verify(run).problems if problem.remedy == "cut"]
     assert not lost, f"resumed, and not sound: {lost[0]}"
 
@@ -92,7 +92,7 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
 def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     """Try a command on so many damaged runs; what it came to."""
     run_follower._TRIES = 1  # which waits in between for a writer
-    run = Path(tempfile.mkdtemp(prefix="documents-")) / "run.zarr"
+    run = Path(tempfile.mkdtemp(prefix="metadata files-")) / "run.zarr"
     classes: Counter[str] = Counter()
     raw: dict[str, str] = {}
     hangs = 0
@@ -107,7 +107,7 @@ def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_AS, (space, resource.RLIM_INFINITY))
     for number in range(first, first + tries):
         rng = random.Random(f"{name} {number}")
-        damage_documents(_fresh(sound[RUNS[number % 2]], run), rng)
+        damage_metadata(_fresh(sound[RUNS[number % 2]], run), rng)
         begun = time.monotonic()
         try:
             with _limited():
@@ -155,10 +155,10 @@ def _fresh(sound: Path, run: Path) -> Path:
     """Copy of a run, whose shards are links: a writer replaces objects, and writes into none."""
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(sound, run, copy_function=os.link)
-    for document in run.rglob("zarr.json"):
-        data = document.read_bytes()
-        document.unlink()
-        document.write_bytes(data)
+    for metadata in run.rglob("zarr.json"):
+        data = metadata.read_bytes()
+        metadata.unlink()
+        metadata.write_bytes(data)
     return run
 
 

@@ -1,7 +1,7 @@
-"""Damaged documents of runs: each way to open a run ends well, or in an error that is named.
+"""Damaged metadata files of runs: each way to open a run ends well, or in an error that is named.
 
-``TRAJSTORE_DOCUMENTS=5000`` tries that many damaged runs with each command instead of a few; with
-``pytest -s`` each prints its row of ``benchmarks/results/document-fuzz.md``.
+``TRAJSTORE_METADATA=5000`` tries that many damaged runs with each command instead of a few; with
+``pytest -s`` each prints its row of ``benchmarks/results/metadata-fuzz.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 TRIES = int(os.environ.get("TRAJSTORE_DOCUMENTS", "40"))
 COMMANDS = ("open_run", "resume", "verify", "repair", "annotate", "info", "watch")
-FUZZ = Path(__file__).parents[1] / "document_fuzz.py"
+FUZZ = Path(__file__).parents[1] / "metadata_fuzz.py"
 MOST_MEMORY = 100 << 20
 
 
@@ -38,7 +38,7 @@ def row(found: dict[str, Any]) -> str:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="measures the memory as Linux tells it")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_damaged_documents_are_errors(command: str) -> None:
+def test_damaged_metadata_are_errors(command: str) -> None:
     done = subprocess.run(
         [sys.executable, FUZZ, command, str(TRIES)], capture_output=True, text=True, timeout=7200
     )

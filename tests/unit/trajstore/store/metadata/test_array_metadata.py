@@ -1,4 +1,4 @@
-"""A document of an array is that of its facts, or the member that differs is named and refused."""
+"""The metadata file of an array is that of its facts, or the member that differs is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import xarray as xr
 import zarr
 from damage import edit, put
 
-from trajstore import FormatError, open_run
-from trajstore.store.metadata.array_document import array_faults, document_of, facts_of
+from trajstore import open_run
+from trajstore.errors import FormatError
+from trajstore.store.metadata.array_metadata import array_faults, facts_of, metadata_of
 
 Small = tuple[Path, dict[str, np.ndarray]]
 
@@ -26,9 +27,9 @@ GOLDEN = json.loads(
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_document_of_a_recorder_is_that_of_its_facts(name: str) -> None:
+def test_the_metadata_of_a_recorder_is_that_of_its_facts(name: str) -> None:
     facts = facts_of(name, GOLDEN[name])
-    assert json.dumps(document_of(facts)) == json.dumps(GOLDEN[name])
+    assert json.dumps(metadata_of(facts)) == json.dumps(GOLDEN[name])
     assert list(array_faults(facts, GOLDEN[name])) == []
 
 
@@ -69,14 +70,14 @@ def test_the_document_of_a_recorder_is_that_of_its_facts(name: str) -> None:
     ],
 )  # fmt: skip
 def test_an_array_that_cannot_be(place: str, value: Any, told: str) -> None:
-    document = copy.deepcopy(GOLDEN["W"])
-    put(document, place, value)
-    faults = array_faults(facts_of("W", document), document)
+    metadata = copy.deepcopy(GOLDEN["W"])
+    put(metadata, place, value)
+    faults = array_faults(facts_of("W", metadata), metadata)
     assert [told in str(fault) for fault in faults] == [True]
 
 
 def change(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) -> None:
-    """Change an array's own document, and its copy in the root."""
+    """Change an array's own metadata file, and its copy in the root."""
     edit(run / name / "zarr.json", changed)
     edit(run / "zarr.json", lambda root: changed(root["consolidated_metadata"]["metadata"][name]))
 

@@ -1,4 +1,4 @@
-"""Documents of a run, damaged at random: members of other types, missing, nested; broken texts."""
+"""Metadata files of a run, damaged at random: wrong types, missing members, broken texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DOCUMENT = "zarr.json"
+METADATA_KEY = "zarr.json"
 
 SCALARS: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 1.5, 1e300, 1 << 31, 1 << 40, 1 << 63, 1 << 64, 10**30, "",
@@ -40,7 +40,7 @@ def other_value(value: Any, rng: random.Random) -> Any:
 
 
 def places(value: Any, rng: random.Random) -> list[tuple[Any, Any]]:
-    """A way into a document, as container and key, that ends anywhere."""
+    """A way into a metadata file, as container and key, that ends anywhere."""
     found: list[tuple[Any, Any]] = []
     while isinstance(value, dict | list) and value:
         key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
@@ -49,9 +49,9 @@ def places(value: Any, rng: random.Random) -> list[tuple[Any, Any]]:
     return found
 
 
-def changed(document: Any, rng: random.Random) -> None:
-    """Change one member of a document in its place."""
-    found = places(document, rng)
+def changed(metadata: Any, rng: random.Random) -> None:
+    """Change one member of a metadata file in its place."""
+    found = places(metadata, rng)
     if not found:
         return
     container, key = rng.choice(found)
@@ -65,8 +65,8 @@ def changed(document: Any, rng: random.Random) -> None:
     elif kind == 2 and isinstance(container, dict):
         container[f"{key}x"] = container.pop(key)
     elif kind == 3:
-        # Of another place of the document.
-        elsewhere = places(document, rng)
+        # Of another place of the metadata file.
+        elsewhere = places(metadata, rng)
         other, name = rng.choice(elsewhere)
         container[key] = json.loads(json.dumps(other[name]))
     else:
@@ -74,7 +74,7 @@ def changed(document: Any, rng: random.Random) -> None:
 
 
 def broken_text(data: bytes, rng: random.Random) -> bytes:
-    """Bytes that are no document, or hardly one."""
+    """Bytes that are no metadata file, or hardly one."""
     at = rng.randrange(len(data))
     kind = rng.randrange(10)
     if kind == 0:
@@ -99,51 +99,51 @@ def broken_text(data: bytes, rng: random.Random) -> bytes:
 
 
 def claimed(run: Path, rng: random.Random) -> None:
-    """Have all documents claim a length that nobody stored, in the same way."""
+    """Have all metadata files claim a length that nobody stored, in the same way."""
     dim, length = rng.choice(("step", "token", "hidden")), 1 << rng.choice((20, 31, 40, 47))
     blocks = rng.random() < 0.4
 
-    def change(document: Any) -> None:
-        for at, name in enumerate(document["dimension_names"]):
+    def change(metadata: Any) -> None:
+        for at, name in enumerate(metadata["dimension_names"]):
             if name == dim:
-                document["shape"][at] = length
+                metadata["shape"][at] = length
                 if blocks:
-                    document["chunk_grid"]["configuration"]["chunk_shape"][at] = length
+                    metadata["chunk_grid"]["configuration"]["chunk_shape"][at] = length
 
-    root = json.loads((run / DOCUMENT).read_bytes())
+    root = json.loads((run / METADATA_KEY).read_bytes())
     if dim == "step":
         root["attributes"]["committed_rows"] = length
         root["attributes"]["block_rows"] = length if blocks else root["attributes"]["block_rows"]
     for name, copy in root["consolidated_metadata"]["metadata"].items():
-        own = json.loads((run / name / DOCUMENT).read_bytes())
-        for document in (copy, own):
-            change(document)
-        (run / name / DOCUMENT).write_text(json.dumps(own))
-    (run / DOCUMENT).write_text(json.dumps(root))
+        own = json.loads((run / name / METADATA_KEY).read_bytes())
+        for metadata in (copy, own):
+            change(metadata)
+        (run / name / METADATA_KEY).write_text(json.dumps(own))
+    (run / METADATA_KEY).write_text(json.dumps(root))
 
 
-def damage_documents(run: Path, rng: random.Random) -> None:
-    """Damage a document of a run, or several; of an array sometimes both, in the same way."""
+def damage_metadata(run: Path, rng: random.Random) -> None:
+    """Damage a metadata file of a run, or several; of an array sometimes both, in the same way."""
     if rng.random() < 0.04:
         claimed(run, rng)
-    names = ["", "", "", *sorted(path.parent.name for path in run.glob(f"*/{DOCUMENT}"))]
+    names = ["", "", "", *sorted(path.parent.name for path in run.glob(f"*/{METADATA_KEY}"))]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         name = rng.choice(names)
-        path = run / name / DOCUMENT
+        path = run / name / METADATA_KEY
         if rng.random() < 0.12:
             data = path.read_bytes()
             path.write_bytes(broken_text(data, rng) if data else b"{}")
             continue
         try:
-            document = json.loads(path.read_bytes())
+            metadata = json.loads(path.read_bytes())
         except (ValueError, RecursionError):  # damaged before
             continue
         both = name and rng.random() < 0.6
         seed = rng.randrange(1 << 32)
-        changed(document, random.Random(seed))
-        path.write_text(json.dumps(document))
+        changed(metadata, random.Random(seed))
+        path.write_text(json.dumps(metadata))
         if both:
-            root = run / DOCUMENT
+            root = run / METADATA_KEY
             try:
                 whole = json.loads(root.read_bytes())
                 changed(whole["consolidated_metadata"]["metadata"][name], random.Random(seed))

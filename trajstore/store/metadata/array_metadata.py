@@ -1,8 +1,9 @@
-"""The document of an array, made from a few facts.
+"""The metadata file of an array, made from a few facts.
 
-Writers state the facts, and `document_of` makes the document. `facts_of` reads the facts from a
-stored document. That document is sound if `document_of` makes the same one from them; otherwise the
-difference names the member. So a document cannot describe other values than those of the schema.
+Writers state the facts, and `document_of` makes the metadata file. `facts_of` reads the facts from
+a stored metadata file. That metadata file is sound if `document_of` makes the same one from them;
+otherwise the difference names the member. So a metadata file cannot describe other values than
+those of the schema.
 
 Attributes that change no values are facts, too. A copy of a run by another program stores the
 values in its own way: then all members about the storage are facts.
@@ -31,7 +32,8 @@ from trajstore.codec.block_form import BlockForm, Runs
 from trajstore.codec.codec_chain import Chain
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, VARIABLES, Coordinate, Variable, entry_of
-from trajstore.store.metadata.document_form import (
+from trajstore.store.metadata.fingerprint import COPY
+from trajstore.store.metadata.metadata_form import (
     EXPLAINED,
     RUNS,
     Fault,
@@ -39,8 +41,7 @@ from trajstore.store.metadata.document_form import (
     are_runs,
     differing,
 )
-from trajstore.store.metadata.fingerprint import COPY
-from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.strict_json import MISSING, Document
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType
 
@@ -49,10 +50,10 @@ __all__ = [
     "ArrayFacts",
     "array_faults",
     "contradicting_lengths",
-    "document_of",
     "facts_of",
     "is_series",
-    "open_document",
+    "metadata_of",
+    "open_metadata",
     "recorded_attributes",
     "stored_values",
     "with_rows",
@@ -89,7 +90,7 @@ _MOST_SETTINGS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFacts:
-    """What the document of an array of a run depends on.
+    """What the metadata file of an array of a run depends on.
 
     Attributes
     ----------
@@ -116,11 +117,11 @@ def is_series(name: str) -> bool:
     return name == STEP.name or name in VARIABLES
 
 
-def with_rows(name: str, document: Document, rows: int) -> Document:
-    """The document with another number of rows, if the array grows with the rows."""
+def with_rows(name: str, metadata: Document, rows: int) -> Document:
+    """The metadata file with another number of rows, if the array grows with the rows."""
     if not is_series(name):
-        return document
-    return document | {"shape": [rows, *document["shape"][1:]]}
+        return metadata
+    return metadata | {"shape": [rows, *metadata["shape"][1:]]}
 
 
 def recorded_attributes(
@@ -148,8 +149,8 @@ def recorded_attributes(
     return attributes
 
 
-def document_of(facts: ArrayFacts) -> Document:
-    """Document of an array, in the order in which zarr writes its members."""
+def metadata_of(facts: ArrayFacts) -> Document:
+    """Metadata file of an array, in the order in which zarr writes its members."""
     entry = entry_of(facts.name)
     assert entry is not None
     native, block = _native(facts.name, facts.attributes), facts.shape
@@ -180,21 +181,21 @@ def document_of(facts: ArrayFacts) -> Document:
     }
 
 
-def facts_of(name: str, document: Any) -> ArrayFacts | Fault:
-    """Facts of a stored document, or the first member from which they cannot be read.
+def facts_of(name: str, metadata: Any) -> ArrayFacts | Fault:
+    """Facts of a stored metadata file, or the first member from which they cannot be read.
 
     Parameters
     ----------
     name : str
         A variable or a coordinate of the schema.
-    document : object
+    metadata file : object
         Value of a JSON text.
     """
     entry = entry_of(name)
     assert entry is not None
-    if not isinstance(document, dict):
-        return Fault("", "an object", document)
-    shape, attributes = document.get("shape", MISSING), document.get("attributes", MISSING)
+    if not isinstance(metadata, dict):
+        return Fault("", "an object", metadata)
+    shape, attributes = metadata.get("shape", MISSING), metadata.get("attributes", MISSING)
     if not are_lengths(shape) or len(shape) != len(entry.dims):
         return Fault("shape", f"{len(entry.dims)} lengths", shape)
     if not isinstance(attributes, dict):
@@ -203,11 +204,11 @@ def facts_of(name: str, document: Any) -> ArrayFacts | Fault:
     if isinstance(entry, Variable) and native is None:
         types, received = ", ".join(NATIVE_TYPES), attributes.get("native_dtype", MISSING)
         return Fault("attributes.native_dtype", f"one of {types}", received)
-    block = _chunk_shape(document.get("chunk_grid"))
+    block = _chunk_shape(metadata.get("chunk_grid"))
     if not _are_sizes(block, len(shape)) or math.prod(block) > _LARGEST_BLOCK:
         expected = f"{len(shape)} positive lengths, at most {_LARGEST_BLOCK:,} values"
         return Fault("chunk_grid.configuration.chunk_shape", expected, block)
-    codecs = document.get("codecs", MISSING)
+    codecs = metadata.get("codecs", MISSING)
     names = [_codec_name(codec) for codec in codecs] if isinstance(codecs, list) else []
     if not names or None in names:
         return Fault("codecs", "a list of objects with name and configuration", codecs)
@@ -219,23 +220,23 @@ def facts_of(name: str, document: Any) -> ArrayFacts | Fault:
     kept = {key: value for key, value in attributes.items() if not _changes_values(key, value)}
     facts = ArrayFacts(name=name, shape=tuple(shape), attributes=kept, form=form)
     recorded = [BLOCK] if isinstance(entry, Variable) else _CODECS[entry.dtype == "string"]
-    if document.get("chunk_key_encoding") != _KEYS or names != recorded:
-        return _foreign(facts, entry, document)
+    if metadata.get("chunk_key_encoding") != _KEYS or names != recorded:
+        return _foreign(facts, entry, metadata)
     return _form_fault(facts) or facts
 
 
 def array_faults(
-    facts: ArrayFacts | Fault, document: Any, runs: Runs | None = None
+    facts: ArrayFacts | Fault, metadata: Any, runs: Runs | None = None
 ) -> Iterator[Fault]:
-    """Members in which a document differs from that of its facts.
+    """Members in which a metadata file differs from that of its facts.
 
     Parameters
     ----------
     facts : ArrayFacts or Fault
         Result of `facts_of`.
-    document : object
+    metadata file : object
     runs : Runs, optional
-        Identity of the run, which the document must have.
+        Identity of the run, which the metadata file must have.
     """
     if isinstance(facts, Fault):
         yield facts
@@ -243,8 +244,8 @@ def array_faults(
     if facts.form is not None and runs not in (None, facts.form.runs):
         facts = replace(facts, form=replace(facts.form, runs=runs))
     # Zarr allows it to be omitted.
-    stored = document | {"storage_transformers": document.get("storage_transformers", [])}
-    expected = document_of(facts)
+    stored = metadata | {"storage_transformers": metadata.get("storage_transformers", [])}
+    expected = metadata_of(facts)
     if repr(stored) == repr(expected):  # in most cases, and faster
         return
     for fault in differing(stored, expected):
@@ -274,35 +275,35 @@ def contradicting_lengths(
     yield from ((*item, most[item[1]]) for item in found if item[2] != most[item[1]])
 
 
-def open_document(
-    document: Document, objects: Mapping[str, bytes] | None = None
+def open_metadata(
+    metadata: Document, objects: Mapping[str, bytes] | None = None
 ) -> zarr.Array[Any]:
-    """Array that a document describes, with the given objects by key.
+    """Array that a metadata file describes, with the given objects by key.
 
     Raises
     ------
     FormatError
         If zarr cannot open it.
     """
-    store = MemoryStore(_buffers(document, objects or {}))
+    store = MemoryStore(_buffers(metadata, objects or {}))
     try:
         return zarr.open_array(store, mode="r", zarr_format=3)
-    except Exception as error:  # zarr raises many types for a damaged document
+    except Exception as error:  # zarr raises many types for a damaged metadata file
         raise FormatError(f"zarr cannot open it: {error}") from error
 
 
-def stored_values(document: Document, values: npt.NDArray[Any]) -> bytes:
+def stored_values(metadata: Document, values: npt.NDArray[Any]) -> bytes:
     """Object with all values of an array of one chunk."""
-    objects = _buffers(document, {})
+    objects = _buffers(metadata, {})
     array = zarr.open_array(MemoryStore(objects), mode="r+", zarr_format=3)
     array.with_config({"write_empty_chunks": True})[...] = values
-    del objects[DOCUMENT]
+    del objects[METADATA_KEY]
     (data,) = objects.values()
     return bytes(data.to_bytes())
 
 
-def _buffers(document: Document, objects: Mapping[str, bytes]) -> dict[str, Any]:
-    contents = {DOCUMENT: json.dumps(document).encode(), **objects}
+def _buffers(metadata: Document, objects: Mapping[str, bytes]) -> dict[str, Any]:
+    contents = {METADATA_KEY: json.dumps(metadata).encode(), **objects}
     return {key: Buffer.from_bytes(data) for key, data in contents.items()}
 
 
@@ -404,15 +405,15 @@ def _form_fault(facts: ArrayFacts) -> Fault | None:
     return None
 
 
-def _foreign(facts: ArrayFacts, entry: Variable | Coordinate, document: Document) -> ArrayFacts:
+def _foreign(facts: ArrayFacts, entry: Variable | Coordinate, metadata: Document) -> ArrayFacts:
     """Facts of an array that another program stored in its own way."""
-    storage = {key: document[key] for key in _STORAGE if key in document}
+    storage = {key: metadata[key] for key in _STORAGE if key in metadata}
     attributes = {**facts.attributes}
     if facts.form is not None:
         del storage["codecs"]  # its blocks are those of a run
-    if isinstance(entry, Coordinate) and entry.dtype == "string" and "data_type" in document:
-        storage["data_type"] = document["data_type"]
-    decoded = {key: document["attributes"][key] for key in _DECODED & document["attributes"].keys()}
+    if isinstance(entry, Coordinate) and entry.dtype == "string" and "data_type" in metadata:
+        storage["data_type"] = metadata["data_type"]
+    decoded = {key: metadata["attributes"][key] for key in _DECODED & metadata["attributes"].keys()}
     if isinstance(entry, Coordinate) and entry.dtype == "bool" and decoded == {"dtype": "bool"}:
         # xarray before 2026.9 stores a mask as int8.
         storage["data_type"], attributes["dtype"] = "int8", "bool"

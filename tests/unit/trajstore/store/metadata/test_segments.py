@@ -1,4 +1,4 @@
-"""The stretches of a run, from the attributes of its root."""
+"""The segments of a run, from the attributes of its root."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from trajstore.store.metadata.stretches import (
-    are_stretches,
-    listed_stretches,
+from trajstore.store.metadata.segments import (
+    are_segments,
+    listed_segments,
     recorded_threads,
-    stretches_attribute,
-    trained_stretches,
+    segments_attribute,
+    trained_segments,
 )
 
 
@@ -28,7 +28,7 @@ def test_a_later_resume_replaces_what_came_after_it() -> None:
         },
     }
     assert [recorded_threads(attributes, step) for step in (0, 4, 5)] == [2, 2, 6]
-    found = trained_stretches(attributes, 1, 7)
+    found = trained_segments(attributes, 1, 7)
     assert [(one.first, one.last, one.threads) for one in found] == [(1, 5, 2), (5, 7, 6)]
     assert recorded_threads({}, 3) is None
 
@@ -36,21 +36,21 @@ def test_a_later_resume_replaces_what_came_after_it() -> None:
 def test_each_configuration_holds_until_the_next() -> None:
     attributes: dict[str, Any] = {"config": config(5)}
     for steps, step in ((8, 5), (12, 8), (9, 7)):
-        attributes |= stretches_attribute(attributes, config(steps), step)
+        attributes |= segments_attribute(attributes, config(steps), step)
         attributes["config"] = config(steps)
     listed = [(entry["step"], entry["config"]["training"]["steps"])
-              for entry in listed_stretches(attributes)]  # fmt: skip
+              for entry in listed_segments(attributes)]  # fmt: skip
     assert listed == [(0, 5), (5, 8), (7, 9)]
-    found = trained_stretches(attributes, 2, 7)
+    found = trained_segments(attributes, 2, 7)
     assert [(one.first, one.last) for one in found] == [(2, 5), (5, 7)]
 
 
-def test_only_what_is_trained_with_begins_a_stretch() -> None:
+def test_only_what_is_trained_with_begins_a_segment() -> None:
     same = config(5, device="cpu") | {"recording": {"memory": "64MiB"}}
-    assert stretches_attribute({"config": config(5, device="auto")}, same, 3) == {}
-    before = {"config": config(8)} | stretches_attribute({"config": config(5)}, config(8), 5)
+    assert segments_attribute({"config": config(5, device="auto")}, same, 3) == {}
+    before = {"config": config(8)} | segments_attribute({"config": config(5)}, config(8), 5)
     changed = config(8) | {"recording": {"memory": "64MiB"}}
-    assert stretches_attribute(before, changed, 6)["stretches"][-1] == {
+    assert segments_attribute(before, changed, 6)["segments"][-1] == {
         "step": 5,
         "config": changed,
     }
@@ -65,6 +65,6 @@ def test_only_what_is_trained_with_begins_a_stretch() -> None:
         [{"step": 0, "config": {}, "more": 1}],
     ],
 )  # fmt: skip
-def test_what_cannot_be_a_list_of_stretches(value: Any) -> None:
-    assert not are_stretches(value)
-    assert are_stretches([{"step": 0, "config": {}}, {"step": 4, "config": {}}])
+def test_what_cannot_be_a_list_of_segments(value: Any) -> None:
+    assert not are_segments(value)
+    assert are_segments([{"step": 0, "config": {}}, {"step": 4, "config": {}}])

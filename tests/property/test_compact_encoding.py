@@ -126,7 +126,7 @@ def test_any_bits_come_back(drawn: dict[str, Any]) -> None:
             attributes={"optimizer": {"class": name, "hyperparameters": settings}},
             block_rows=drawn["block_rows"],
             commit_every=None,
-            encoding="replay",
+            encoding="compact",
         ) as writer:
             half = drawn["rows"] // 2
             append(writer, 0, half)

@@ -1,4 +1,4 @@
-"""The encoding ``replay`` of a new run: the rule of its computed arrays, if there is one."""
+"""The encoding ``compact`` of a new run: the rule of its computed arrays, if there is one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check_encoding(encoding: str, *, shared: bool = False) -> None:
     """
     if encoding not in ENCODINGS:
         raise InvalidArgument(f"encoding: got {encoding!r}, expected {' or '.join(ENCODINGS)}")
-    if encoding == "replay" and shared:
+    if encoding == "compact" and shared:
         raise InvalidArgument(
-            "encoding: got 'replay' for a run that several processes write; use 'delta', and "
-            "export the run afterwards with --encoding replay"
+            "encoding: got 'compact' for a run that several processes write; use 'delta', and "
+            "export the run afterwards with --encoding compact"
         )
 
 
@@ -46,7 +46,7 @@ def replay_rule(
     variables: Mapping[str, str],
     on_note: Callable[[str], None] | None = None,
 ) -> OptimizerRule | None:
-    """Rule with which a run of the encoding ``replay`` computes W and the moments.
+    """Rule with which a run of the encoding ``compact`` computes W and the moments.
 
     None if it stores them as differences. A note then states the reason.
 

@@ -1,7 +1,7 @@
-"""The form of the root's document: its members, their types and possible values.
+"""The form of the root's metadata file: its members, their types and possible values.
 
-Every function that opens a run checks the root here, before zarr reads it. For the documents of the
-arrays see `trajstore.store.metadata.array_document`.
+Every function that opens a run checks the root here, before zarr reads it. For the metadata files
+of the arrays see `trajstore.store.metadata.array_metadata`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 from trajstore.codec.block_form import Runs
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.stretches import STRETCHES, are_stretches
+from trajstore.store.metadata.segments import SEGMENTES, are_segments
 from trajstore.strict_json import MISSING, Document, changes, fits
 from trajstore.values.vector_rule import VECTORS
 
@@ -50,12 +50,12 @@ EXPLAINED = object()
 
 
 class Fault(NamedTuple):
-    """A member of a document with a missing or impossible value.
+    """A member of a metadata file with a missing or impossible value.
 
     Attributes
     ----------
     member : str
-        Path of the member, such as ``codecs.0.name``; empty for the whole document.
+        Path of the member, such as ``codecs.0.name``; empty for the whole metadata file.
     expected : str
         Description of possible values.
     received : object
@@ -67,7 +67,7 @@ class Fault(NamedTuple):
     received: Any = MISSING
 
     def __str__(self) -> str:
-        name = self.member or "the document"
+        name = self.member or "the metadata file"
         if self.received is EXPLAINED:
             return f"{name}: {self.expected}"
         if self.received is MISSING:
@@ -75,7 +75,7 @@ class Fault(NamedTuple):
         return f"{name} is {_SHORT.repr(self.received)}, expected {self.expected}"
 
     def within(self, member: str) -> Fault:
-        """The same fault, if the document is a member of another one."""
+        """The same fault, if the metadata file is a member of another one."""
         return self._replace(member=f"{member}.{self.member}".rstrip("."))
 
 
@@ -151,7 +151,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "runs": (are_runs, RUNS),
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
-    STRETCHES: (are_stretches, "a list of step and config, from step 0, in order"),
+    SEGMENTES: (are_segments, "a list of step and config, from step 0, in order"),
     "parameters": (
         _are_parameters,
         "a list of objects with name, shape, dtype, variable, offset, group, requires_grad",
@@ -167,7 +167,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
 }
 """Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
-_OPTIONAL = (STRETCHES, "parameters", "buffers", "model_config")
+_OPTIONAL = (SEGMENTES, "parameters", "buffers", "model_config")
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 
@@ -193,7 +193,7 @@ def run_identity(attributes: Mapping[str, Any]) -> Runs:
 
 
 def root_of(attributes: Document, arrays: Document) -> Document:
-    """Document of a root with these attributes, and these documents of its arrays."""
+    """Metadata file of a root with these attributes, and these metadata files of its arrays."""
     return {
         "zarr_format": 3,
         "node_type": "group",
@@ -207,7 +207,7 @@ def root_of(attributes: Document, arrays: Document) -> Document:
 
 
 def root_faults(root: Any) -> Iterator[Fault]:
-    """Faults of the document of a root, except its attributes and arrays."""
+    """Faults of the metadata file of a root, except its attributes and arrays."""
     if not isinstance(root, dict):
         yield Fault("", "an object", root)
         return
@@ -221,7 +221,7 @@ def root_faults(root: Any) -> Iterator[Fault]:
 
 
 def differing(stored: Document, expected: Document) -> Iterator[Fault]:
-    """Members in which a document differs from the expected one."""
+    """Members in which a metadata file differs from the expected one."""
     for member, received, wanted in changes(stored, expected):
         if wanted is MISSING:
             text = "no member of that name"

@@ -1,7 +1,7 @@
-"""Stretches of a run: the steps trained with one configuration.
+"""Segments of a run: the steps trained with one configuration.
 
 An extended or forked run was trained with one configuration first and with another later. The root
-attribute ``stretches`` lists them. A run without it has one stretch, with its ``config``.
+attribute ``segments`` lists them. A run without it has one segment, with its ``config``.
 ``provenance.resumed`` records the number of threads of each resumed part.
 """
 
@@ -16,23 +16,23 @@ from trajstore.errors import FormatError
 from trajstore.strict_json import fits
 
 __all__ = [
-    "STRETCHES",
-    "Stretch",
-    "are_stretches",
-    "listed_stretches",
+    "SEGMENTES",
+    "Segment",
+    "are_segments",
+    "listed_segments",
     "recorded_threads",
-    "stretches_attribute",
-    "trained_stretches",
+    "segments_attribute",
+    "trained_segments",
 ]
 
-STRETCHES = "stretches"
+SEGMENTES = "segments"
 """Name of the attribute."""
 
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Segment:
     """Steps that were trained with one configuration and number of threads.
 
     Attributes
@@ -51,8 +51,8 @@ class Stretch:
     threads: int | None
 
 
-def listed_stretches(attributes: Mapping[str, Any]) -> list[Entry]:
-    """Stretches of a run, in order.
+def listed_segments(attributes: Mapping[str, Any]) -> list[Entry]:
+    """Segments of a run, in order.
 
     Parameters
     ----------
@@ -62,23 +62,23 @@ def listed_stretches(attributes: Mapping[str, Any]) -> list[Entry]:
     Returns
     -------
     list of dict
-        Each with ``step``, the last step before the stretch, and its ``config``.
+        Each with ``step``, the last step before the segment, and its ``config``.
 
     Examples
     --------
     >>> listed_stretches({"config": {"training": {"steps": 100}}})
     [{'step': 0, 'config': {'training': {'steps': 100}}}]
     """
-    listed = attributes.get(STRETCHES)
+    listed = attributes.get(SEGMENTES)
     return list(listed) if listed else [{"step": 0, "config": attributes.get("config") or {}}]
 
 
-def stretches_attribute(
+def segments_attribute(
     attributes: Mapping[str, Any], config: Mapping[str, Any], step: int
 ) -> dict[str, list[Entry]]:
-    """The attribute ``stretches`` of a run that is trained after `step` with `config`.
+    """The attribute ``segments`` of a run that is trained after `step` with `config`.
 
-    A stretch begins where a setting changes that the training depends on. The recorded variables,
+    A segment begins where a setting changes that the training depends on. The recorded variables,
     the commit interval and the name of the device are not such settings.
 
     Parameters
@@ -88,29 +88,29 @@ def stretches_attribute(
     config : mapping
         JSON values.
     step : int
-        Last step before the new stretch.
+        Last step before the new segment.
 
     Returns
     -------
     dict
-        The attribute by its name; empty if the run never had a second stretch.
+        The attribute by its name; empty if the run never had a second segment.
 
     Examples
     --------
     >>> run = {"config": {"training": {"steps": 100}}}
-    >>> stretches_attribute(run, {"training": {"steps": 140}}, 100)["stretches"][1]
+    >>> stretches_attribute(run, {"training": {"steps": 140}}, 100)["segments"][1]
     {'step': 100, 'config': {'training': {'steps': 140}}}
     """
-    kept = [entry for entry in listed_stretches(attributes) if entry["step"] < step]
+    kept = [entry for entry in listed_segments(attributes) if entry["step"] < step]
     if kept and _trains_alike(kept[-1]["config"], config):
-        stretches = [*kept[:-1], {**kept[-1], "config": dict(config)}]
+        segments = [*kept[:-1], {**kept[-1], "config": dict(config)}]
     else:
-        stretches = [*kept, {"step": step if kept else 0, "config": dict(config)}]
-    return {STRETCHES: stretches} if len(stretches) > 1 or STRETCHES in attributes else {}
+        segments = [*kept, {"step": step if kept else 0, "config": dict(config)}]
+    return {SEGMENTES: segments} if len(segments) > 1 or SEGMENTES in attributes else {}
 
 
-def trained_stretches(attributes: Mapping[str, Any], first: int, last: int) -> list[Stretch]:
-    """Stretches that cover a range of steps.
+def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> list[Segment]:
+    """Segments that cover a range of steps.
 
     Parameters
     ----------
@@ -124,21 +124,21 @@ def trained_stretches(attributes: Mapping[str, Any], first: int, last: int) -> l
     FormatError
         If ``provenance.resumed`` is not a list of objects with a step.
     """
-    listed = listed_stretches(attributes)
+    listed = listed_segments(attributes)
     begins = {entry["step"] for entry in (*listed, *_resumed(attributes))}
     bounds = sorted({first, last, *(step for step in begins if first < step < last)})
-    found: list[Stretch] = []
+    found: list[Segment] = []
     for begin, end in itertools.pairwise(bounds):
-        stretch = Stretch(
+        segment = Segment(
             first=begin,
             last=end,
             config=[entry["config"] for entry in listed if entry["step"] <= begin][-1],
             threads=recorded_threads(attributes, begin),
         )
-        if found and replace(found[-1], first=begin, last=end) == stretch:
+        if found and replace(found[-1], first=begin, last=end) == segment:
             found[-1] = replace(found[-1], last=end)
         else:
-            found.append(stretch)
+            found.append(segment)
     return found
 
 
@@ -158,7 +158,7 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
     return threads if isinstance(threads, int) else None
 
 
-def are_stretches(value: Any) -> bool:
+def are_segments(value: Any) -> bool:
     """True if the attribute can have this value: from step 0, in increasing order."""
     if not value or not fits(value, [{"step": int, "config": dict}]):
         return False

@@ -13,8 +13,9 @@ import pytest
 import xarray as xr
 from damage import put
 
-from trajstore import FormatError, RunWriter, open_run
-from trajstore.store.metadata.document_form import REQUIRED, attribute_faults, root_faults
+from trajstore import RunWriter, open_run
+from trajstore.errors import FormatError
+from trajstore.store.metadata.metadata_form import REQUIRED, attribute_faults, root_faults
 
 ROOT = json.loads(
     Path(__file__).parents[4].joinpath("data", "format2-delta.zarr", "zarr.json").read_bytes()
@@ -92,7 +93,7 @@ def resumed(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "opens"), [("", open_run), ("", resumed), ("W", resumed)])
-def test_a_folder_in_the_place_of_a_document_is_named(
+def test_a_folder_in_the_place_of_a_metadata_is_named(
     small_run: tuple[Path, Any], name: str, opens: Callable[[Path], Any]
 ) -> None:
     path = small_run[0] / name / "zarr.json"
@@ -130,9 +131,9 @@ def test_it_is_named_wherever_a_run_is_opened(
     told: str,
 ) -> None:
     path = small_run[0] / name / "zarr.json"
-    document = json.loads(path.read_bytes())
-    put(document, place, value)
-    path.write_text(json.dumps(document))
+    metadata = json.loads(path.read_bytes())
+    put(metadata, place, value)
+    path.write_text(json.dumps(metadata))
     for opened in opens:
         with pytest.raises(FormatError) as caught:
             opened(small_run[0])

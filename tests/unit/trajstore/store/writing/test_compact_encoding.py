@@ -12,7 +12,7 @@ import pytest
 from trajstore import RunWriter
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import information
-from trajstore.store.writing.replay_encoding import check_encoding, replay_rule
+from trajstore.store.writing.compact_encoding import check_encoding, replay_rule
 
 ADAMW: dict[str, Any] = {
     "class": "torch.optim.adamw.AdamW",
@@ -53,18 +53,18 @@ def test_without_a_function_the_note_is_logged(
     with (
         caplog.at_level(logging.WARNING),
         RunWriter.create(
-            path, token=range(3), hidden=2, variables={"W": "float32"}, encoding="replay"
+            path, token=range(3), hidden=2, variables={"W": "float32"}, encoding="compact"
         ) as run,
     ):
         run.append(0, W=np.ones((3, 2), np.float32))
     assert "the run does not name its optimizer" in caplog.text
     facts = information(path)
-    assert facts["encoding"] == "replay"
+    assert facts["encoding"] == "compact"
     assert facts["arrays"]["W"]["kind"] == "delta"
 
 
 def test_encodings_that_a_run_cannot_have_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="encoding: got 'zip', expected delta or replay"):
+    with pytest.raises(InvalidArgument, match="encoding: got 'zip', expected delta or compact"):
         check_encoding("zip")
-    with pytest.raises(InvalidArgument, match=r"several processes write.* --encoding replay"):
-        check_encoding("replay", shared=True)
+    with pytest.raises(InvalidArgument, match=r"several processes write.* --encoding compact"):
+        check_encoding("compact", shared=True)
