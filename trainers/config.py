@@ -244,7 +244,7 @@ class RecordingConfig(_Section):
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     encoding: Encoding = "delta"
-    """delta stores each array as differences between steps; replay stores the gradient, and
+    """delta stores each array as differences between steps; compact stores the gradient, and
     computes W and Adam's moments from it."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
     """Memory of all buffers of the recorder together, such as 512MiB."""

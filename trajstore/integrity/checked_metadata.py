@@ -10,7 +10,7 @@ from trajstore.store.metadata.array_metadata import ArrayFacts, facts_of
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
-from trajstore.strict_json import Document
+from trajstore.strict_json import JsonObject
 
 __all__ = ["CheckedMetadata"]
 
@@ -47,13 +47,13 @@ class CheckedMetadata:
 
     path: Location
     objects: dict[str, int] | None = None
-    root: Document | None = None
-    own: dict[str, Document | None] = field(default_factory=dict)
-    attributes: Document = field(default_factory=dict)
-    copy: Document | None = None
+    root: JsonObject | None = None
+    own: dict[str, JsonObject | None] = field(default_factory=dict)
+    attributes: JsonObject = field(default_factory=dict)
+    copy: JsonObject | None = None
     replaced: bool = False
     rows: int = 0
-    arrays: dict[str, Document] = field(default_factory=dict)
+    arrays: dict[str, JsonObject] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: bool = False

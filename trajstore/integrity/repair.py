@@ -104,7 +104,7 @@ def _unlocked(run: Location) -> Iterator[None]:
 
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
-    for target, data in plan.all_metadata.items():
+    for target, data in plan.files.items():
         if isinstance(target, Path) and target.parent != run:  # do not recreate a deleted run
             target.parent.mkdir(exist_ok=True)
         put(target, [data])

@@ -88,8 +88,8 @@ def test_experiments_that_are_no_presets_can_be_said() -> None:
 @given(
     st.floats(1e-6, 10), st.integers(1, 10_000), st.sampled_from(["matrix", "weights", "W,grad"])
 )
-def test_a_configuration_survives_toml(lr: float, steps: int, record: str) -> None:
-    names = ", ".join(f'"{name}"' for name in record.split(","))
+def test_a_configuration_survives_toml(lr: float, steps: int, variables: str) -> None:
+    names = ", ".join(f'"{name}"' for name in variables.split(","))
     config = preset("gatsby").with_values(
         [f"optimizer.lr={lr!r}", f"training.steps={steps}", f"recording.variables=[{names}]"]
     )

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 from trajstore.codec.block_form import Runs
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.segments import SEGMENTES, are_segments
-from trajstore.strict_json import MISSING, Document, changes, fits
+from trajstore.store.metadata.segments import SEGMENTS, are_segments
+from trajstore.strict_json import MISSING, JsonObject, changes, fits
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = [
@@ -151,7 +151,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "runs": (are_runs, RUNS),
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
-    SEGMENTES: (are_segments, "a list of step and config, from step 0, in order"),
+    SEGMENTS: (are_segments, "a list of step and config, from step 0, in order"),
     "parameters": (
         _are_parameters,
         "a list of objects with name, shape, dtype, variable, offset, group, requires_grad",
@@ -167,7 +167,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
 }
 """Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
-_OPTIONAL = (SEGMENTES, "parameters", "buffers", "model_config")
+_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config")
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 
@@ -192,7 +192,7 @@ def run_identity(attributes: Mapping[str, Any]) -> Runs:
     return tuple((block, run) for block, run in attributes["runs"])
 
 
-def root_of(attributes: Document, arrays: Document) -> Document:
+def root_of(attributes: JsonObject, arrays: JsonObject) -> JsonObject:
     """Metadata file of a root with these attributes, and these metadata files of its arrays."""
     return {
         "zarr_format": 3,
@@ -220,7 +220,7 @@ def root_faults(root: Any) -> Iterator[Fault]:
     yield from differing(root, expected)
 
 
-def differing(stored: Document, expected: Document) -> Iterator[Fault]:
+def differing(stored: JsonObject, expected: JsonObject) -> Iterator[Fault]:
     """Members in which a metadata file differs from the expected one."""
     for member, received, wanted in changes(stored, expected):
         if wanted is MISSING:

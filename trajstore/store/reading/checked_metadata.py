@@ -58,7 +58,7 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     ----------
     place : Path or RemotePath
     data : bytes
-        Metadata file of the root (`root_document`).
+        Metadata of the root (`root_metadata`).
 
     Raises
     ------

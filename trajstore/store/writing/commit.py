@@ -119,15 +119,12 @@ class Committer:
 
     def _put_arrays(self, rows: int) -> None:
         path = self._path
-        all_metadata = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
+        changed = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
         if isinstance(path, RemotePath):
-            jobs = [
-                partial(put, path / name / METADATA_KEY, [all_metadata[name]])
-                for name in all_metadata
-            ]
+            jobs = [partial(put, path / name / METADATA_KEY, [changed[name]]) for name in changed]
             list(in_parallel(jobs, REMOTE_REQUESTS))
         else:
-            objects = [(path / name / METADATA_KEY, [all_metadata[name]]) for name in all_metadata]
+            objects = [(path / name / METADATA_KEY, [changed[name]]) for name in changed]
             put_all(objects, fsync=self._fsync)
 
     def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:

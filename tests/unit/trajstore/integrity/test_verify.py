@@ -13,9 +13,10 @@ import pytest
 import zarr
 from damage import contents, cut, edit, flip, shard_index, wide_run, write_shard
 
-from trajstore import RunWriter, Verification, export, open_run, repair, verify
+from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.integrity import metadata_checks as inspection
+from trajstore.integrity.verify import Verification
 
 DATA = Path(__file__).parents[3] / "data"
 
@@ -70,7 +71,7 @@ def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
             writers.append(RunWriter.resume(run, rows=6))
         return real(path, array)
 
-    monkeypatch.setattr(inspection, "read_document", read)
+    monkeypatch.setattr(inspection, "read_metadata", read)
     found = verify(run)
     assert (found.problems, found.rows) == ((), 6)
     writers[0].close()
@@ -92,7 +93,7 @@ def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
                 done.append(wide_run(run, rows=12))
         return real(path, array)
 
-    monkeypatch.setattr(inspection, "read_document", read)
+    monkeypatch.setattr(inspection, "read_metadata", read)
     assert verify(run).problems == ()
     assert verify(run).rows == 12
 
