@@ -113,7 +113,7 @@ def _base_rate(attributes: Mapping[str, Any]) -> float:
 def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, ScheduleConfig]]:
     """Return the schedule of each segment of a run and the step before it; none if unknown."""
     if SEGMENTS in attributes:
-        configs = [(e["step"], RunConfig.of_run(e["config"])) for e in listed_segments(attributes)]
+        configs = [(e["step"], RunConfig.parse(e["config"])) for e in listed_segments(attributes)]
         return [
             (step, config.schedule.model_copy(update={"steps": config.decay_steps}))
             for step, config in configs

@@ -265,7 +265,6 @@ def _least_attributes(metadata: CheckedMetadata) -> JsonObject:
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
-        "timeline": "post-step",
         "encoding": "compact" if replayed else "delta",
         "block_rows": form.shape[0],
         "config": {},

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajstore.errors import FormatError
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.schema import FORMAT, STEP
+from trajstore.schema import STEP
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
 from trajstore.store.metadata.metadata_form import (
@@ -14,6 +13,7 @@ from trajstore.store.metadata.metadata_form import (
     attribute_faults,
     is_digest,
     is_possible,
+    other_format,
     run_identity,
 )
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
@@ -76,12 +76,9 @@ def check_attributes(found: CheckedMetadata) -> None:
             found.report(None, f"the attribute {key} {how} {where}")
     _check_identity(found)
     number = attributes.get("trajstore_format")
-    copied = (found.copy or {}).get("trajstore_format", number)
-    if type(number) is int and number != FORMAT and copied == number:
-        raise FormatError(
-            f"{found.path} is of store format {number}, and this version checks format {FORMAT}; "
-            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
-        )
+    agrees = (found.copy or {}).get("trajstore_format", number) == number  # otherwise it is damaged
+    if agrees and (error := other_format(found.path, attributes)):
+        raise error
     required = [key for key in REQUIRED if key not in (found.copy or {})]
     for fault in attribute_faults(attributes, required):
         found.report(None, str(fault))

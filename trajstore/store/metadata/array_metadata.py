@@ -72,7 +72,7 @@ _DECODED = frozenset(
 )
 """Attributes by which xarray changes stored values. No array of a run has one."""
 
-_TEXTS = frozenset({"long_name", "units", "native_dtype", "coordinates", COPY})
+_TEXTS = frozenset({"long_name", "units", "state", "native_dtype", "coordinates", COPY})
 
 _TIMES = frozenset(
     {"days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"}
@@ -142,7 +142,7 @@ def recorded_attributes(
     assert entry is not None
     attributes = {"long_name": entry.long_name, "units": entry.units}
     if native is not None:
-        attributes["native_dtype"] = native
+        attributes |= {"state": entry.state, "native_dtype": native}
     if "token" in entry.dims and coordinates:
         attributes["coordinates"] = " ".join(coordinates)  # CF: xarray adds the coordinates
     return attributes

@@ -14,11 +14,13 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from trajstore.codec.block_form import Runs
+from trajstore.errors import FormatError
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
 from trajstore.strict_json import MISSING, JsonObject, changes, fits
 from trajstore.values.vector_rule import VECTORS
+from trajstore.version import __version__
 
 __all__ = [
     "EXPLAINED",
@@ -35,6 +37,7 @@ __all__ = [
     "is_length",
     "is_moment",
     "is_possible",
+    "other_format",
     "root_faults",
     "root_of",
     "run_identity",
@@ -144,7 +147,6 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "committed_rows": (is_length, "a number of rows"),
     "created": (is_moment, "a time, ISO 8601"),
     "updated": (is_moment, "a time, ISO 8601"),
-    "timeline": (lambda value: value == "post-step", "post-step"),
     "encoding": (lambda value: value in ENCODINGS, " or ".join(ENCODINGS)),
     "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
     "config": (dict, "an object"),
@@ -218,6 +220,21 @@ def root_faults(root: Any) -> Iterator[Fault]:
         expected["consolidated_metadata"] = None
         root = {"consolidated_metadata": None, **root}
     yield from differing(root, expected)
+
+
+def other_format(path: object, attributes: JsonObject) -> FormatError | None:
+    """Error for a run of another format than this version reads; it names one that reads it."""
+    number, writer = attributes.get("trajstore_format"), attributes.get("trajstore_version")
+    if type(number) is not int or number == FORMAT:
+        return None
+    message = (
+        f"{path} has store format {number}, and trajstore {__version__} reads format {FORMAT}; "
+        f"open it with trajstore {writer}, of the build that recorded it (development builds of "
+        "one version differ)"
+    )
+    if number < FORMAT:
+        message += ", or export it there to a .safetensors file, and import that file here"
+    return FormatError(message)
 
 
 def differing(stored: JsonObject, expected: JsonObject) -> Iterator[Fault]:

@@ -66,7 +66,7 @@ def listed_segments(attributes: Mapping[str, Any]) -> list[Entry]:
 
     Examples
     --------
-    >>> listed_stretches({"config": {"training": {"steps": 100}}})
+    >>> listed_segments({"config": {"training": {"steps": 100}}})
     [{'step': 0, 'config': {'training': {'steps': 100}}}]
     """
     listed = attributes.get(SEGMENTS)
@@ -98,7 +98,7 @@ def segments_attribute(
     Examples
     --------
     >>> run = {"config": {"training": {"steps": 100}}}
-    >>> stretches_attribute(run, {"training": {"steps": 140}}, 100)["segments"][1]
+    >>> segments_attribute(run, {"training": {"steps": 140}}, 100)["segments"][1]
     {'step': 100, 'config': {'training': {'steps': 140}}}
     """
     kept = [entry for entry in listed_segments(attributes) if entry["step"] < step]
@@ -148,7 +148,7 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
     Raises
     ------
     FormatError
-        See `trained_stretches`.
+        See `trained_segments`.
     """
     provenance = _provenance(attributes)
     threads = provenance.get("threads")

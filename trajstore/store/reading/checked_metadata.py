@@ -11,7 +11,7 @@ from typing import Any
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.schema import FORMAT, STEP, coordinate, entry_of
+from trajstore.schema import STEP, coordinate, entry_of
 from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
     array_faults,
@@ -23,6 +23,7 @@ from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     Fault,
     attribute_faults,
+    other_format,
     root_faults,
     run_identity,
 )
@@ -189,12 +190,8 @@ def _check_root(place: Location, root: Any) -> None:
     attributes = root["attributes"]
     if "trajstore_format" not in attributes:
         raise FormatError(f"{place} is a Zarr group, but not a run: it has no trajstore_format")
-    number = attributes["trajstore_format"]
-    if type(number) is int and number != FORMAT:
-        raise FormatError(
-            f"{place} has store format {number}, but this version reads format {FORMAT}; "
-            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
-        )
+    if error := other_format(place, attributes):
+        raise error
     for fault in attribute_faults(attributes, REQUIRED):
         raise _refused(place, METADATA_KEY, fault)
 

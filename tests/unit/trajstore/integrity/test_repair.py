@@ -220,7 +220,7 @@ def test_a_lost_metadata_of_an_array_is_rebuilt(
     "change",
     [
         lambda root: root["attributes"].update(config={"why": "a tess", "lr": 1.5e-05}),
-        lambda root: root["attributes"].update(trajstore_format=3),
+        lambda root: root["attributes"].update(trajstore_format=9),
         lambda root: root["attributes"].update(creatdd=root["attributes"].pop("created")),
         lambda root: root["attributes"].update(committed_rows=15),
         lambda root: root["consolidated_metadata"].update(kind="inlone"),

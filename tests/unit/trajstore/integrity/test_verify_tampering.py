@@ -78,7 +78,7 @@ def is_noticed(path: Path) -> bool:
     try:
         return not trajstore.verify(path, threads=1).clean
     except FormatError as error:
-        return "of store format 1" in str(error)
+        return "has store format 1" in str(error)
 
 
 @pytest.mark.filterwarnings("ignore")
