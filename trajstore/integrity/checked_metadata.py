@@ -1,4 +1,4 @@
-"""Checked metadata files of a run, which every other check and a repair use."""
+"""Checked metadata of a run, which every other check and a repair use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CheckedMetadata"]
 
 @dataclass(kw_only=True)
 class CheckedMetadata:
-    """Metadata files of a run, and their problems.
+    """Metadata of a run, and its problems.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class CheckedMetadata:
     objects : dict of str to int or None
         Bytes of each object by its key; None for a web server, which lists none.
     root : dict or None
-        Stored metadata file of the root; None if it cannot be read.
+        Stored metadata of the root; None if it cannot be read.
     own : dict
-        Metadata file in each array's folder; None if it cannot be read.
+        Metadata in each array's folder; None if it cannot be read.
     attributes : dict
         Attributes of the root; empty if it cannot be read.
     copy : dict or None
@@ -37,7 +37,7 @@ class CheckedMetadata:
     rows : int
         Committed rows.
     arrays : dict
-        The better metadata file of each array, with the committed rows.
+        The better metadata of each array, with the committed rows.
     problems : list of Problem
     notes : list of str
         Remarks that are no damage.

@@ -1,4 +1,4 @@
-"""Metadata files of a run, read strictly and compared with each other.
+"""Metadata of a run, read strictly and compared with each other.
 
 Each fact about an array is stored twice: in its own `zarr.json` and in the root's consolidated
 metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a metadata file is
@@ -51,7 +51,7 @@ _MOST_MISSING = 1 << 16
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
-    """Read the metadata files of a run and compare them.
+    """Read the metadata of a run and compare them.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ def _choose_metadata(found: CheckedMetadata) -> None:
 
 
 def _is_sound(found: CheckedMetadata, name: str, metadata: Any, path: Location) -> bool:
-    """Report the faults of a metadata file of an array; True without any."""
+    """Report the faults of the metadata of an array; True without any."""
     if entry_of(name) is None:
         wrong = ["this version has no variable or coordinate of this name"]
     else:
@@ -384,7 +384,7 @@ def _check_age(found: CheckedMetadata) -> None:
     if found.attributes.get("status") == "complete" and len(own) == 1 and min(own) > found.rows:
         found.report(
             None,
-            f"the root records a complete run of {found.rows} rows, but the metadata files of all "
+            f"the root records a complete run of {found.rows} rows, but the metadata of all "
             f"arrays {own.pop()} rows; an older root was restored",
         )
 
@@ -415,7 +415,7 @@ def _check_lengths(found: CheckedMetadata) -> None:
 
 
 def _check_extent(found: CheckedMetadata) -> None:
-    """Refuse metadata files with far more shards than files: a check would search for each.
+    """Refuse metadata with far more shards than files: a check would search for each.
 
     Places without a listing are not checked.
 

@@ -1,6 +1,6 @@
 """`repair`: restore a damaged run to its last complete commit.
 
-A repair first determines all metadata files, and then writes the differences. So it can be
+A repair first determines all metadata, and then writes the differences. So it can be
 interrupted and repeated, and a sound run stays unchanged. It writes the root first, so readers
 never see rows that it drops.
 """

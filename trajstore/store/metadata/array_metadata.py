@@ -1,4 +1,4 @@
-"""The metadata file of an array, made from a few facts.
+"""The metadata of an array, made from a few facts.
 
 Writers state the facts, and `metadata_of` makes the file. `facts_of` reads the facts from a stored
 file. The file is sound if `metadata_of` makes the same one from them; otherwise the difference
@@ -89,7 +89,7 @@ _MOST_SETTINGS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFacts:
-    """What the metadata file of an array of a run depends on.
+    """What the metadata of an array of a run depends on.
 
     Attributes
     ----------
@@ -149,7 +149,7 @@ def recorded_attributes(
 
 
 def metadata_of(facts: ArrayFacts) -> JsonObject:
-    """Metadata file of an array, in the order in which zarr writes its members."""
+    """Metadata of an array, in the order in which zarr writes its members."""
     entry = entry_of(facts.name)
     assert entry is not None
     native, block = _native(facts.name, facts.attributes), facts.shape

@@ -1,6 +1,6 @@
-"""The form of the root's metadata file: its members, their types and possible values.
+"""The form of the root's metadata: its members, their types and possible values.
 
-Every function that opens a run checks the root here, before zarr reads it. For the metadata files
+Every function that opens a run checks the root here, before zarr reads it. For the metadata
 of the arrays see `trajstore.store.metadata.array_metadata`.
 """
 
@@ -195,7 +195,7 @@ def run_identity(attributes: Mapping[str, Any]) -> Runs:
 
 
 def root_of(attributes: JsonObject, arrays: JsonObject) -> JsonObject:
-    """Metadata file of a root with these attributes, and these metadata files of its arrays."""
+    """Metadata of a root with these attributes, and with these of its arrays."""
     return {
         "zarr_format": 3,
         "node_type": "group",
@@ -209,7 +209,7 @@ def root_of(attributes: JsonObject, arrays: JsonObject) -> JsonObject:
 
 
 def root_faults(root: Any) -> Iterator[Fault]:
-    """Faults of the metadata file of a root, except its attributes and arrays."""
+    """Faults of the metadata of a root, except its attributes and arrays."""
     if not isinstance(root, dict):
         yield Fault("", "an object", root)
         return

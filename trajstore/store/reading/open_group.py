@@ -31,10 +31,10 @@ __all__ = ["ends", "open_group", "similar_runs"]
 
 
 def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
-    """Open the root group of a run, read-only, at its last commit, and check its metadata files.
+    """Open the root group of a run, read-only, at its last commit, and check its metadata.
 
-    The root is checked before zarr reads it, with its copies of the arrays' metadata files. The
-    arrays' own metadata files are read only if it has no copies, or by writers
+    The root is checked before zarr reads it, with its copies of the arrays' metadata. The
+    arrays' own metadata are read only if it has no copies, or by writers
     (`check_own_metadata`). The declared shapes are compared with the stored objects.
 
     Parameters
@@ -121,7 +121,7 @@ def similar_runs(path: Path) -> str:
 
 
 def _zipped_root(path: Location) -> bytes:
-    """Bytes of the metadata file of the root in a zip file."""
+    """Bytes of the metadata of the root in a zip file."""
     try:
         with zipfile.ZipFile(str(path)) as file:
             size = file.getinfo(METADATA_KEY).file_size

@@ -1,4 +1,4 @@
-"""The commit: it writes the metadata files that make the rows of written shards part of a run.
+"""The commit: it writes the metadata that make the rows of written shards part of a run.
 
 Readers use the shapes of the arrays in the root. So a commit replaces the root after the metadata
 files of the arrays, and a cut replaces it before them. Readers see a row only if every array holds
@@ -39,7 +39,7 @@ class _Report:
 
 
 class Committer:
-    """Writes the metadata files of one run, jointly in all processes that write it.
+    """Writes the metadata of one run, jointly in all processes that write it.
 
     After each block all processes report the rows they wrote and the digests of their shards. If
     all succeeded, the first process commits, and reports that. So readers never see a row with a

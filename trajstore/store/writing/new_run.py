@@ -1,4 +1,4 @@
-"""Content of a new run before its first row: layout, metadata files and checked coordinates."""
+"""Content of a new run before its first row: layout, metadata and checked coordinates."""
 
 from __future__ import annotations
 
