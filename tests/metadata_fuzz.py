@@ -64,13 +64,13 @@ def _annotated(run: Path) -> None:
 
 
 def _repaired(run: Path) -> None:
-    _command("repair", "--yes", str(run))
+    _command("repair", str(run))
     found = verify(run)
     if found.clean:
         open_run(run, chunks=None).load()
     else:
         # What the fingerprint finds it finds once all else is sound.
-        assert repair(run).unrepaired, f"repaired, and not sound: {found.problems[0]}"
+        assert repair(run, dry_run=True).unrepaired, f"repaired, and not sound: {found.problems[0]}"
 
 
 def _command(*arguments: str) -> None:

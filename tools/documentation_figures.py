@@ -4,7 +4,7 @@ trajstore record --preset gatsby --steps 300 -o gatsby.zarr
 trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
 trajstore record --preset gatsby --steps 300 --variables matrix,norms -o model.zarr
 trajstore record --preset gatsby --steps 150 --seed 1 -o short.zarr
-trajstore record --fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
+trajstore fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
 trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2 --steps 60 -o runs
 python tools/documentation_figures.py FOLDER docs/figures
 
@@ -19,16 +19,18 @@ import os
 import re
 import shlex
 import sys
+import unittest.mock
 from pathlib import Path
 
 import matplotlib
 from PIL import Image
 
+from trajstore.analysis.figures.sheet import save
 from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
-SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --population dead"}
+SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --select population=dead"}
 COLORS = 64
 MAPS = (
     "heatmap",
@@ -54,8 +56,9 @@ def figures(page: str) -> dict[str, str]:
 
 def draw(command: str, file: Path, dpi: int) -> None:
     """Draw the figure of a command, with a palette unless it is a map."""
-    arguments = [*shlex.split(command)[1:], "--dpi", str(dpi), "-o", str(file), "--overwrite"]
-    main(arguments, standalone_mode=False)
+    arguments = [*shlex.split(command)[1:], "-o", str(file), "--overwrite"]
+    with unittest.mock.patch.dict(save.__kwdefaults__, dpi=dpi):
+        main(arguments, standalone_mode=False)
     with Image.open(file) as image:
         whole = image.convert("RGB")
     if not any(name in file.name for name in MAPS):

@@ -55,7 +55,7 @@ WRITING: dict[str, Callable[[], None]] = {
     "export zarr": _command("export", "run.zarr", "-o", "x.zarr", "--overwrite"),
     "import": _command("import", "run.safetensors", "-o", "y.zarr", "--overwrite"),
     "annotate": _command("annotate", "run.zarr", "--masks", "dead_mask.npy", "--overwrite"),
-    "repair": _command("repair", "cut.zarr", "--yes"),
+    "repair": _command("repair", "cut.zarr"),
     "analyze": _command("analyze", "run.zarr", "speed", "-o", "z.zarr", "--overwrite"),
 }
 

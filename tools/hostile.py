@@ -27,7 +27,7 @@ TIMEOUT = 60
 ON_STORES = (
     ("info", "run.zarr"),
     ("verify", "run.zarr"),
-    ("repair", "run.zarr", "--yes"),
+    ("repair", "run.zarr"),
     ("summary", "run.zarr"),
     ("export", "run.zarr", "-o", "y.safetensors"),
 )

@@ -25,10 +25,11 @@ __all__ = ["TRIALS", "Trial", "again", "carry_out", "inspect", "is_run", "prepar
 ROWS = 6
 CUT = 3
 TRAINING = (
-    "--steps", "5", "--variables", "W,grad,lr,clip_coef", "--set", "model.context=16",
+    "--steps", "5", "--set", "recording.variables=[W,grad,lr,clip_coef]",
+    "--set", "recording.block_rows=4", "--set", "recording.commit_every=0.001",
+    "--set", "recording.checkpoint_every=3", "--set", "model.context=16",
     "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1",
-    "--set", "training.batch_size=2", "--block-rows", "4", "--commit-every", "0.001",
-    "--checkpoint-every", "3", "--threads", "1",
+    "--set", "training.batch_size=2", "--threads", "1",
 )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def _resumed_training(*, unflushed: bool = False) -> Trial:
 
 
 _ANNOTATE = _command("annotate", "run.zarr", "--masks", "dead_mask.npy", "--overwrite")
-_FORK = ("record", "--fork", "part.zarr", "--at", "4", "--set", "optimizer.lr=0.01")
+_FORK = ("fork", "part.zarr", "--at", "4", "--set", "optimizer.lr=0.01")
 
 TRIALS: dict[str, Trial] = {
     "create": Trial(
@@ -154,11 +155,11 @@ TRIALS: dict[str, Trial] = {
         _ANNOTATE, ("run.zarr", "dead_mask.npy"), replaces=("run.zarr",), unflushed=True
     ),
     "repair": Trial(
-        _command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",),
+        _command("repair", "cut.zarr"), ("cut.zarr",), replaces=("cut.zarr",),
         in_place=True, may_cut_to=4,
     ),
     "repair, run not flushed": Trial(
-        _command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",),
+        _command("repair", "cut.zarr"), ("cut.zarr",), replaces=("cut.zarr",),
         in_place=True, may_cut_to=4, unflushed=True,
     ),
     "import": Trial(
@@ -189,11 +190,11 @@ if importlib.util.find_spec("torch"):
         "record, plain loop": _record("gatsby-adam"),
         "record --resume": _resumed_training(),
         "record --resume, run not flushed": _resumed_training(unflushed=True),
-        "record --fork": Trial(
+        "fork": Trial(
             _command(*_FORK, "-o", "fork.zarr"), ("part.zarr", "part.ckpt"), grows=("fork.zarr",),
             has_option=True, trains=("record", "--resume", "-o", "fork.zarr"),
         ),
-        "record --fork, run not flushed": Trial(
+        "fork, run not flushed": Trial(
             _command(*_FORK, "-o", "fork.zarr"), ("part.zarr", "part.ckpt"), grows=("fork.zarr",),
             unflushed=True, trains=("record", "--resume", "-o", "fork.zarr"),
         ),
@@ -205,7 +206,7 @@ if importlib.util.find_spec("torch"):
         ),
         "sweep": Trial(
             _command("sweep", "--preset", "gatsby", *TRAINING, "--seeds", "1,2", "-o", "runs"),
-            grows=("runs/*.zarr",), replaces=("runs/sweep.json",), has_option=True,
+            grows=("runs/*.zarr",), replaces=("runs/sweep.json",),
         ),
     }  # fmt: skip
 
@@ -399,7 +400,7 @@ def _version(values: Values, wholes: dict[str, Path]) -> str | None:
 
 
 def _repaired(run: Path, rows: int, wholes: dict[str, Path]) -> str | None:
-    done = repair(run, yes=True)
+    done = repair(run)
     if done.unrepaired:
         return f"repair leaves: {done.unrepaired[0]}"
     return _fault(run, wholes, at_least=rows)
@@ -431,7 +432,7 @@ def _resumed(run: Path, whole: Path) -> str | None:
 def _trained(trial: Trial, run: Path, whole: Path) -> str | None:
     """Resume the training."""
     if not run.exists() and trial.needs:
-        return None  # a fork is begun anew, with --fork
+        return None  # a fork is begun anew
     with _quiet():
         main([*trial.trains], prog_name="trajstore", standalone_mode=False)
     return _fault(run, {"new": whole}, at_least=_count(_kept(whole)))

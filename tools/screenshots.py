@@ -35,7 +35,9 @@ COLUMNS = 100
 
 def watch() -> str:
     """Record the run; return the last view of it before its end, as SVG."""
-    options = shlex.split(f"record --preset gatsby --steps 300 --commit-every 1 -o {RUN}")
+    options = shlex.split(
+        f"record --preset gatsby --steps 300 --set recording.commit_every=1 -o {RUN}"
+    )
     follower = RunFollower(RUN)
     drawing = ""
     with subprocess.Popen([COMMAND, *options]) as training:

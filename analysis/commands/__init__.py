@@ -11,7 +11,7 @@
 ``report``
     The command `report`.
 ``step_options``
-    Options that select steps, and the number of unchanged steps of a frozen token.
+    Options that choose vectors, and the number of unchanged steps of a frozen token.
 ``summary``
     The command `summary`.
 """

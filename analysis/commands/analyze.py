@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trajstore.analysis.commands.step_options import (
+    OF_WHOLE_RUN,
     PARAMETER,
-    STEPS,
     UNCHANGED,
     VECTORS,
     WITHIN,
@@ -20,6 +20,7 @@ from trajstore.cli.options import (
     JSON,
     LATTICE,
     POPULATIONS,
+    SELECT,
     given_populations,
     opened,
     runs_and_names,
@@ -27,6 +28,10 @@ from trajstore.cli.options import (
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_json, print_notes, print_table, without_tokens
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 __all__ = ["analyze"]
 
@@ -70,7 +75,12 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     metavar="NAME=VALUE",
     help="Option of a single quantity, such as since=previous. Repeatable.",
 )
-@STEPS
+@SELECT(
+    "step",
+    "token",
+    "population",
+    note=f"{OF_WHOLE_RUN} With token, all values are computed from these tokens only.",
+)
 @WITHIN
 @UNCHANGED
 @PARAMETER
@@ -88,6 +98,7 @@ def analyze(
     parameter: str | None,
     common_steps: bool,
     populations: tuple[str, ...],
+    selected: dict[str, str],
     scheduler: str | None,
     overwrite: bool,
     as_json: bool,
@@ -101,7 +112,7 @@ def analyze(
     Example:
       trajstore analyze --list
       trajstore analyze gatsby.zarr freeze
-      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-unchanged 10
+      trajstore analyze gatsby.zarr freeze --select step=100:200 --within --min-unchanged 10
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
@@ -121,6 +132,7 @@ def analyze(
         describe,
         write_result,
     )
+    from trajstore.exchange.selection import select_part
     from trajstore.populations.masks import own_masks
 
     if output is not None:
@@ -134,7 +146,9 @@ def analyze(
         of_parameter(opened(runs, common_steps=common_steps), parameter),
         given_populations(populations),
     )
-    result = analysis.answer(ds, quantities, **options)
+    ds = select_part(ds, tokens=selected.get("tokens"))
+    result = analysis.answer(ds, quantities, steps=selected.get("steps"), **options)
+    result = _of_populations(result, selected.get("population"))
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
             files = write_result(result, output, overwrite=overwrite, report=progress.show)
@@ -147,12 +161,40 @@ def analyze(
         print_description(facts)
         sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
         print_notes(without_tokens(sizes))
-        if options["steps"] is not None and not options["within"]:
-            print_notes(["values are those of the whole run; --within computes from --steps only"])
+        if "steps" in selected and not options["within"]:
+            print_notes(
+                ["values are those of the whole run; --within uses the selected steps only"]
+            )
     elif as_json:
         print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
     else:
         out.print(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}.")
+
+
+def _of_populations(result: xr.Dataset, names: str | None) -> xr.Dataset:
+    """Return the part of a result that belongs to these populations.
+
+    Raises
+    ------
+    InvalidArgument
+        If the result has no populations, or none of that name.
+    """
+    if names is None:
+        return result
+    if "population" not in result.dims:
+        raise InvalidArgument(
+            f"got --select population={names}, but this result has no populations; leave it out, "
+            "add --by-population, or select tokens: --select token=dead"
+        )
+    known = result["population"].values.tolist()
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise InvalidArgument(
+                f"there is no population {name!r}{did_you_mean(name, known)}; choose from "
+                f"{', '.join(known)}"
+            )
+    return result.sel(population=chosen)
 
 
 def print_description(facts: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.analysis.commands.step_options import (
+    OF_WHOLE_RUN,
     PARAMETER,
-    STEPS,
     UNCHANGED,
     VECTORS,
     WITHIN,
@@ -20,8 +19,11 @@ from trajstore.analysis.commands.step_options import (
 from trajstore.cli.options import (
     COMMON_STEPS,
     LATTICE,
+    POPULATIONS,
+    SELECT,
     Choice,
     file_stem,
+    given_populations,
     opened,
     runs_and_names,
     without_none,
@@ -37,21 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["plot"]
 
 
-class _Size(click.ParamType[tuple[float, float]]):
-    """Width and height of a figure, in inches."""
-
-    name = "WxH"
-
-    def convert(self, value: str, param: Any, ctx: Any) -> tuple[float, float]:
-        """Parse a text such as 8x5."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", value)
-        width, height = map(float, found.groups()) if found else (0.0, 0.0)
-        if not 1 <= min(width, height) <= max(width, height) <= 100:
-            self.fail(f"got {value!r}, expected WxH of 1 to 100 inches each, such as 8x5")
-        return width, height
-
-
-def _opened(paths: Sequence[str], others: Sequence[str], common_steps: bool) -> list[xr.Dataset]:
+def _opened(paths: Sequence[str], common_steps: bool) -> list[xr.Dataset]:
     """Open runs, or the stores of evaluations."""
     from trajstore.analysis.several.many_runs import each_run
     from trajstore.store.reading.open_run import open_run
@@ -61,9 +49,10 @@ def _opened(paths: Sequence[str], others: Sequence[str], common_steps: bool) -> 
             raise InvalidArgument(
                 "--common-steps is for runs, got the store of an evaluation; leave it out"
             )
-        return [_evaluation(path) for path in (*paths, *others)]
-    ds = opened(paths, common_steps=common_steps)
-    return [*(each_run(ds) if len(paths) > 1 else [ds]), *map(open_run, others)]
+        return [_evaluation(path) for path in paths]
+    if common_steps and len(paths) > 1:
+        return each_run(opened(paths, common_steps=True))
+    return [*map(open_run, paths)]  # they may have different steps
 
 
 def _is_evaluation(path: str) -> bool:
@@ -99,20 +88,9 @@ def _american(word: str) -> str:
     help="File to write: .png, .svg or .pdf; default: RUN-KIND.png, or RUN-figures.png for several "
     "kinds.",
 )
-@STEPS
+@SELECT("step", "token", "population", note=OF_WHOLE_RUN)
 @WITHIN
-@click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Show only these tokens.")
-@click.option(
-    "--population",
-    metavar="NAME|NAME=EXPR|NAME=FILE",
-    help="Show only dead, live, all or mostly_dead tokens, or those of an expression or file, "
-    "such as 'rare=token_count < 10'.",
-)
-@click.option(
-    "--log",
-    type=Choice(("none", "x", "y", "xy")),
-    help="Logarithmic axes; default: chosen by the figure.",
-)
+@POPULATIONS
 @UNCHANGED
 @PARAMETER
 @VECTORS
@@ -131,35 +109,22 @@ def _american(word: str) -> str:
 )
 @COMMON_STEPS
 @click.option(
-    "--with", "other", type=click.Path(), help="Additional run, which may have different steps."
-)
-@click.option(
-    "--label",
-    "labels",
-    multiple=True,
-    help="Label of each run, in order; default: the differing settings. Runs with the same label "
-    "are shown as mean and spread. Repeatable.",
-)
-@click.option("--title", help="Title of the figure; default: kind and run.")
-@click.option("--size", type=_Size(), help="Width and height in inches, such as 8x5.")
-@click.option(
     "--style",
     type=Choice(("light", "dark")),
     default="light",
     help="Dark ink on white, or light ink on black.",
 )
-@click.option("--dpi", type=int, default=150, help="Dots per inch; default: 150.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def plot(
     words: tuple[str, ...],
     output: str | None,
-    tokens: str | None,
-    population: str | None,
+    selected: dict[str, str],
+    populations: tuple[str, ...],
     parameter: str | None,
     vectors: str | None,
     common_steps: bool,
-    other: str | None,
-    labels: tuple[str, ...],
+    style: str,
+    overwrite: bool,
     **given: Any,
 ) -> None:
     """Draw figures of a run. Several kinds, or `all`, share one sheet. Works during recording.
@@ -179,10 +144,11 @@ def plot(
       trajstore plot gatsby.zarr gradients
       trajstore plot gatsby.zarr freeze last-motion causes -o freeze.pdf
       trajstore plot gatsby.zarr all --style dark
-      trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
+      trajstore plot gatsby.zarr other.zarr displacement --select step=0:500 -o both.svg
       trajstore plot gatsby.zarr autocorrelation --vectors hidden_mean -o mean.png
       trajstore plot whole.zarr heatmap --parameter transformer.wpe.weight -o positions.png
-      trajstore plot runs/*.zarr gradients --population dead -o dead.png
+      trajstore plot runs/*.zarr gradients --select population=dead -o dead.png
+      trajstore plot gatsby.zarr gradients --population 'rare=token_count < 10' -o rare.png
       trajstore plot loss.zarr text_loss
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib
@@ -190,7 +156,6 @@ def plot(
     from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
     from trajstore.analysis.motion.vectors import vectors_named
     from trajstore.exchange.selection import select_part
-    from trajstore.populations.files import populations_from
     from trajstore.populations.named import with_populations
     from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.storage.remote_path import local_path
@@ -198,21 +163,19 @@ def plot(
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
     patterns, paths = paths, run_paths(paths)
-    others = [] if other is None else run_paths([other])
-    runs = _opened(paths, others, common_steps)
+    runs = _opened(paths, common_steps)
     figures = figures_named(kinds, len(runs), figures_of(runs[0]))
     stem = file_stem(patterns, paths)
     target = local_path(
         output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
     )
-    saving = {name: given.pop(name) for name in ("dpi", "overwrite")}
-    drawing = {name: given.pop(name) for name in ("style", "log", "title", "size")}
-    check_target(target, **saving)
-    named = populations_from([population]) if population and "=" in population else {}
-    options = Options(population=next(iter(named), population), **without_none(given))
+    check_target(target, overwrite=overwrite)
+    named = given_populations(populations)
+    tokens = selected.pop("tokens", None)
+    options = Options(also=[*named], **without_none(given), **selected)
     if "all" not in kinds:
         for figure in figures:
-            figure.check(options, log=drawing["log"])
+            figure.check(options)
     runs = [with_populations(of_parameter(run, parameter), named) for run in runs]
     runs = [vectors_named(select_part(run, tokens=tokens), vectors) for run in runs]
     with AnalysisProgress() as progress:
@@ -220,11 +183,9 @@ def plot(
             runs,
             figures,
             options,
-            labels=labels or None,
             leave_out="all" in kinds,
             report=progress.show,
         )
-    canvas = draw_sheet(found, **drawing)
-    save(canvas, target, **saving)
+    save(draw_sheet(found, style=style), target, overwrite=overwrite)
     out.print(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}.")
     print_notes(f"{name} is left out: {why}" for name, why in found.left_out.items())

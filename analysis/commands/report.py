@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
-from trajstore.cli.options import RUNS, file_stem, without_none
+from trajstore.analysis.commands.step_options import OF_WHOLE_RUN, UNCHANGED, WITHIN
+from trajstore.cli.options import RUNS, SELECT, file_stem, without_none
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
@@ -22,14 +22,16 @@ __all__ = ["report"]
     type=click.Path(),
     help="File to write; default: RUN.html, or runs.html for several runs.",
 )
-@STEPS
+@SELECT("step", note=OF_WHOLE_RUN)
 @WITHIN
 @UNCHANGED
 @click.option(
     "--verify", "check", is_flag=True, help="Verify every stored byte and report the result."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing page.")
-def report(runs: tuple[str, ...], output: str | None, **options: Any) -> None:
+def report(
+    runs: tuple[str, ...], output: str | None, selected: dict[str, str], **options: Any
+) -> None:
     """Write an HTML report on a run: main results, tables, figures, and how to reproduce it.
 
     The report is a single file that loads nothing from the network. For several runs or the folder
@@ -47,7 +49,7 @@ def report(runs: tuple[str, ...], output: str | None, **options: Any) -> None:
     paths = run_paths(runs)
     target = output or f"{file_stem(runs, paths)}.html"
     with AnalysisProgress() as progress:
-        how = without_none(options) | {"report": progress.show}
+        how = without_none(options) | selected | {"report": progress.show}
         if len(paths) == 1:
             written = write_report(paths[0], target, **how)
         else:

@@ -1,4 +1,4 @@
-"""Options that select steps, a parameter or vectors, and the unchanged steps of a frozen token."""
+"""Options that choose a parameter or vectors, and the unchanged steps of a frozen token."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["PARAMETER", "STEPS", "UNCHANGED", "VECTORS", "WITHIN", "of_parameter"]
+__all__ = ["OF_WHOLE_RUN", "PARAMETER", "UNCHANGED", "VECTORS", "WITHIN", "of_parameter"]
 
-STEPS = click.option(
-    "--steps",
-    metavar="A:B:K",
-    help="Show only these steps, such as 0:500 or 0:10000:10. Values are still those of the "
-    "whole run.",
-)
+OF_WHOLE_RUN = "Values of selected steps are still those of the whole run."
+"""Note of ``--select`` in commands that have ``--within``."""
+
 WITHIN = click.option(
     "--within",
     is_flag=True,
-    help="Compute from --steps only, as if the run had no other steps.",
+    help="Compute from the selected steps only, as if the run had no other steps.",
 )
 UNCHANGED = click.option(
     "--min-unchanged",

@@ -97,7 +97,7 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
         raise InvalidArgument(
             f"explore keeps two bytes per token and step: {format_bytes(2 * rows * tokens)} for "
             f"{rows:,} rows of {tokens:,} tokens, expected at most {format_bytes(MAP_BYTES)}; "
-            "export a smaller run with trajstore export --steps or --tokens"
+            "export a smaller run with trajstore export --select"
         )
     every = -(-rows * tokens * 8 // POSITION_BYTES)
     with progress_of_tasks(report):

@@ -63,6 +63,8 @@ class Options:
     ----------
     population : str, optional
         By default those of the figure, usually dead and live tokens.
+    also : sequence of str
+        Populations that figures show besides dead and live tokens.
     lattice : str
         Floating-point grid, for figures that depend on one.
     color : {'regime', 'hop'}
@@ -78,6 +80,7 @@ class Options:
     """
 
     population: str | None = None
+    also: Sequence[str] = ()
     lattice: str = "native"
     color: str = "regime"
     plane: str = "principal"
@@ -109,7 +112,8 @@ class Options:
         names, groups = populations(scan.ds)
         there = [name for name, group in zip(names, groups, strict=True) if group.any()]
         if self.population is None:
-            return [name for name in there if name in usual] or ["all"]
+            shown = (*usual, *self.also) if usual is USUAL else usual
+            return [name for name in there if name in shown] or ["all"]
         if self.population not in there:
             raise InvalidArgument(
                 f"got the population {self.population!r}, which is unknown or empty; choose from "
@@ -195,7 +199,7 @@ class Figure:
             return [self._one(scan, options) for scan in scans]
         first, *others = scans
         if not others:
-            raise InvalidArgument(f"{self.name} compares runs, got one; add another (--with OTHER)")
+            raise InvalidArgument(f"{self.name} compares runs, got one; add another")
         return [self._one(scan, options, first) for scan in others]
 
     def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
@@ -239,8 +243,8 @@ class Figure:
         size : tuple of float, optional
             Width and height of a new figure, in inches.
         **options
-            Of `Options`: ``population``, ``lattice``, ``color``, ``plane``, ``steps``, ``within``,
-            ``min_unchanged``.
+            Of `Options`: ``population``, ``also``, ``lattice``, ``color``, ``plane``, ``steps``,
+            ``within``, ``min_unchanged``.
 
         Returns
         -------

@@ -246,7 +246,7 @@ def save(
     return target
 
 
-def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
+def check_target(path: Path, *, dpi: int = 150, overwrite: bool) -> None:
     """Check the file before any computation.
 
     Raises

@@ -71,7 +71,7 @@ def reproduction(name: str, info: Mapping[str, Any]) -> dict[str, str]:
                 for field, value in changes.items()
             )
             commands.append(
-                f"trajstore record --fork {source} --at {segment.first}{settings}{more} -o {made}"
+                f"trajstore fork {source} --at {segment.first}{settings}{more} -o {made}"
             )
     commands.append(f"trajstore compare {shlex.quote(name)} {made}")
     return {"commands": "\n".join(commands), "settings": _toml(configs[0]), "made_of": made_of}

@@ -121,7 +121,7 @@ def test_killed_at_every_move_of_a_commit_by_time(path: Path, after: bool) -> No
             rows = check_whole(path, by_time=True)
             assert rows == before + (after and move == A_COMMIT)
             if move % 2 == 0:
-                assert repair(path, yes=True).rows == rows
+                assert repair(path).rows == rows
                 assert check_whole(path, by_time=True) == rows
         finish(path)
     assert reader.opens > A_COMMIT
@@ -153,8 +153,8 @@ def test_killed_at_any_moment(path: Path, seed: int) -> None:
             done = check_whole(path, by_time=True)
             assert before <= done <= ROWS
             if rng.random() < 0.5:  # it goes on from a repaired run as from any
-                assert repair(path, yes=True).rows == done
-                assert repair(path).actions == ()
+                assert repair(path).rows == done
+                assert repair(path, dry_run=True).actions == ()
                 assert check_whole(path, by_time=True) == done
         finish(path)
     assert reader.most == ROWS

@@ -48,7 +48,6 @@ def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     [
         ("verify {run}", ()),
         ("repair {run}", ()),
-        ("repair {run} --yes", ()),
         ("report {run} --verify", ("run.html",)),
         ("compare {run} {here}", ()),
         ("export {run} -o a.safetensors", ("a.safetensors",)),

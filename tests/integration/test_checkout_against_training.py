@@ -121,7 +121,7 @@ def test_recorded_steps_are_those_of_an_independent_training(
     if case == "loop":
         return
     step, wanted = random.Random(case).choice(list(saved.items()))
-    trajstore_cli("checkout", run, "--step", step, "--optimizer", "-o", tmp_path / "checkout")
+    trajstore_cli("checkout", run, "--at", step, "--optimizer", "-o", tmp_path / "checkout")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkout")
     check_model(loaded, wanted)
     assert same(torch.load(tmp_path / "checkout" / "optimizer.pt"), wanted["optimizer"])

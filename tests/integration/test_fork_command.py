@@ -1,4 +1,4 @@
-"""`record --fork` and `record --resume` without checkpoints, as a user types them."""
+"""`fork` and `record --resume` without checkpoints, as a user types them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_command_line_begins_proves_and_is_done(queued: list[str], tmp_path:
 def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     path, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
     assert call(*queued, "--steps", 8, "-o", path).exit_code == 0
-    fork = ["record", "--fork", path, "--at", 5, "--corpus", queued[4], "-o", other]
+    fork = ["fork", path, "--at", 5, "--corpus", queued[4], "-o", other]
     done = call(*fork, "--set", "optimizer.lr=3e-3")
     assert done.exit_code == 0, done.stderr
     assert "comparing step 5 of 5" in done.stderr
@@ -63,21 +63,24 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     assert "fork.step = 5" in call("info", other).stdout
     for arguments, rc, sentence in (
         (fork, 2, "other.zarr already exists"),
-        (["--fork", path, "-o", other], 2, "needs the step to fork at: --at STEP"),
-        (["--at", 3, "-o", other], 2, "--at needs --fork"),
-        (["--fork", path, "--at", 5], 2, "needs the path of the new run"),
-        (["--fork", path, "--at", 99, "-o", "x.zarr"], 1, "no row of step 99"),
-        (["--fork", path, "--at", 5, "--every", 2, "-o", "x.zarr"], 2, "recording.every cannot"),
-        (["--fork", path, "--at", 5, "--preset", "gatsby", "-o", "x"], 2, "leave out --preset"),
-        (["--fork", path, "--at", 5, "--resume", "-o", "x.zarr"], 2, "both --fork and --resume"),
-        (["--fork", tmp_path / "no", "--at", 5, "-o", "x.zarr"], 2, "there is no run at"),
-        (["--resume", "-o", tmp_path / "no.zarr"], 2, "to start one, name a preset"),
-    ):
-        line = arguments if arguments[0] == "record" else ["record", *arguments]
-        done = call(*line)
+        (["fork", path, "--at", 99, "-o", "x.zarr"], 1, "no row of step 99"),
+        (["fork", path, "--at", 5, "--steps", 5, "-o", "x.zarr"], 2, "no step remains after"),
+        (
+            ["fork", path, "--at", 5, "--set", "recording.every=2", "-o", "x.zarr"],
+            2, "recording.every cannot",
+        ),
+        (["fork", tmp_path / "no", "--at", 5, "-o", "x.zarr"], 2, "there is no run at"),
+        (["record", "--resume", "-o", tmp_path / "no.zarr"], 2, "to start one, name a preset"),
+    ):  # fmt: skip
+        done = call(*arguments)
         assert done.exit_code == rc, done.stderr
         assert sentence in " ".join(done.stderr.split())
         assert done.stderr.startswith("trajstore: ")
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "other.ckpt", "other.zarr", "run.ckpt", "run.zarr",
     ]  # fmt: skip
+
+
+def test_a_fork_needs_a_step_and_a_path(tmp_path: Path) -> None:
+    assert "Missing option '--at'" in call("fork", "run.zarr", "-o", "other.zarr").stderr
+    assert "Missing option '-o'" in call("fork", "run.zarr", "--at", 5).stderr

@@ -23,9 +23,8 @@ STEPS = 16
 @pytest.fixture(scope="module")
 def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("story") / "gatsby.zarr"
-    done = trajstore_cli(
-        "record", "--preset", "gatsby", "--steps", STEPS, "--block-rows", 8, "-o", path
-    )
+    options = ("--steps", STEPS, "--set", "recording.block_rows=8", "-o", path)
+    done = trajstore_cli("record", "--preset", "gatsby", *options)
     assert "gatsby stand-in (embedded)" in done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stderr
     assert f"Recorded {STEPS + 1} rows" in done.stdout

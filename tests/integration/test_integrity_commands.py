@@ -31,7 +31,7 @@ def test_a_sound_run(trajstore_cli: Cli, run: Path) -> None:
     assert facts["clean"] is True
     assert (facts["rows"], facts["problems"], facts["notes"]) == (11, [], [])
     before = contents(run)
-    done = trajstore_cli("repair", run, "--yes")
+    done = trajstore_cli("repair", run)
     assert done.stdout == "run.zarr is sound; nothing to repair.\n"
     assert contents(run) == before
 
@@ -87,25 +87,26 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert f"{copy} --fill-damaged -o COPY.zarr\n" in done.stdout
     assert f"{copy} --variables" not in done.stdout  # a run needs W
     assert f"cp -r {run} {run}.copy\n" in done.stdout
-    assert f"trajstore repair {run} --yes" in done.stdout
+    assert done.stdout.endswith(f"To repair, run: trajstore repair {run}\n")
     copied = trajstore_cli(
         "export", run, "--format", "run", "--fill-damaged", "-o", run.with_name("copy.zarr")
     )
     assert "W holds NaN in place of damaged values" in copied.stdout
     assert "(steps 8 to 10)" in copied.stdout
     assert contents(run) == before
-    facts = json.loads(trajstore_cli("repair", run, "--yes", "--json").stdout)
-    assert (facts["done"], facts["rows_before"], facts["rows"]) == (True, 11, 8)
+    planned, _, rest = done.stdout.partition("To keep more")
+    assert rest
+    assert trajstore_cli("repair", run).stdout == f"{planned}run.zarr is repaired.\n"
     trajstore_cli("verify", run)
     assert "interrupted, 8 rows" in trajstore_cli("info", run).stdout
 
 
 def test_what_cannot_be_repaired_is_said(trajstore_cli: Cli, run: Path) -> None:
     flip(run / "token_text" / "c.0", 99)
-    done = trajstore_cli("repair", run, "--yes", rc=1)
+    done = trajstore_cli("repair", run, rc=1)
     assert "Cannot be repaired" in done.stdout
     assert "token_text, block 0" in done.stdout
-    assert "Planned repair" not in done.stdout
+    assert "Repair:" not in done.stdout
 
 
 def test_what_is_no_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_a_replay_names_one_altered_bit_whose_checksum_fits(
 @pytest.mark.torch
 def test_the_checkpoint_of_a_recording_is_checked(trajstore_cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run.zarr"
-    trajstore_cli(*RECORD, "--steps", 4, "--checkpoint-every", 4, "-o", run)
+    trajstore_cli(*RECORD, "--steps", 4, "--set", "recording.checkpoint_every=4", "-o", run)
     (checkpoint,) = (tmp_path / "run.ckpt").iterdir()
     trajstore_cli("verify", run)
     flip(checkpoint, 8 * checkpoint.stat().st_size - 1000)

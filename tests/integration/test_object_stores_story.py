@@ -38,7 +38,7 @@ def command(*words: object) -> list[str]:
 
 
 def recording(target: object) -> list[str]:
-    options = ("--preset", "gatsby", "--steps", STEPS, "--commit-every", 2)
+    options = ("--preset", "gatsby", "--steps", STEPS, "--set", "recording.commit_every=2")
     return command("record", *options, "-o", target)
 
 

@@ -32,34 +32,51 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     assert "letters.zarr · W 128 × 4, AdamW, bfloat16" in text
     assert "L2 norm of the gradient / nat" in text
     sheet = tmp_path / "sheet.png"
-    options = ("--steps", "2:", "--tokens", "live", "--population", "live", "--dpi", 40)
+    parts = ("step=2:", "token=live", "population=live")
+    options = [word for part in parts for word in ("--select", part)]
     out = trajstore_cli("plot", run, "gradients", "freeze", "-o", sheet, *options).stdout
     assert "sheet.png: gradients, freeze." in out
     assert sheet.stat().st_size > 10_000
     both = tmp_path / "both.png"
-    trajstore_cli("plot", run, "loss", "freeze", "--with", run, "-o", both, "--lattice", "native")
+    trajstore_cli("plot", run, run, "loss", "freeze", "-o", both, "--lattice", "native")
     paths = tmp_path / "paths.svg"
     trajstore_cli("plot", run, "displacement", "-o", paths, "--vectors", "centroid:all")
     assert "centroid of all 1 × 4" in paths.read_text()
     other = tmp_path / "other.zarr"
     shutil.copytree(run, other)
-    options = ("--label", "one", "--label", "two", "--title", "Mine", "--size", "6x4")
     runs = tmp_path / "runs.svg"
-    out = trajstore_cli("plot", run, other, "divergence", "-o", runs, *options).stdout
+    out = trajstore_cli("plot", run, other, "divergence", "-o", runs, "--common-steps").stdout
     assert "runs.svg: divergence." in out
-    text = runs.read_text()
-    assert "Mine" in text
-    assert 'width="432pt" height="288pt"' in text
+
+
+def test_runs_with_different_steps_share_a_figure(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    short, both = tmp_path / "short.zarr", tmp_path / "both.svg"
+    trajstore_cli("export", run, "--select", "step=0:5", "--format", "run", "-o", short)
+    trajstore_cli("plot", run, short, "displacement", "-o", both)
+    assert "2 runs" in both.read_text()
+
+
+def test_an_added_population_is_drawn_besides_dead_and_live_tokens(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    added, alone = tmp_path / "added.svg", tmp_path / "alone.svg"
+    few = ("--population", "few=token < 9")
+    trajstore_cli("plot", run, "gradients", "-o", added, *few)
+    assert all(f"{name} tokens" in added.read_text() for name in ("dead", "live", "few"))
+    trajstore_cli("plot", run, "gradients", "-o", alone, *few, "--select", "population=few")
+    assert "few tokens" in alone.read_text()
+    assert "live tokens" not in alone.read_text()
 
 
 def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
         (("divergence",), 2, "divergence compares runs, got one"),
-        (("loss", "--size", "8"), 2, "expected WxH of 1 to 100 inches each"),
-        (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),
-        (("loss", "--tokens", "999"), 2, "token 999 was not recorded"),
-        (("freeze", "--population", "mostly_dead"), 2, "choose from dead, live, all"),
+        (("loss", "--select", "step=5:2"), 2, "no recorded step is in '5:2'"),
+        (("loss", "--select", "token=999"), 2, "token 999 was not recorded"),
+        (("freeze", "--select", "population=mostly_dead"), 2, "choose from dead, live, all"),
         (("loss", "--lattice", "float32"), 2, "loss has no lattice"),
         (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
     ):

@@ -35,7 +35,8 @@ PRESETS = (*SMALL_ONES, "wordybird-1", "wordybird-1b", "duckling")
 
 
 def test_all_presets_are_listed(trajstore_cli: Callable[..., Any]) -> None:
-    assert set(json.loads(trajstore_cli("presets", "--json").stdout)) == set(PRESETS)
+    listed = trajstore_cli("presets").stdout.splitlines()
+    assert {line.split()[0] for line in listed} == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", nightly_but(PRESETS, *SMALL_ONES))
@@ -55,15 +56,17 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     tokens = tmp_path / "tokens.txt"
     tokens.write_text("101 7 32\n")
     call = [
-        "--preset", "gatsby", "--steps", 10, "--every", 4, "--tokens", tokens,
-        "--variables", "matrix,W_ulp_l1", "--block-rows", 2, *SMALL,
+        "--preset", "gatsby", "--steps", 10, "--set", "recording.every=4",
+        "--set", f"recording.tokens={tokens}", "--set", "recording.block_rows=2",
+        "--set", 'recording.variables=["matrix","W_ulp_l1"]', *SMALL,
     ]  # fmt: skip
     timed = trajstore_cli("plan", *call).stdout
     assert re.search(r"About [\d.]+ (m?s|min [\d ]+s) on this machine \(cpu\).*s per step", timed)
     planned = json.loads(trajstore_cli("plan", *call, "--no-timing", "--json").stdout)
     assert "time" not in planned
     path = tmp_path / "run.zarr"
-    happened = json.loads(trajstore_cli("record", *call, "-o", path, "--json").stdout)
+    trajstore_cli("record", *call, "-o", path)
+    happened = json.loads(trajstore_cli("info", path, "--json").stdout)
     for name in ("files", "bytes_native"):
         assert planned[name] == happened[name]
     assert planned["rows"] == happened["committed_rows"] == 4
@@ -102,8 +105,7 @@ def test_a_configuration_file_records_the_same(
             "record = loss: got 'loss' without W",
         ),
         (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "but the tokenizer"),
-        (["plan", "--preset", "gatsby", "--memory", "1KiB"], "memory budget"),
-        (["record", "--preset", "gatsby", "--strict-numerics"], "exp_avg_sq can never decay"),
+        (["plan", "--preset", "gatsby", "--set", "recording.memory=1KiB"], "memory budget"),
         (["fetch", "moby-dick"], "choose from gatsby, fineweb, gpt2"),
     ],
 )
@@ -162,5 +164,5 @@ def test_advice_is_given_before_while_and_after(
     planned = trajstore_cli("plan", *call, "--no-timing", "--json").stdout
     assert advice == json.loads(planned)["advice"]
     assert [one["cannot_decay"] for one in advice] == [1, 1]
-    sound = ["--set", "model.dtype=float32", "--strict-numerics", "-o", tmp_path / "sound.zarr"]
+    sound = ["--set", "model.dtype=float32", "-o", tmp_path / "sound.zarr"]
     assert "Note" not in trajstore_cli("record", *call, *sound).stderr

@@ -55,9 +55,9 @@ def forked(path: Path, text: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "verbs"),
     [
-        (stopped_and_extended, ["--config", "--fork"]),
+        (stopped_and_extended, ["--config", "fork"]),
         pytest.param(extended, ["--config", "--resume", "--resume"], marks=pytest.mark.nightly),
-        pytest.param(forked, ["--config", "--fork", "--fork", "--fork"], marks=pytest.mark.nightly),
+        pytest.param(forked, ["--config", "fork", "fork", "fork"], marks=pytest.mark.nightly),
     ],
 )
 def test_the_commands_of_a_report_make_the_run_again(
@@ -73,7 +73,7 @@ def test_the_commands_of_a_report_make_the_run_again(
     found = reproduction(run.name, information(run))
     (tmp_path / "run.toml").write_text(found["settings"])
     commands = [shlex.split(line)[1:] for line in found["commands"].splitlines()]
-    assert [command[1] for command in commands[:-1]] == verbs
+    assert [words[words[0] == "record"] for words in commands[:-1]] == verbs
     for command in commands:
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 0, done.output

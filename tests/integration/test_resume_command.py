@@ -91,7 +91,7 @@ def test_a_signal_interrupts_and_the_command_it_names_goes_on(
     call = ["record", "--preset", name, "--steps", 1_000_000, "--corpus", text, *SMALL, "-o", path]
     with monkeypatch.context() as patch:
         patch.setattr(StopRequest, "__call__", after_step)
-        done = trajstore_cli(*call, "--checkpoint-every", 40, rc=128 + number)
+        done = trajstore_cli(*call, "--set", "recording.checkpoint_every=40", rc=128 + number)
     assert done.stderr.startswith("Corpus: the text.txt")
     ds = xr.open_zarr(path)
     assert ds.attrs["status"] == "interrupted"
@@ -154,7 +154,7 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
         "main(sys.argv[1:])\n"
     )
     call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
-    call += ["--checkpoint-every", 10, "--steps", 70]
+    call += ["--set", "recording.checkpoint_every=10", "--steps", 70]
     done = subprocess.run([sys.executable, "-c", script, *map(str, call)], capture_output=True)
     assert done.returncode == -signal.SIGKILL
     assert xr.open_zarr(path).attrs["status"] == "recording"
@@ -221,8 +221,10 @@ def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
         ([*again, "--overwrite", "--steps", 9], 2, "both resume and overwrite"),
         ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
         ([*again, "--steps", 9], 1, "give the recorded one with --corpus"),
-        ([*again, "--steps", 9, "--checkpoint-every", 0], 2, "recording.checkpoint_every = 0"),
-    ):
+        (
+            [*again, "--set", "recording.checkpoint_every=0"], 2, "recording.checkpoint_every = 0",
+        ),
+    ):  # fmt: skip
         done = call(*arguments)
         assert done.exit_code == rc
         assert sentence in done.stderr

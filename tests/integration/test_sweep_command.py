@@ -23,21 +23,27 @@ def test_nothing_begins_when_a_field_is_unknown(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_sweep_of_one_run_is_refused(trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    one = ["sweep", "--preset", "gatsby", "--set", "optimizer.lr=1e-3", "-o", tmp_path / "runs"]
+    told = trajstore_cli(*one, rc=2).stderr
+    assert "got a single run to sweep; give several seeds (--seeds 1:5) or a setting" in told
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_prints_commands_and_records_nothing(
     trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     printed = trajstore_cli(
         "sweep", "--preset", "gatsby", "--seeds", "5:7", "--set", "optimizer.betas=[0.9,0.99]",
-        "--steps", 9, "--variables", "W,grad", "--no-fsync",
-        "--population", "a=token < 9", "--population", "b=token > 9", "-o", tmp_path / "my runs",
-        "--threads", 3, "--print",
+        "--steps", 9, "--set", "recording.variables=[W,grad]", "-o", tmp_path / "my runs",
+        "--threads", 3, "--dry-run",
     ).stdout  # fmt: skip
     lines = printed.splitlines()
     name = "gatsby_optimizer.betas=0.9+0.99_seed=6.zarr"
     assert len(lines) == 2
     assert lines[1] == (
-        "OMP_NUM_THREADS=3 trajstore record --preset gatsby --steps 9 --variables W,grad "
-        "--population 'a=token < 9' --population 'b=token > 9' --no-fsync "
-        f"--set 'optimizer.betas=[0.9,0.99]' --seed 6 --resume -o '{tmp_path}/my runs/{name}'"
+        "OMP_NUM_THREADS=3 trajstore record --preset gatsby --steps 9 "
+        "--set 'optimizer.betas=[0.9,0.99]' --set 'recording.variables=[W,grad]' "
+        f"--seed 6 --resume -o '{tmp_path}/my runs/{name}'"
     )
     assert not list(tmp_path.iterdir())

@@ -147,7 +147,7 @@ class History(RuleBasedStateMachine):
         size = shard.stat().st_size
         os.truncate(shard, data.draw(st.integers(0, size - 1)))
         assert not verify(self.path).clean
-        repair(self.path, yes=True)
+        repair(self.path)
         self.least = self.most = self.written = int(shard.name.split(".")[1]) * BLOCK
 
     @precondition(lambda self: self.writer is None)
@@ -156,7 +156,7 @@ class History(RuleBasedStateMachine):
         """Set an attribute as zarr does it, which loses the consolidated metadata; and repair."""
         zarr.open_group(self.path, mode="a", use_consolidated=False).attrs["note"] = "mine"
         assert not verify(self.path).clean
-        repair(self.path, yes=True)
+        repair(self.path)
         self.written = self.most  # what a dead writer left has been removed
 
     @precondition(lambda self: self.writer is None)
@@ -166,7 +166,7 @@ class History(RuleBasedStateMachine):
         root = self.path / METADATA_KEY
         os.truncate(root, int(cut * root.stat().st_size))
         assert not verify(self.path).clean
-        repair(self.path, yes=True)
+        repair(self.path)
         seen = xr.open_zarr(self.path).sizes["step"]
         assert self.least <= seen <= self.written
         self.least = self.most = self.written = seen
@@ -175,7 +175,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def repair_what_is_whole(self) -> None:
         before = {file: file.read_bytes() for file in self.path.rglob("c.*")}
-        repair(self.path, yes=True)
+        repair(self.path)
         assert verify(self.path).clean
         self.written = self.most
         for file in self.path.rglob("c.*"):

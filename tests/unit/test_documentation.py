@@ -121,9 +121,7 @@ def test_the_gallery_has_every_figure() -> None:
         name
         for name in FIGURES
         if not any(
-            re.search(
-                rf"^trajstore plot {run} {name}( --with \S+)?\n```\n\n!\[", page, re.MULTILINE
-            )
+            re.search(rf"^trajstore plot {run}( \S+\.zarr)? {name}\n```\n\n!\[", page, re.MULTILINE)
             for run in LONG
         )
     ]

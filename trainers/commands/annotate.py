@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import JSON, RUN
-from trajstore.cli.tables import out, print_json
+from trajstore.cli.options import RUN
+from trajstore.cli.tables import out
 from trajstore.errors import CorpusError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -25,14 +25,12 @@ __all__ = ["annotate"]
     "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
-@JSON
 def annotate(
     run: str,
     corpus: str | None,
     tokenizer: str | None,
     masks: str | None,
     overwrite: bool,
-    as_json: bool,
 ) -> None:
     """Label dead tokens, occurrences and texts of tokens after recording.
 
@@ -65,13 +63,9 @@ def annotate(
     if tokenizer is not None:
         found |= _text_coordinates(corpus, tokenizer, token)
     added = annotate_run(run, **found, overwrite=overwrite)
-    facts: dict[str, Any] = {"run": run, "added": list(added), "tokens": len(token)}
+    dead = ""
     if "is_dead" in found:
-        facts["dead"] = int(np.count_nonzero(found["is_dead"]))
-    if as_json:
-        print_json(facts)
-        return
-    dead = f"; {facts['dead']} of {len(token)} tokens are dead" if "dead" in facts else ""
+        dead = f"; {np.count_nonzero(found['is_dead'])} of {len(token)} tokens are dead"
     out.print(f"{run} now has {', '.join(added)}{dead}.")
 
 

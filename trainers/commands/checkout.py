@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from trajstore.cli.options import JSON, RUN
+from trajstore.cli.options import RUN
 from trajstore.cli.progress import stopped_by_signals
-from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.cli.tables import out, print_notes
 from trajstore.trainers.commands.model_options import TOKENIZER
 
 __all__ = ["checkout"]
@@ -16,14 +16,21 @@ __all__ = ["checkout"]
 
 @click.command()
 @RUN
-@click.option("--step", type=int, required=True, help="Step after which the model is written.")
+@click.option(
+    "--at",
+    "step",
+    type=int,
+    required=True,
+    metavar="STEP",
+    help="Step after which the model is written.",
+)
 @click.option("-o", "--output", required=True, type=click.Path(), help="Path of the new folder.")
 @click.option(
     "--optimizer", is_flag=True, help="Also write optimizer.pt, the optimizer's state dict."
 )
 @TOKENIZER
-@JSON
-def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
+def checkout(run: str, output: str, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 
     The run must be recorded with --variables everything. The weights have the recorded bits.
@@ -32,8 +39,8 @@ def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
 
     \b
     Example:
-      trajstore checkout gatsby.zarr --step 300 -o step-300/
-      trajstore checkout gatsby.zarr --step 300 --optimizer -o step-300-optimizer/
+      trajstore checkout gatsby.zarr --at 300 -o step-300/
+      trajstore checkout gatsby.zarr --at 300 --optimizer -o step-300-optimizer/
     """
     from transformers.utils import logging
 
@@ -42,9 +49,6 @@ def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
     logging.disable_progress_bar()
     with stopped_by_signals():
         found = trainers.checkout(run, output, **options)
-    if as_json:
-        print_json(vars(found))
-        return
     parts = ["model", *(["tokenizer"] if found.tokenizer else [])]
     parts += ["optimizer.pt"] if options["optimizer"] else []
     out.print(f"Wrote {output}: {', '.join(parts)} of step {options['step']} of {run}.")

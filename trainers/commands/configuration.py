@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import ENCODING, RECORD, Choice
+from trajstore.cli.options import ENCODING, POPULATIONS, RECORD, Choice
 from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "CORPUS",
+    "FSYNC",
     "PLACES",
+    "SET",
+    "STEPS",
+    "THREADS",
+    "TOKENIZER",
     "configuration",
     "configured",
     "is_named",
@@ -45,6 +51,35 @@ def _together(*options: Callable[..., Any]) -> Callable[..., Any]:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
+SET = click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
+)
+STEPS = click.option("--steps", type=int, help="Optimizer steps to train.")
+CORPUS = click.option(
+    "--corpus", type=click.Path(), help="Text file; default: the fetched or embedded text."
+)
+TOKENIZER = click.option(
+    "--tokenizer",
+    type=click.Path(),
+    help="Folder of a tokenizer; default: the fetched tokenizer, or none.",
+)
+FSYNC = click.option(
+    "--fsync/--no-fsync",
+    default=True,
+    help="Make every commit and checkpoint survive a loss of power; default: --fsync.",
+)
+THREADS = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of torch's CPU threads, which affects the bits. Default: as recorded in the run, "
+    "or torch's default.",
+)
+
 configuration = _together(
     click.option(
         "--preset",
@@ -59,33 +94,18 @@ configuration = _together(
         type=click.Path(dir_okay=False),
         help="TOML file in place of a preset, in the form that `trajstore presets NAME` prints.",
     ),
-    click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-        help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
-    ),
-    click.option("--steps", type=int, help="Optimizer steps to train."),
-    click.option(
-        "--corpus", type=click.Path(), help="Text file; default: the fetched or embedded text."
-    ),
-    click.option(
-        "--tokenizer",
-        type=click.Path(),
-        help="Folder of a tokenizer; default: the fetched tokenizer, or none.",
-    ),
+    SET,
+    STEPS,
+    CORPUS,
+    TOKENIZER,
+)
+"""Options that set a configuration, shared by all commands that take one."""
+
+recording = _together(
     RECORD,
     click.option("--every", type=int, metavar="K", help="Record every K-th step."),
     click.option("--tokens", metavar="all|dead|live|FILE", help="Tokens to record."),
-    click.option(
-        "--population",
-        "populations",
-        multiple=True,
-        metavar="NAME=EXPR|FILE",
-        help="Named group of tokens: an expression over the coordinates of the tokens, such as "
-        "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
-    ),
+    POPULATIONS,
     ENCODING(
         help="delta: store each array as differences between steps (default); compact: store the "
         "gradient, and compute W and the moments from it.",
@@ -93,37 +113,10 @@ configuration = _together(
     click.option(
         "--memory", metavar="SIZE", help="Memory of all recording buffers, such as 512MiB."
     ),
-    click.option("--block-rows", type=int, help="Rows per block; default: chosen to fit --memory."),
-)
-"""Options that set a configuration, shared by all commands that take one."""
-
-recording = _together(
     click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Training device."),
-    click.option(
-        "--commit-every",
-        type=float,
-        metavar="SECONDS",
-        help="Maximum seconds between commits; default: 10; 0: commit complete blocks only.",
-    ),
-    click.option(
-        "--checkpoint-every",
-        type=int,
-        metavar="K",
-        help="Steps between checkpoints, rounded up to whole blocks; default: timed to take at "
-        "most 1 % of the training.",
-    ),
-    click.option(
-        "--fsync/--no-fsync",
-        default=True,
-        help="Make every commit and checkpoint survive a loss of power; default: --fsync.",
-    ),
-    click.option(
-        "--strict-numerics",
-        is_flag=True,
-        help="Refuse types in which the optimizer's state or the weight decay has no effect.",
-    ),
+    FSYNC,
 )
-"""Options of commands that record with a configuration."""
+"""Options of `record` for frequent fields of the configuration; ``--set`` sets all others."""
 
 PLACES = {
     "steps": "training.steps",
@@ -134,9 +127,6 @@ PLACES = {
     "populations": "recording.populations",
     "encoding": "recording.encoding",
     "memory": "recording.memory",
-    "block_rows": "recording.block_rows",
-    "commit_every": "recording.commit_every",
-    "checkpoint_every": "recording.checkpoint_every",
 }
 """Field of the configuration that each option sets."""
 
@@ -191,7 +181,7 @@ def stem_of(options: Mapping[str, Any]) -> str:
 def settings_of(options: Mapping[str, Any]) -> list[str]:
     """Return all changes of the configuration that the options make; others are ignored."""
     given = {PLACES[name]: value for name, value in options.items() if name in PLACES}
-    if options["variables"] is not None:
+    if options.get("variables") is not None:
         given["recording.variables"] = options["variables"].split(",")
     return [
         *options["assignments"],

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import JSON, RUN
+from trajstore.cli.options import RUN, SELECT
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
-from trajstore.cli.tables import out, print_json
+from trajstore.cli.tables import out
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.trainers.commands.model_options import TOKENIZER
@@ -39,7 +39,7 @@ _OPTIONS = {
     help="Evaluate the steps that are multiples of K; default: 1.",
     metavar="K",
 )
-@click.option("--steps", metavar="A:B:K", help="Evaluate only these steps, such as 0:500.")
+@SELECT("step")
 @click.option(
     "--jobs", type=click.IntRange(1), default=1, help="Simultaneous processes; default: 1."
 )
@@ -58,8 +58,9 @@ _OPTIONS = {
     help="Function that returns the model, for runs that do not record its configuration.",
 )
 @click.option("--overwrite", is_flag=True, help="Remove existing results.")
-@JSON
-def evaluate(run: str, function: str, output: str, as_json: bool, **options: Any) -> None:
+def evaluate(
+    run: str, function: str, output: str, selected: dict[str, str], **options: Any
+) -> None:
     """Call a function with the model of each step, and append its results to a Zarr store.
 
     FUNCTION is FILE.py:NAME, MODULE:NAME, or a ready-made evaluation: loss and hidden-cosine
@@ -73,7 +74,7 @@ def evaluate(run: str, function: str, output: str, as_json: bool, **options: Any
     Example:
       trajstore evaluate gatsby.zarr loss --text unseen.txt --every 10 -o loss.zarr
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
-      trajstore evaluate gatsby.zarr probe.py:norms --steps 0:500 --jobs 2 -o norms.zarr
+      trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
     """
     own = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
     check_options(function, own)
@@ -85,11 +86,9 @@ def evaluate(run: str, function: str, output: str, as_json: bool, **options: Any
             function if ":" in function else _ready_made(run, function, own),
             output,
             on_progress=progress.show,
+            **selected,
             **options,
         )
-    if as_json:
-        print_json(vars(found))
-        return
     out.print(
         f"Wrote {output}: {', '.join(found.names)} of {found.steps} steps, {found.new} of them new."
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from trajstore.cli.options import JSON
-from trajstore.cli.tables import out, print_json
+from trajstore.cli.tables import out
 
 __all__ = ["fetch"]
 
@@ -14,8 +13,7 @@ __all__ = ["fetch"]
 @click.argument("name", metavar="gatsby|fineweb|gpt2")
 @click.option("--source", help="Another source: an address, a data set, or a local path.")
 @click.option("--sha256", metavar="HEX", help="Expected SHA-256 of the result.")
-@JSON
-def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:
+def fetch(name: str, source: str | None, sha256: str | None) -> None:
     """Download a corpus or tokenizer into the cache, where `record` finds it.
 
     \b
@@ -25,11 +23,8 @@ def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> N
     from trajstore import trainers
 
     fetched = trainers.fetch(name, source=source, sha256=sha256)
-    if as_json:
-        print_json(vars(fetched))
-    else:
-        unit = "tokens" if fetched.path.is_dir() else "bytes"
-        out.print(
-            f"Fetched {fetched.path}: {fetched.size:,} {unit} from {fetched.source}, "
-            f"sha256 {fetched.sha256}"
-        )
+    unit = "tokens" if fetched.path.is_dir() else "bytes"
+    out.print(
+        f"Fetched {fetched.path}: {fetched.size:,} {unit} from {fetched.source}, "
+        f"sha256 {fetched.sha256}"
+    )

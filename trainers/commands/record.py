@@ -1,10 +1,10 @@
-"""The command `record`."""
+"""The commands `record` and `fork`, which train a model and record it."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.options import JSON
+from trajstore.cli.options import RUN
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import err, out, print_json
+from trajstore.cli.tables import err, out
 from trajstore.durations import format_duration
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.configuration import (
+    CORPUS,
+    FSYNC,
+    SET,
+    STEPS,
+    THREADS,
+    TOKENIZER,
     configuration,
     configured,
     is_named,
@@ -29,11 +35,12 @@ from trajstore.trainers.commands.recording_progress import RecordingProgress
 
 if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location, RunPath
+    from trajstore.trainers import RunConfig
 
 
-__all__ = ["record"]
+__all__ = ["fork", "record"]
 
-_PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "strict_numerics", "threads")
+_PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
 """Options that the training takes as they are; the configuration holds the others."""
 
 
@@ -47,43 +54,15 @@ _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "strict_numerics", "t
     is_flag=True,
     help="Resume the run if it exists, otherwise start it. --steps may be larger.",
 )
-@click.option(
-    "--fork",
-    "source",
-    type=click.Path(),
-    metavar="RUN",
-    help="Continue another run from one of its steps, with the settings of --set.",
-)
-@click.option("--at", type=int, metavar="STEP", help="Step at which --fork starts.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of torch's CPU threads, which affects the bits. Default: as recorded in the run, "
-    "or torch's default.",
-)
-@JSON
-def record(
-    output: str | None,
-    resume: bool,
-    source: str | None,
-    at: int | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@THREADS
+def record(output: str | None, resume: bool, **options: Any) -> None:
     """Train a model and record every optimizer step.
 
     Ctrl-C and SIGTERM stop the training after the current step; --resume continues it. If the
     process is killed, the rows of the last seconds are lost. With --resume, the same command line
     starts a run and resumes it after a kill. Without a checkpoint, --resume trains the recorded
     steps again and compares them.
-
-    --fork continues from a step of another run. A run with --variables everything resumes from its
-    last row and forks from any row. Otherwise, without a checkpoint of that step, --fork trains the
-    earlier steps again. Settings that may change: optimizer and schedule, training.steps,
-    training.max_grad_norm, training.autocast, model.dtype=float32. The fork shares the rows before
-    that step; it does not copy them.
 
     \b
     Example:
@@ -93,58 +72,114 @@ def record(
       trajstore record --preset gatsby -o long.zarr
       trajstore record --resume --steps 20000 -o long.zarr
       trajstore record --preset gatsby --steps 9000 --resume -o queued.zarr
-      trajstore record --fork long.zarr --at 800 --set optimizer.lr=3e-4 -o slower.zarr
+      trajstore record --preset gatsby --set recording.block_rows=64 -o blocks.zarr
     """
     named = is_named(options)
     if resume and output is None and not named:
         raise InvalidArgument("no run to resume; name it: --resume -o RUN.zarr")
-    _check_fork(source, at, output, named=named, resume=resume)
     from trajstore.store.storage.remote_path import location
-    from trajstore.store.writing.create import check_local_target, check_target
+    from trajstore.store.writing.create import check_target
 
     path = location(output or f"{stem_of(options)}.zarr")
     if not resume:  # before torch is imported, which takes seconds
-        check = check_target if source is None else check_local_target
-        check(path, overwrite=options["overwrite"])
-    from trajstore import trainers
+        check_target(path, overwrite=options["overwrite"])
 
+    def train(config: RunConfig, progress: RecordingProgress, **common: Any) -> None:
+        from trajstore import trainers
+
+        shown = {"on_products": progress.show_products}
+        trainers.record(config, path, resume=resume, **shown, **common)
+
+    _train_and_print(path, lambda: configured(options, path if resume else None), train, options)
+
+
+@click.command()
+@RUN
+@click.option("--at", type=int, required=True, metavar="STEP", help="Step to start from.")
+@SET
+@click.option("-o", "--output", type=click.Path(), required=True, help="Path of the new run.")
+@STEPS
+@CORPUS
+@TOKENIZER
+@FSYNC
+@click.option("--overwrite", is_flag=True, help="Replace an existing run.")
+@THREADS
+def fork(run: str, at: int, output: str, **options: Any) -> None:
+    """Continue a run from one of its steps with other settings, as a new run.
+
+    Settings that may change: optimizer and schedule, training.steps, training.max_grad_norm,
+    training.autocast, model.dtype=float32. A run with --variables everything forks from any row.
+    Otherwise, without a checkpoint of that step, the earlier steps are trained again. The fork
+    shares the rows before that step; it does not copy them. `trajstore record --resume -o FORK`
+    resumes a fork.
+
+    \b
+    Example:
+      trajstore fork long.zarr --at 800 --set optimizer.lr=3e-4 -o slower.zarr
+      trajstore fork long.zarr --at 800 --steps 20000 -o longer.zarr
+    """
+    from trajstore.store.storage.remote_path import location
+    from trajstore.store.writing.create import check_local_target
+
+    path = location(output)
+    check_local_target(path, overwrite=options["overwrite"])  # before torch is imported
+    settings = settings_of(options)
+
+    def train(config: RunConfig, progress: RecordingProgress, **common: Any) -> None:
+        from trajstore import trainers
+
+        trainers.fork(run, path, at=at, settings=settings, **common)
+
+    _train_and_print(path, lambda: _forked(run, at, settings), train, options)
+
+
+def _train_and_print(
+    path: Location,
+    configure: Callable[[], RunConfig],
+    train: Callable[..., None],
+    options: Mapping[str, Any],
+) -> None:
+    """Train with a progress bar, stop at a signal, and print what was recorded.
+
+    Parameters
+    ----------
+    path : path-like
+        The run to record.
+    configure : callable
+        Returns the configuration.
+    train : callable
+        Takes the configuration, the progress, and the common options of `trainers.record` and
+        `trainers.fork`.
+    options : mapping
+        Options of the command, by name.
+    """
     with StopRequest() as stop, _report_early_stop(path):
-        if source is None:
-            config = configured(options, path if resume else None)
-        else:
-            config = _forked(source, at, settings_of(options))
+        config = configure()
         with RecordingProgress(config.training.steps) as progress:
 
             def begin(text: Any) -> None:
                 progress.show_corpus(text)
                 stop.begin()
 
-            common: dict[str, Any] = {
+            train(
+                config,
+                progress,
+                stop=stop,
+                on_corpus=begin,
+                on_step=progress.show_step,
+                on_note=progress.show_note,
+                on_retrain=progress.show_retrain,
                 **{name: options[name] for name in _PASSED_ON},
-                "stop": stop,
-                "on_corpus": begin,
-                "on_step": progress.show_step,
-                "on_note": progress.show_note,
-                "on_retrain": progress.show_retrain,
-            }
-            if source is None or at is None:
-                common["on_products"] = progress.show_products
-                trainers.record(config, path, resume=resume, **common)
-            else:
-                trainers.fork(source, path, at=at, settings=settings_of(options), **common)
+            )
     from trajstore.store.reading.run_info import information
     from trajstore.trainers.runs.matrix_runs import planned_runs
 
     facts = {run: information(run) for run in planned_runs(path, config)}
-    if as_json:
-        listed = [{"run": str(run), **one} for run, one in facts.items()]
-        print_json(facts[path] if config.model.tied else listed)
     least = min(facts.values(), key=lambda one: int(one["committed_rows"]))
     if least["status"] == "interrupted":
         print_interrupted(path, least, fsync=options["fsync"])
         sys.exit(stop.exit_code)
-    if not as_json:
-        print_recorded(path, facts, progress.seconds, progress.rate)
+    print_recorded(path, facts, progress.seconds, progress.rate)
 
 
 @contextmanager
@@ -164,38 +199,15 @@ def _is_there(path: Location) -> bool:
     return path.exists() or (isinstance(path, Path) and bool(matrix_runs(path)))
 
 
-def _check_fork(
-    source: str | None, at: int | None, output: str | None, *, named: bool, resume: bool
-) -> None:
-    """Raise an error for options that a fork needs or does not take."""
-    if source is None:
-        if at is not None:
-            raise InvalidArgument("--at needs --fork; name the run to fork: --fork RUN.zarr")
-        return
-    if at is None:
-        raise InvalidArgument("--fork needs the step to fork at: --at STEP")
-    if output is None:
-        raise InvalidArgument("--fork needs the path of the new run: -o OTHER.zarr")
-    if named:
-        raise InvalidArgument(
-            "a fork takes the configuration of its source; leave out --preset and --config, and "
-            "change settings with --set"
-        )
-    if resume:
-        raise InvalidArgument(
-            f"got both --fork and --resume; resume an existing fork with: trajstore record "
-            f"--resume -o {shlex.quote(output)}"
-        )
-
-
-def _forked(source: str, at: int | None, changes: list[str]) -> Any:
+def _forked(source: str, at: int, changes: list[str]) -> RunConfig:
     """Return the configuration of a fork, before its settings are checked."""
     from trajstore import trainers
     from trajstore.store.reading.open_group import open_group
 
     if "://" not in source:
         open_group(source)
-    return trainers.recorded_config(source, after=at).with_values(changes)
+    config: RunConfig = trainers.recorded_config(source, after=at).with_values(changes)
+    return config
 
 
 def print_recorded(

@@ -12,31 +12,28 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from trajstore.cli.options import JSON
 from trajstore.cli.stop_signals import StopRequest
-from trajstore.cli.tables import counted, err, out, print_json
+from trajstore.cli.tables import counted, err, out
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.configuration import (
     configuration,
     named_config,
-    recording,
     settings_of,
     stem_of,
 )
-from trajstore.trainers.commands.sweep_view import print_jobs, status_lines, sweep_facts
+from trajstore.trainers.commands.sweep_view import print_jobs, status_lines
 
 if TYPE_CHECKING:
     from trajstore.trainers.sweeps.grid import SweptRun
 
 __all__ = ["sweep"]
 
-_OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json"}
+_OWN = {"output", "assignments", "seeds", "jobs", "threads", "dry_run"}
 """Options of `sweep` itself; all others are options of `trajstore record` and are passed on."""
 
 
 @click.command()
 @configuration
-@recording
 @click.option("--seeds", metavar="A:B|LIST", help="Seeds: A to B - 1 for A:B, or a list: 1,2.")
 @click.option(
     "-o", "--output", type=click.Path(), required=True, help="Folder of the runs, such as runs/."
@@ -49,19 +46,16 @@ _OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json
     "first call fixes the number.",
 )
 @click.option(
-    "--print",
-    "printed",
+    "--dry-run",
     is_flag=True,
     help="Print one command per run, for a cluster's array job; record nothing.",
 )
-@JSON
 def sweep(
     seeds: str | None,
     output: str,
     jobs: int,
     threads: int | None,
-    printed: bool,
-    as_json: bool,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Record many runs: every seed with every setting, each in its own process.
@@ -71,11 +65,13 @@ def sweep(
     and resume the others. A failed run does not stop the others; the exit code is then 1. Ctrl-C
     and SIGTERM stop all runs after the current step.
 
+    --set recording.every=10, recording.variables=[W] and the like set what is recorded.
+
     \b
     Example:
       trajstore sweep --preset gatsby --seeds 1601:1617 --steps 300 -o runs/ --jobs 2
       trajstore sweep --preset gatsby --set initialization.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
-      trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
+      trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --dry-run > commands.txt
     """
     if "://" in output:
         raise InvalidArgument(
@@ -92,10 +88,15 @@ def sweep(
     chosen = None if seeds is None else parse_seeds(seeds)
     # All runs are parsed now, so that an error in any is reported before the first starts.
     runs = swept_runs(base, stem_of(options), assignments, chosen, common)
-    threads = choose_threads(folder, jobs, threads, keep=not printed)
+    if chosen is None and len(runs) == 1:
+        raise InvalidArgument(
+            "got a single run to sweep; give several seeds (--seeds 1:5) or a setting with several "
+            "values (--set optimizer.lr=1e-3,3e-4), or record one run with trajstore record"
+        )
+    threads = choose_threads(folder, jobs, threads, keep=not dry_run)
     passed_on = _passed_on(click.get_current_context())
     commands = [_command(run, folder, passed_on) for run in runs]
-    if printed:
+    if dry_run:
         for command in commands:
             click.echo(f"OMP_NUM_THREADS={threads} {shlex.join(['trajstore', *command])}")
         return
@@ -103,7 +104,7 @@ def sweep(
     steps_given = any(
         text.partition("=")[0].strip() == "training.steps" for text in (*assignments, *common)
     )
-    _record(runs, commands, folder, jobs, threads, steps_given=steps_given, as_json=as_json)
+    _record(runs, commands, folder, jobs, threads, steps_given=steps_given)
 
 
 def _passed_on(ctx: click.Context) -> list[str]:
@@ -138,7 +139,6 @@ def _record(
     threads: int,
     *,
     steps_given: bool,
-    as_json: bool,
 ) -> None:
     """Run the processes, print the status of each run, and set the exit code."""
     from trajstore.trainers.sweeps.process_queue import Job, run_jobs
@@ -166,10 +166,7 @@ def _record(
             stop=stop,
             report=status_lines(jobs),
         )
-    if as_json:
-        print_json(sweep_facts(jobs, threads))
-    else:
-        print_jobs(jobs, rows)
+    print_jobs(jobs, rows)
     if stop():
         err.print("Stopped; run the same command again to resume the incomplete runs.")
         sys.exit(stop.exit_code)
@@ -178,6 +175,5 @@ def _record(
             "Some runs are incomplete; run the same command again to resume the incomplete runs."
         )
         sys.exit(1)
-    if not as_json:
-        pattern = shlex.quote(str(folder / "*.zarr"))
-        out.print(f"Next command: trajstore plot {pattern} gradients")
+    pattern = shlex.quote(str(folder / "*.zarr"))
+    out.print(f"Next command: trajstore plot {pattern} gradients")

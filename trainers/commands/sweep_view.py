@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -13,7 +13,7 @@ from trajstore.durations import format_duration
 if TYPE_CHECKING:
     from trajstore.trainers.sweeps.process_queue import Job
 
-__all__ = ["print_jobs", "status_lines", "sweep_facts"]
+__all__ = ["print_jobs", "status_lines"]
 
 _STATES = {
     "busy": "waiting: another process writes to this run",
@@ -55,27 +55,6 @@ def print_jobs(jobs: Sequence[Job], rows: Sequence[int]) -> None:
     for job in jobs:
         if job.state == "failed":
             out.print(f"{job.run.name} failed: {job.message} (full output: {job.log})")
-
-
-def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
-    """Return the status of each run as JSON values."""
-    from trajstore.trainers.sweeps.sweep_folder import committed_rows
-
-    return {
-        "threads": threads,
-        "runs": [
-            {
-                "run": str(job.run),
-                "status": job.state,
-                "committed_rows": committed_rows(job.run),
-                "seconds": job.seconds,
-                "exit_code": job.exit_code,
-                "message": job.message,
-                "log": str(job.log),
-            }
-            for job in jobs
-        ],
-    }
 
 
 def _status_line(job: Job) -> str:

@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
-from trajstore.byte_sizes import EXCHANGE_MEMORY
-from trajstore.cli.options import JSON, RUN
+from trajstore.cli.options import RUN
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
-from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.cli.tables import out, print_notes
 
 __all__ = ["what_if"]
 
@@ -25,20 +24,10 @@ __all__ = ["what_if"]
     metavar="SECTION.FIELD=VALUE",
     help="Change one setting, such as optimizer.state_dtype=float32. Repeatable.",
 )
-@click.option(
-    "--from", "from_step", type=int, metavar="STEP", help="Start from the state of this step."
-)
+@click.option("--at", type=int, metavar="STEP", help="Step to start from; default: the first.")
 @click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Tokens to compute.")
-@click.option("--seed", type=int, help="Seed of stochastic rounding; default: 0.")
-@click.option(
-    "--memory",
-    default=EXCHANGE_MEMORY,
-    metavar="SIZE",
-    help="Memory of the writer's buffer, such as 512MiB.",
-)
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
-@JSON
-def what_if(run: str, output: str, tokens: str, as_json: bool, **options: Any) -> None:
+def what_if(run: str, output: str, tokens: str, **options: Any) -> None:
     """Apply a run's recorded gradients with other optimizer settings, as a new run.
 
     The gradients stay those of the recorded run; the new settings do not affect them (open loop).
@@ -49,7 +38,7 @@ def what_if(run: str, output: str, tokens: str, as_json: bool, **options: Any) -
     \b
     Example:
       trajstore what-if gatsby.zarr --set optimizer.state_dtype=float32 -o wide.zarr
-      trajstore what-if gatsby.zarr --set schedule.name=constant --from 500 -o constant.zarr
+      trajstore what-if gatsby.zarr --set schedule.name=constant --at 500 -o constant.zarr
       trajstore what-if gatsby.zarr --set rounding=stochastic --tokens dead -o dither.zarr
       trajstore compare gatsby.zarr wide.zarr
     """
@@ -67,9 +56,6 @@ def what_if(run: str, output: str, tokens: str, as_json: bool, **options: Any) -
             on_progress=progress.show,
             **options,
         )
-    if as_json:
-        print_json(vars(found))
-        return
     out.print(
         f"Wrote {output}: {found.rows} rows, steps {found.first_step} to {found.last_step}, "
         f"from the gradients of {run}."

@@ -91,7 +91,7 @@ class PlannedCounterfactual:
         rows: RecordedRows,
         assignments: Sequence[str],
         *,
-        from_step: int | None,
+        at: int | None,
         tokens: Tokens,
         seed: int | None,
         device: torch.device,
@@ -104,7 +104,7 @@ class PlannedCounterfactual:
             As `what_if`.
         """
         check_inputs(rows)
-        first = _row_of(rows, from_step)
+        first = _row_of(rows, at)
         held = rows.natives["W"].name
         settings = changed_settings(source.attributes, held, assignments, seed=seed)
         weights = getattr(torch, settings.weights_dtype)
@@ -123,7 +123,7 @@ class PlannedCounterfactual:
         if rows.steps[begin] < forked_at:
             raise CannotReplay(
                 f"another optimizer took the steps up to {forked_at}, before the run was forked; "
-                f"start at the fork (--from {forked_at}), or use the source of the fork"
+                f"start at the fork (--at {forked_at}), or use the source of the fork"
             )
         if first and rebuilt:
             _check_known(rows, rows.rates, rows.clip_coefs, range(1, first + 1))
@@ -210,7 +210,7 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(f"{step} is the last step of the run; give an earlier one with --from")
+        raise CannotReplay(f"{step} is the last step of the run; give an earlier one with --at")
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
@@ -235,7 +235,7 @@ def _check_state(
         name = settings.optimizer["class"].rpartition(".")[2]
         raise CannotReplay(
             f"{name} with these settings has no state at step {step}, because the run had another "
-            "optimizer; start at the first row, without --from"
+            "optimizer; start at the first row, without --at"
         )
     if optimizer.counts_steps and not rows.counts_skipped(first + 1):
         raise CannotReplay(
@@ -250,7 +250,7 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
         at = first + int(gaps[0])
         raise CannotReplay(
             f"step {rows.steps[at + 1]} follows step {rows.steps[at]}, so the gradients between "
-            "them are missing; record with every=1, or start later (--from)"
+            "them are missing; record with every=1, or start later (--at)"
         )
 
 

@@ -168,7 +168,7 @@ def _check_changeable(given: Mapping[str, Any]) -> None:
         if name not in CHANGEABLE:
             raise ConfigError(
                 f"what-if cannot change {name}; choose from {', '.join(CHANGEABLE)}, or train with "
-                f"another {name} in a fork of the run (trajstore record --fork)"
+                f"another {name} in a fork of the run (trajstore fork)"
             )
 
 

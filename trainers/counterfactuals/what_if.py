@@ -52,7 +52,7 @@ def what_if(
     output: str | os.PathLike[str],
     settings: Sequence[str] = (),
     *,
-    from_step: int | None = None,
+    at: int | None = None,
     tokens: Tokens = "all",
     seed: int | None = None,
     memory: int | str = EXCHANGE_MEMORY,
@@ -77,7 +77,7 @@ def what_if(
         ``section.field=value`` as for a recording, such as ``optimizer.lr=3e-4``,
         ``optimizer.state_dtype=float32``, ``model.dtype=float32``, ``schedule.name=constant``,
         ``training.max_grad_norm=0`` or ``rounding=stochastic``.
-    from_step : int, optional
+    at : int, optional
         Step whose recorded state is the start; default: the first row.
     tokens : {'all', 'dead', 'live'} or array_like of int
         Tokens whose rows are computed; each element of W is independent of the others.
@@ -101,7 +101,7 @@ def what_if(
     RunExists
         If `output` exists.
     StepNotFound
-        If there is no row of `from_step`.
+        If there is no row of `at`.
     ConfigError
         If a setting does not exist, does not act on recorded gradients, or is missing in the
         optimizer.
@@ -127,7 +127,7 @@ def what_if(
     device = replay_device(source.attributes)
     with torch_threads(device.threads):
         planned = PlannedCounterfactual.of(
-            source, rows, settings, from_step=from_step, tokens=tokens, seed=seed,
+            source, rows, settings, at=at, tokens=tokens, seed=seed,
             device=device.device,
         )  # fmt: skip
         origin: dict[str, Any] = {

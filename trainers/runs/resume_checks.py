@@ -191,7 +191,7 @@ def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
     if attributes.get("provenance", {}).get("what_if"):
         raise NothingToResume(
             f"{path} was computed by `trajstore what-if` from the gradients of another run, so it "
-            "has no training to resume; fork the other run (`trajstore record --fork`)"
+            "has no training to resume; fork the other run (`trajstore fork`)"
         )
 
 
@@ -254,7 +254,8 @@ def _ended_note(config: RunConfig, step: int) -> str | None:
     return (
         f"the decay of the learning rate ends at step {end} (schedule.steps), so the rate is 0 in "
         f"steps {max(end, step) + 1} to {steps}; for a rate above 0, fork the run at an earlier "
-        f"step with another schedule.steps (--fork RUN --at STEP --set schedule.steps={steps})"
+        f"step with another schedule.steps (trajstore fork RUN --at STEP --set "
+        f"schedule.steps={steps} -o FORK)"
     )
 
 

@@ -54,6 +54,7 @@ def checkout(
     step: int,
     optimizer: bool = False,
     tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
 ) -> Checkout:
     """Write the model of a step to a folder that ``from_pretrained`` loads.
 
@@ -72,6 +73,8 @@ def checkout(
         Also write ``optimizer.pt``: the state dict of the optimizer, for `torch.load`.
     tokenizer : path-like or str, optional
         Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
+    overwrite : bool
+        Replace an existing checkout.
 
     Returns
     -------
@@ -80,7 +83,7 @@ def checkout(
     Raises
     ------
     RunExists
-        If `output` exists.
+        If `output` exists, and `overwrite` is not set or it has no ``config.json``.
     RunNotFound
         If there is no run.
     VariableNotRecorded
@@ -103,7 +106,7 @@ def checkout(
     >>> found.tokenizer, AutoModelForCausalLM.from_pretrained(found.path).dtype
     ('ascii', torch.bfloat16)
     """
-    check_new_folder(output)
+    check_new_folder(output, overwrite=overwrite)
     stored = RunParameters(run)
     if "model_config" not in stored.attributes:
         raise InvalidArgument(
@@ -113,7 +116,7 @@ def checkout(
     model: Any = model_at(run, step)
     found = find_tokenizer(stored.attributes, tokenizer)
     state = optimizer_state_at(run, step) if optimizer else None
-    with staged_run(output, check=check_new_folder) as new:
+    with staged_run(output, overwrite=overwrite, check=check_new_folder) as new:
         model.save_pretrained(new)
         if found is not None:
             found.pretrained().save_pretrained(new)
@@ -128,18 +131,23 @@ def checkout(
 
 
 def check_new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Check that a folder does not exist, and return its path. Nothing is overwritten.
+    """Check that a checkout may be written to a folder, and return its path.
 
     Raises
     ------
     RunExists
-        If the path exists.
+        If the path exists, and `overwrite` is not set or it is not the folder of a model.
     InvalidArgument
         If the path is an address.
     """
     target = local_path(path).absolute()
     if target.exists() or target.is_symlink():
-        raise RunExists(f"{path} already exists; choose the path of a new folder")
+        if not overwrite:
+            raise RunExists(
+                f"{path} already exists; choose another path, or overwrite it (--overwrite)"
+            )
+        if target.is_symlink() or not (target / "config.json").is_file():
+            raise RunExists(f"{path} is not a checkout and is not overwritten; choose another path")
     return target
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import click
 from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
-from trajstore.cli.options import ENCODING, JSON, RUNS
+from trajstore.cli.options import ENCODING, JSON, RUNS, SELECT
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from trajstore.exchange.guessing.detect_arrays import Detection
 
 __all__ = ["export", "import_"]
-
-_MEMORY = partial(
-    click.option, "--memory", default=EXCHANGE_MEMORY, show_default=True, metavar="SIZE"
-)
 
 
 @click.command()
@@ -46,10 +41,7 @@ _MEMORY = partial(
     "--like", metavar="FILE", help="Write the keys, types and ranks of this safetensors file."
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write.")
-@click.option("--steps", metavar="STEPS", help="Steps, such as 0:200:10 (without 200) or 5,10,20:.")
-@click.option(
-    "--tokens", metavar="TOKENS", help="Tokens: all, dead, live, ids such as 1,2,3, or a FILE."
-)
+@SELECT("step", "token")
 @click.option(
     "--variables", "variables", metavar="W,grad,…", help="Variables to write; default: all."
 )
@@ -60,11 +52,20 @@ _MEMORY = partial(
     is_flag=True,
     help="With --format run: write NaN in place of damaged values, and list them.",
 )
-@_MEMORY(help="Memory of the row buffer, for zarr and run.")
+@click.option(
+    "--memory",
+    default=EXCHANGE_MEMORY,
+    show_default=True,
+    metavar="SIZE",
+    help="Memory of the row buffer, for zarr and run.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@JSON
 def export(
-    runs: tuple[str, ...], format_name: str | None, output: str, as_json: bool, **options: Any
+    runs: tuple[str, ...],
+    format_name: str | None,
+    output: str,
+    selected: dict[str, str],
+    **options: Any,
 ) -> None:
     """Export a run, or a part of it, for other programs. Memory does not grow with the run.
 
@@ -74,7 +75,8 @@ def export(
     \b
     Example:
       trajstore export gatsby.zarr --format safetensors --layout 15.1a -o gatsby.safetensors
-      trajstore export gatsby.zarr --format hdf5 --steps 0:1000:10 --tokens dead -o dead.h5
+      trajstore export gatsby.zarr --format hdf5 --select step=0:1000:10 -o tenth.h5
+      trajstore export gatsby.zarr --select token=dead -o dead.safetensors
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
       trajstore export gatsby.zarr --layout mine.toml -o mine.safetensors
       trajstore export gatsby.zarr --like old.safetensors -o new.safetensors
@@ -93,11 +95,13 @@ def export(
         format_name = format_name or _format_of(output)
     with stopped_by_signals(), BytesProgress("exporting") as progress:
         done = write(
-            run_paths(runs), output, format=format_name, on_progress=progress.show, **options
+            run_paths(runs),
+            output,
+            format=format_name,
+            on_progress=progress.show,
+            **selected,
+            **options,
         )
-    if as_json:
-        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
-        return
     what = f"layout {done.layout}"
     if done.layout == "native" and done.format != "safetensors":
         what = done.format
@@ -162,8 +166,6 @@ def _format_of(output: str) -> str:
     type=click.Path(),
     help="File that labels dead tokens: masks, lists of ids, or token counts.",
 )
-@click.option("--block-rows", type=int, help="Rows per block; default: computed from the memory.")
-@_MEMORY(help="Memory for the write buffer.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @JSON
 def import_(
@@ -188,7 +190,7 @@ def import_(
         kinds[kind] = (*kinds.get(kind, ()), name)
     labels = options.pop("labels")
     labelled = dict([_assignment(labels)]) if labels else None
-    writing = {name: options.pop(name) for name in ("block_rows", "overwrite")}
+    overwrite = options.pop("overwrite")
     given = options | {"map": kinds, "labels": labelled, "bits": _bits(options["bits"])}
     if output is None and not dry_run:
         raise InvalidArgument("no output given; add -o NAME.zarr or --dry-run")
@@ -198,7 +200,8 @@ def import_(
         done = preview_import(file, **given)
     else:
         with stopped_by_signals(), BytesProgress("importing") as progress:
-            done = import_file(file, output, on_progress=progress.show, **writing, **given)
+            given |= {"overwrite": overwrite, "on_progress": progress.show}
+            done = import_file(file, output, **given)
     runs = (done, *done.others)
     if as_json:
         facts = [dataclasses.asdict(one) | {"others": []} for one in runs]

@@ -20,7 +20,7 @@ from trajstore.cli.tables import (
     table,
     without_tokens,
 )
-from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.segments import listed_segments
 from trajstore.store.reading.run_settings import attribute
 
@@ -32,14 +32,8 @@ _WIDE = 100  # terminal width at which tables show all columns
 
 @click.command()
 @RUNS
-@click.option(
-    "--corrections",
-    is_flag=True,
-    help="Count the chunks that hold differences, and the elements that the encoding `compact` "
-    "corrects. Reads every chunk of W, the gradient and the moments.",
-)
 @JSON
-def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
+def info(runs: tuple[str, ...], as_json: bool) -> None:
     """Print what a run holds: rows, arrays, sizes, configuration, origin.
 
     Works while the run is recorded. For several runs or the folder of a sweep, prints a table with
@@ -49,7 +43,6 @@ def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
     \b
     Example:
       trajstore info gatsby.zarr
-      trajstore info small.zarr --corrections
       trajstore info runs/
     """
     from trajstore.store.reading.run_info import information
@@ -58,17 +51,11 @@ def info(runs: tuple[str, ...], corrections: bool, as_json: bool) -> None:
     paths = run_paths(runs)
     if len(paths) == 1:
         facts = information(paths[0])
-        if corrections:
-            from trajstore.store.reading.stored_forms import stored_forms
-
-            facts["corrections"] = stored_forms(paths[0])
         if as_json:
             print_json(facts)
         else:
             print_information(paths[0], facts)
         return
-    if corrections:
-        raise InvalidArgument(f"--corrections takes one run, got {len(paths)}")
     from trajstore.store.reading.run_settings import differing_settings
     from trajstore.store.reading.run_table import final_loss, run_table  # imports xarray
 
@@ -183,18 +170,6 @@ def _print_forms(facts: dict[str, Any]) -> None:
     for name, rule in (("W", replay_rule), (VECTORS["W"], vector_rule)):
         if name not in computed:
             rule(facts, types, lambda note: print_notes([note]))
-    if "corrections" not in facts:
-        return
-    rows = []
-    for name, counts in facts["corrections"].items():
-        own = str(counts["chunks"] - counts["differences"])
-        forms = (own, "") if "elements" in counts else ("", own)
-        elements = [
-            f"{counts[key]:,}" if key in counts else "" for key in ("corrected", "elements")
-        ]
-        rows.append((name, *forms, counts["differences"], *elements))
-    columns = ("array", "computed", "predicted", "differences", "corrected", "of elements")
-    print_table("Chunks", columns, rows)
 
 
 def _segments(facts: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.options import JSON, RUN
+from trajstore.cli.options import JSON, RUN, SELECT
 from trajstore.cli.progress import BytesProgress, StepsProgress
 from trajstore.cli.tables import counted, out, print_json, print_notes, print_table
 from trajstore.errors import InvalidArgument, MissingExtra
@@ -38,7 +38,7 @@ __all__ = ["repair", "verify"]
     help="With --replay: train each step again from the row before it, and compare all "
     "variables. For runs of `trajstore record` with everything.",
 )
-@click.option("--steps", metavar="A:B:K", help="With --gradients: only these steps, such as 0:500.")
+@SELECT("step", note="Needs --gradients.")
 @click.option(
     "--corpus",
     type=click.Path(),
@@ -52,7 +52,7 @@ __all__ = ["repair", "verify"]
     help="With --gradients: folder of the run's tokenizer. Default: as recorded.",
 )
 @JSON
-def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **chosen: Any) -> None:
+def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **options: Any) -> None:
     """Read every byte of a run and compare it with its checksums. Changes nothing.
 
     RUN may be the common name of the two runs of untied weights. Exits with 1 if it finds a
@@ -62,13 +62,15 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **chosen
     Example:
       trajstore verify gatsby.zarr
       trajstore verify gatsby.zarr --replay
-      trajstore verify gatsby.zarr --replay --gradients --steps 0:200
+      trajstore verify gatsby.zarr --replay --gradients --select step=0:200
     """
     if gradients and not with_replay:
         raise InvalidArgument("--gradients needs --replay; give both")
-    for name, value in chosen.items():
-        if value is not None and not gradients:
-            raise InvalidArgument(f"--{name} needs --gradients; leave it out or give both")
+    for name, value in options.items():
+        if value and not gradients:
+            option = name.replace("selected", "select")
+            raise InvalidArgument(f"--{option} needs --gradients; leave it out or give both")
+    chosen = options.pop("selected") | options
     from trajstore.integrity.verify import verify as check
     from trajstore.store.reading.run_paths import all_matrix_runs
 
@@ -118,27 +120,27 @@ def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
 
 @click.command()
 @RUN
-@click.option("--yes", is_flag=True, help="Apply the repair. Without it, print what it would do.")
-@JSON
-def repair(run: str, yes: bool, as_json: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Print the repair; change nothing.")
+def repair(run: str, dry_run: bool) -> None:
     """Restore a damaged run to its last complete commit.
 
-    Prints the repair, and applies it with --yes. Copy the run first: dropped rows are lost. Exits
-    with 1 if something cannot be repaired. To save more rows, export the run: it prints how.
+    Prints what it does, then does it. Dropped rows are lost: use --dry-run first, and copy the
+    run. Exits with 1 if something cannot be repaired. To save more rows, export the run: --dry-run
+    prints how.
 
     \b
     Example:
+      trajstore repair gatsby.zarr --dry-run
       trajstore repair gatsby.zarr
-      trajstore repair gatsby.zarr --yes
     """
     from trajstore.integrity.repair import repair as mend
 
     with BytesProgress("checking") as progress:
-        found = mend(run, yes=yes, on_progress=progress.show)
-    if as_json:
-        print_json(found.facts())
-    else:
-        print_repair(found)
+        found = mend(run, dry_run=dry_run, on_progress=progress.show, on_plan=print_repair)
+    if found.actions and not dry_run:
+        out.print(f"{found.path.name} is repaired.")
+    elif dry_run:
+        print_advice(found)
     if found.unrepaired:
         sys.exit(1)
 
@@ -213,7 +215,7 @@ def print_verification(found: Verification) -> None:
     )
     run = shlex.quote(str(found.path))
     if any(problem.remedy != "none" for problem in found.problems):
-        out.print(f"Print what a repair would do: trajstore repair {run}")
+        out.print(f"Print what a repair would do: trajstore repair {run} --dry-run")
     damaged = {problem.array for problem in found.problems if problem.remedy == "cut"}
     if damaged and STEP.name not in damaged:
         copy = f"trajstore export {run} --format run --fill-damaged -o COPY.zarr"
@@ -221,9 +223,7 @@ def print_verification(found: Verification) -> None:
 
 
 def print_repair(found: Repair) -> None:
-    """Print what `trajstore.integrity.repair.repair` did, or would do."""
-    from trajstore.store.storage.remote_path import RemotePath
-
+    """Print what `trajstore.integrity.repair.repair` does, or would do."""
     if not found.actions and not found.unrepaired:
         out.print(f"{found.path.name} is sound; nothing to repair.")
         return
@@ -231,15 +231,19 @@ def print_repair(found: Repair) -> None:
         damaged = (f"{name}, {where}" if where else name for name, where in found.damaged.items())
         out.print(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(found.whole)}.")
     if found.actions:
-        out.print("Repaired:" if found.done else "Planned repair:")
+        out.print("Repair:")
     for action in found.actions:
         out.print(f"  {action}.")
     if found.unrepaired:
         out.print("Cannot be repaired, because no other copy exists:")
     for sentence in found.unrepaired:
         out.print(f"  {sentence}.")
-    if found.done:
-        return
+
+
+def print_advice(found: Repair) -> None:
+    """Print what to do before and in place of a planned repair."""
+    from trajstore.store.storage.remote_path import RemotePath
+
     run, remote = shlex.quote(str(found.path)), isinstance(found.path, RemotePath)
     if found.exports:
         out.print("To keep more, copy the run instead:")
@@ -249,4 +253,4 @@ def print_repair(found: Repair) -> None:
         copy = shlex.quote(f"{found.path}.copy")
         out.print(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}")
     if found.actions:
-        out.print(f"Nothing was changed. To repair, run: trajstore repair {run} --yes")
+        out.print(f"Nothing was changed. To repair, run: trajstore repair {run}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ __all__ = [
     "RECORD",
     "RUN",
     "RUNS",
+    "SELECT",
     "Choice",
     "given_populations",
     "opened",
@@ -78,6 +79,55 @@ def _recordable() -> str:
         f"{', '.join(in_each)}. By name only: {', '.join(by_name)}; cells can replace W. "
         "Default: recording.variables of the configuration."
     )
+
+
+_KEYWORDS = {"step": "steps", "token": "tokens", "population": "population"}
+"""Keyword of a selection in Python, by the dimension that ``--select`` names."""
+
+_EXAMPLES = {
+    "step": "step=0:500 or step=0:10000:10",
+    "token": "token=dead, token=1,2,3 or token=FILE",
+    "population": "population=dead",
+}
+
+
+def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
+    """``--select DIM=VALUES``, for the dimensions of which a command takes a part.
+
+    The command receives ``selected``: the values by keyword, ``steps``, ``tokens``, ``population``.
+    """
+
+    def parse(ctx: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+        return _selected(given, dims)
+
+    examples = ", ".join(_EXAMPLES[dim] for dim in dims)
+    return click.option(
+        "--select",
+        "selected",
+        multiple=True,
+        metavar="DIM=VALUES",
+        callback=parse,
+        help=f"Use only a part: {examples}.{f' {note}' if note else ''}"
+        + (" Repeatable." if len(dims) > 1 else ""),
+    )
+
+
+def _selected(given: Sequence[str], dims: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in given:
+        dim, equals, values = (part.strip() for part in text.partition("="))
+        if dim not in dims:
+            raise InvalidArgument(
+                f"got --select {text!r}, which names no dimension of this command"
+                f"{did_you_mean(dim, dims)}; expected DIM=VALUES with {' or '.join(dims)}, such as "
+                f"{_EXAMPLES[dims[0]]}"
+            )
+        if not equals or not values:
+            raise InvalidArgument(f"got --select {text!r} without values; give {_EXAMPLES[dim]}")
+        if _KEYWORDS[dim] in found:
+            raise InvalidArgument(f"got --select {dim} twice; give all values in one")
+        found[_KEYWORDS[dim]] = values
+    return found
 
 
 RECORD = click.option("--variables", "variables", metavar="all,batch,…", help=_recordable())
@@ -145,8 +195,8 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
     for one in assignments:
         if "=" not in one:
             raise InvalidArgument(
-                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; to select an "
-                f"existing one, use trajstore analyze RUN QUANTITY --set population={one}"
+                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; analyze and "
+                f"plot show an existing one alone with --select population={one}"
             )
     return populations_from(assignments)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +29,12 @@ __all__ = ["Repair", "repair"]
 def repair(
     path: RunPath,
     *,
-    yes: bool = False,
+    dry_run: bool = False,
     threads: int | None = None,
     on_progress: Progress | None = None,
+    on_plan: Callable[[Repair], None] | None = None,
 ) -> Repair:
-    """Restore a run to its last complete commit; by default only return the plan.
+    """Restore a run to its last complete commit.
 
     All arrays are cut to the rows before the first damaged block. Shards past the commit and
     temporary files are removed; no reader sees them. Metadata files are rebuilt from their copies.
@@ -43,12 +44,14 @@ def repair(
     Parameters
     ----------
     path : path-like, str or RemotePath
-    yes : bool
-        Apply the repair. It can be repeated, also after an interruption.
+    dry_run : bool
+        Only return the plan. A repair can be repeated, also after an interruption.
     threads : int, optional
         Threads that read the run; by default the number of processors, at most 8.
     on_progress : callable, optional
         Called with the bytes of the checked shards, and of all shards.
+    on_plan : callable, optional
+        Called with the plan, before anything is changed.
 
     Raises
     ------
@@ -65,10 +68,10 @@ def repair(
     --------
     >>> from pathlib import Path
     >>> Path("gatsby.zarr/W/c.2.0.0").unlink()  # lose a block of rows
-    >>> planned = repair("gatsby.zarr")
+    >>> planned = repair("gatsby.zarr", dry_run=True)
     >>> planned.rows_before, planned.rows, planned.done
     (21, 16, False)
-    >>> repair("gatsby.zarr", yes=True).done
+    >>> repair("gatsby.zarr").done
     True
     >>> repair("gatsby.zarr").actions  # nothing remains
     ()
@@ -81,14 +84,18 @@ def repair(
         )
     check_metadata(path)  # before it makes a lock for something else
     refuse_links(run)
-    with RunLock.acquire(run) if yes or _has_place_for_lock(run) else _unlocked(run) as lock:
+    with (
+        _unlocked(run) if dry_run and not _has_place_for_lock(run) else RunLock.acquire(run) as lock
+    ):
         checked = check_run(run, threads=threads, on_progress=on_progress)
         plan = plan_repair(checked)
-        if yes:
+        if on_plan is not None:
+            on_plan(plan.report)
+        if not dry_run:
             if isinstance(lock, RemoteLock) and not lock.is_held():
                 raise taken_over(run)
             _carry_out(run, plan)
-    return replace(plan.report, done=yes)
+    return replace(plan.report, done=not dry_run)
 
 
 def _has_place_for_lock(run: Location) -> bool:

@@ -275,7 +275,8 @@ def _check_tokens(layout: Layout, parts: Sequence[Selection]) -> None:
             if not np.array_equal(its, first):
                 raise InvalidArgument(
                     f"{name} of run {number} differs from that of run 0; layout {layout.name} "
-                    "holds one set of tokens: select common ones (--tokens), or export each run"
+                    "holds one set of tokens: select common ones (--select token=…), or export "
+                    "each run"
                 )
 
 

@@ -52,7 +52,8 @@ def step_labels(layout: Layout, steps: Sequence[Array]) -> Iterator[Tensor]:
         if not numbered and not np.array_equal(steps[0], its):
             raise InvalidArgument(
                 f"run {number} has {len(its)} rows and the first run {len(steps[0])}, or other "
-                f"steps; layout {layout.name} needs the same steps of all: select them (--steps)"
+                f"steps; layout {layout.name} needs the same steps of all: select them "
+                "(--select step=…)"
             )
     for number, its in enumerate(steps if numbered else steps[:1]):
         if layout.steps is not None or not np.array_equal(its, np.arange(len(its))):

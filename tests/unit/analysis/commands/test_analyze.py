@@ -141,7 +141,7 @@ def test_a_population_name_without_a_definition_is_refused(tmp_path: Path) -> No
     for command in (["summary", run], ["analyze", run, "clusters"]):
         reported = call(*command, "--population", "dead", rc=2).stderr
         assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE" in reported
-        assert reported.endswith("--set population=dead\n")
+        assert reported.endswith("with --select population=dead\n")
     reported = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
     assert "got 'population', expected an option of clusters" in reported
     reported = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
@@ -167,15 +167,28 @@ def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
 
 def test_a_window_is_noted(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
-    note = "values are those of the whole run; --within computes from --steps only"
-    assert note in call("analyze", run, "freeze", "--steps", "2:5").stdout
-    assert note not in call("analyze", run, "freeze", "--steps", "2:5", "--within").stdout
+    note = "values are those of the whole run; --within uses the selected steps only"
+    assert note in call("analyze", run, "freeze", "--select", "step=2:5").stdout
+    assert note not in call("analyze", run, "freeze", "--select", "step=2:5", "--within").stdout
     for options, number in (((), TOKENS), (("--min-unchanged", 1), 0)):
         facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
         assert facts["frozen_since"]["flags"] == {"not_frozen": number}
     done = call("analyze", run, "speed", "--min-unchanged", 1, rc=2)
     assert "got min_unchanged=1 for speed; only these have it: freeze" in done.stderr
     assert f"default: {MIN_UNCHANGED}." in " ".join(call("analyze", "--help").stdout.split())
+
+
+def test_a_part_of_the_tokens_or_of_the_result_is_selected(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    printed = call("analyze", run, "displacement", "--select", "token=0,6").stdout
+    assert "step 10 × token 2" in printed
+    centroid = ("analyze", run, "centroid", "--population", "two=token < 2")
+    facts = json.loads(call(*centroid, "--json", "--select", "population=two,all").stdout)
+    assert [*facts["centroid"]["populations"]] == ["two", "all"]
+    reported = call(*centroid, "--select", "population=twos", rc=2).stderr
+    assert "there is no population 'twos' (did you mean 'two'?); choose from" in reported
+    reported = call("analyze", run, "speed", "--select", "population=dead", rc=2).stderr
+    assert "this result has no populations" in reported
 
 
 def test_the_meaning_of_minus_one_is_printed(tmp_path: Path) -> None:

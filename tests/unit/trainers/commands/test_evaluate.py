@@ -43,7 +43,7 @@ def test_the_commands_evaluate_and_check_out_a_run(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "generation of 3 steps, 3 of them new" in done.output
     assert xr.open_zarr(tmp_path / "texts.zarr")["step"].values.tolist() == [0, 3, 6]
-    words = ["checkout", str(run), "--step", "2", "--optimizer", "-o", str(tmp_path / "folder")]
+    words = ["checkout", str(run), "--at", "2", "--optimizer", "-o", str(tmp_path / "folder")]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     assert {path.name for path in (tmp_path / "folder").iterdir()} >= {

@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("command", "message"),
     [
         ("record --preset gatsby -o {run}", "already exists"),
-        ("record --fork {run} --at 1 -o {run}", "already exists"),
+        ("fork {run} --at 1 -o {run}", "already exists"),
         ("what-if {run} -o {run}", "already exists"),
         ("annotate {run} --masks no-such-file", "already has is_dead"),
         ("annotate {run} --tokenizer no-such-folder", "already has token_text"),

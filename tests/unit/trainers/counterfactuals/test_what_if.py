@@ -88,7 +88,7 @@ def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path)
 @pytest.mark.parametrize("name", nightly_but(OPTIMIZERS, "adamw"))
 def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=torch.bfloat16)
-    found = what_if(run, tmp_path / "same.zarr", from_step=7)
+    found = what_if(run, tmp_path / "same.zarr", at=7)
     assert (found.rows, found.first_step, found.last_step) == (14, 7, 20)
     same(open_run(run).isel(step=slice(7, None)), open_run(found.path))
 
@@ -96,7 +96,7 @@ def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
 def test_moments_that_are_not_recorded_are_rebuilt(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, variables="weights+grads")
     for step in (None, 1, 9):
-        out = what_if(run, tmp_path / f"{step}.zarr", from_step=step).path
+        out = what_if(run, tmp_path / f"{step}.zarr", at=step).path
         same(open_run(run).isel(step=slice(step or 0, None)), open_run(out))
 
 
@@ -130,7 +130,7 @@ def test_float32_weights_are_what_torch_makes_of_the_gradients(tmp_path: Path) -
     assert replay(out).clean
     moved = np.sqrt(((expected[1:].astype("f8") - expected[:-1]) ** 2).sum(-1)).astype("f4")
     np.testing.assert_allclose(wide.W_step_norm.values[1:], moved, rtol=1e-6)
-    late = what_if(run, tmp_path / "late.zarr", ["model.dtype=float32"], from_step=5).path
+    late = what_if(run, tmp_path / "late.zarr", ["model.dtype=float32"], at=5).path
     assert np.isnan(open_run(late).W_ulp_l1.values[0]).all()
     assert (open_run(late).W_step_norm.values[0] == ds.W_step_norm.values[5]).all()
 
@@ -170,7 +170,7 @@ def test_sgd_becomes_adam(tmp_path: Path) -> None:
     assert open_run(out).W.values.tobytes() == expected.tobytes()
     assert {"exp_avg", "exp_avg_sq"} <= set(open_run(out).data_vars)
     with pytest.raises(CannotReplay, match="start at the first row"):
-        what_if(run, tmp_path / "late.zarr", ["optimizer.name=adam"], from_step=4)
+        what_if(run, tmp_path / "late.zarr", ["optimizer.name=adam"], at=4)
     assert not (tmp_path / "late.zarr").exists()
 
 
@@ -292,13 +292,13 @@ def test_a_state_of_the_weights_type_that_is_rounded_once_stays_so(tmp_path: Pat
 
 def test_momentum_comes_and_goes(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["sgd-momentum"])
-    late = what_if(run, tmp_path / "late.zarr", ["optimizer.momentum=0"], from_step=2).path
+    late = what_if(run, tmp_path / "late.zarr", ["optimizer.momentum=0"], at=2).path
     ds = open_run(run)
     W = ds.W.values[2] - ds.lr.values[3] * ds.clip_coef.values[3] * ds.grad.values[3]
     np.testing.assert_allclose(open_run(late).W.values[1], W, rtol=1e-5, atol=1e-7)
     plain = tiny_run(tmp_path / "plain.zarr", OPTIMIZERS["sgd"])
     with pytest.raises(CannotReplay, match="has no state at step 2"):
-        what_if(plain, tmp_path / "no.zarr", ["optimizer.momentum=0.5"], from_step=2)
+        what_if(plain, tmp_path / "no.zarr", ["optimizer.momentum=0.5"], at=2)
 
 
 def test_steps_that_a_fork_had_before(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_steps_that_a_fork_had_before(tmp_path: Path) -> None:
     other = fork(run, tmp_path / "fork.zarr", at=4, settings=["optimizer.betas=[0.5, 0.9]"])
     with pytest.raises(CannotReplay, match="start at the fork"):
         what_if(other, tmp_path / "no.zarr")
-    again = what_if(other, tmp_path / "same.zarr", from_step=4).path
+    again = what_if(other, tmp_path / "same.zarr", at=4).path
     same(open_run(other).isel(step=slice(4, None)), open_run(again))
     with pytest.raises(InvalidArgument, match="precede the fork"):
         exact_moments(open_run(other))
@@ -315,7 +315,7 @@ def test_steps_that_a_fork_had_before(tmp_path: Path) -> None:
 
 def test_skipped_steps_that_are_not_known(tmp_path: Path) -> None:
     run = scaled_run(tmp_path / "run.zarr", fused=False)
-    late = what_if(run, tmp_path / "late.zarr", from_step=9).path
+    late = what_if(run, tmp_path / "late.zarr", at=9).path
     with pytest.raises(CannotReplay, match="number of skipped steps"):
         what_if(late, tmp_path / "no.zarr")
 
@@ -341,13 +341,13 @@ def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path
     for ids in ([1.5], ["a"]):
         with pytest.raises(InvalidArgument, match="expected all, dead, live or a list of ids"):
             what_if(run, tmp_path / "no.zarr", tokens=ids)
-    with pytest.raises(InvalidArgument, match="got from_step='a', expected a whole number"):
-        what_if(run, tmp_path / "no.zarr", from_step="a")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="got at='a', expected a whole number"):
+        what_if(run, tmp_path / "no.zarr", at="a")  # type: ignore[arg-type]
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr")
-    found = what_if(run, tmp_path / "other.zarr", ["optimizer.eps=1e-4"], from_step=3)
+    found = what_if(run, tmp_path / "other.zarr", ["optimizer.eps=1e-4"], at=3)
     said = open_run(found.path).attrs["provenance"]["what_if"]
     assert said["run"] == "run.zarr"
     assert said["from_step"] == 3
@@ -376,7 +376,7 @@ BY_VALUE = {"max_grad_norm": 0.0, "clip": 0.0, "change": _clip_by_value}
 BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception], str]] = {
     "no gradients": ({"variables": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
     "every": ({"every": 2}, [], {}, CannotReplay, "record with every=1"),
-    "step": ({}, [], {"from_step": 99}, StepNotFound, "step 99 was not recorded"),
+    "step": ({}, [], {"at": 99}, StepNotFound, "step 99 was not recorded"),
     "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "unknown field optimizer.nope"),
     "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "cannot change model.hidden"),
     "earlier name": (
@@ -393,7 +393,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
         ["optimizer.state_dtype=float32"], {}, InvalidArgument, "RMSprop keeps its state",
     ),
     "seed": ({}, [], {"seed": 3}, InvalidArgument, "only stochastic rounding is random"),
-    "last step": ({}, [], {"from_step": 4}, CannotReplay, "is the last step"),
+    "last step": ({}, [], {"at": 4}, CannotReplay, "is the last step"),
     "infinite": ({}, ["optimizer.lr=inf"], {}, InvalidArgument, "finite number"),
     "tokens": ({}, [], {"tokens": "dead"}, InvalidArgument, "the dead tokens are not known"),
     "unknown clipping": (BY_VALUE, [], {}, CannotReplay, "clip_coef is NaN"),

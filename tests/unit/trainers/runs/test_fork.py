@@ -243,7 +243,7 @@ def test_a_fork_is_gone_on_with_forked_and_repaired_as_any_run(
     with pytest.raises(NothingToResume, match=r"is a fork of .* at step 6"):
         fork(path, tmp_path / "no.zarr", at=8, corpus=text)
     (path / "W" / "c.1.0.0").unlink()
-    assert repair(path, yes=True).rows == BLOCK
+    assert repair(path).rows == BLOCK
     assert contents(stopped) == before
     assert sorted(file.name for file in tmp_path.iterdir() if file.suffix == ".zarr") == [
         "further.zarr", "run.zarr", "straight.zarr",

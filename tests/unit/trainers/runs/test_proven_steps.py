@@ -91,7 +91,7 @@ def test_what_cannot_be_proven_is_listed(run: Path, tmp_path: Path) -> None:
 def test_options_of_the_proof_need_it() -> None:
     for options, message in (
         (["--gradients"], "--gradients needs --replay"),
-        (["--replay", "--steps", "0:4"], "--steps needs --gradients"),
+        (["--replay", "--select", "step=0:4"], "--select needs --gradients"),
     ):
         result = CliRunner().invoke(main, ["verify", "run.zarr", *options])
         assert result.exit_code == 2

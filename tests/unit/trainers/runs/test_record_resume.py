@@ -342,7 +342,7 @@ def test_a_finished_run_that_lost_its_status_is_not_trained_again(
     path = Path(shutil.copytree(straight("trainer"), tmp_path / "run.zarr"))
     shutil.copytree(checkpoint_folder(straight("trainer")), checkpoint_folder(path))
     os.truncate(path / "zarr.json", 100)
-    repair(path, yes=True)
+    repair(path)
     assert xr.open_zarr(path).attrs["status"] == "interrupted"
     record(recorded_config(path), path, resume=True)
     ds = xr.open_zarr(path)

@@ -119,18 +119,17 @@ def test_the_promised_names_are_there() -> None:
     """Scripts rely on these: options may be added, but none removed."""
     promised = {
         "record": "--preset --config --set --steps --corpus --tokenizer --device --seed "
-        "--variables --every --tokens --memory --block-rows --checkpoint-every --resume "
-        "--overwrite --commit-every --fsync --output --json",
-        "sweep": "--preset --config --set --seeds --steps --jobs --threads --output --print --json",
-        "presets": "--json",
+        "--variables --every --tokens --memory --resume --overwrite --fsync --output",
+        "fork": "--at --set --steps --output",
+        "sweep": "--preset --config --set --seeds --steps --jobs --threads --output --dry-run",
         "plan": "--preset --json",
         "info": "--json",
         "summary": "--json",
         "analyze": "--output --scheduler --json",
-        "export": "--format --layout --output --steps --tokens --variables --json",
+        "export": "--format --layout --output --select --variables",
         "import": "--output",
         "verify": "--replay --json",
-        "repair": "--yes --json",
+        "repair": "--dry-run",
         "compare": "--json",
         "fetch": "",
     }
@@ -138,6 +137,29 @@ def test_the_promised_names_are_there() -> None:
     for name, flags in promised.items():
         known = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
         assert set(flags.split()) <= known, name
+
+
+def test_each_of_at_most_150_options_is_used_by_a_test() -> None:
+    texts = [
+        file.read_text() for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)
+    ]
+    options = [
+        (name, [*option.opts, *option.secondary_opts])
+        for name, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option, click.Option)
+    ]
+    assert len(options) + sum(isinstance(one, click.Option) for one in main.params) <= 150
+    untested = [
+        f"{name} {spelled}"
+        for name, spelled in options
+        if not any(
+            re.search(rf"\b{name}\b", text)
+            and any(re.search(rf"(?<![\w-]){one}(?![\w-])", text) for one in spelled)
+            for text in texts
+        )
+    ]
+    assert untested == []
 
 
 def test_an_address_is_refused_and_no_folder_is_made_of_it(
@@ -150,9 +172,8 @@ def test_an_address_is_refused_and_no_folder_is_made_of_it(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["record", "plan"])
-def test_the_help_names_every_variable_that_can_be_recorded(name: str) -> None:
-    (option,) = (one for one in COMMANDS[name].params if "--variables" in one.opts)
+def test_the_help_names_every_variable_that_can_be_recorded() -> None:
+    (option,) = (one for one in COMMANDS["record"].params if "--variables" in one.opts)
     assert isinstance(option, click.Option)
     words = set(re.findall(r"[\w+]+", option.help or ""))
     assert {*RECORDED, *TIERS} <= words

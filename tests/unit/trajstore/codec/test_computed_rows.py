@@ -217,7 +217,7 @@ def test_a_repair_drops_the_rows_of_all_that_is_computed(run: Path, history: xr.
     damage(run, "exp_avg", 1)
     (problem,) = verify(run).problems
     assert problem.array == "exp_avg"
-    done = repair(run, yes=True)
+    done = repair(run)
     assert done.rows == BLOCK
     found = ("exp_avg", "W", "exp_avg_sq")
     assert done.damaged == dict.fromkeys(found, f"steps {BLOCK} to {2 * BLOCK - 1}")

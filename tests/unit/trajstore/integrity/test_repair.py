@@ -33,10 +33,10 @@ def attributes(run: Path) -> dict[str, Any]:
 def mended(run: Path) -> Repair:
     """Repair a run, first dry; it is sound afterwards."""
     before = contents(run)
-    planned = repair(run)
+    planned = repair(run, dry_run=True)
     assert contents(run) == before
     assert not planned.done
-    done = repair(run, yes=True)
+    done = repair(run)
     assert done.done
     assert (done.actions, done.rows) == (planned.actions, planned.rows)
     assert done.actions
@@ -45,7 +45,7 @@ def mended(run: Path) -> Repair:
     assert found.clean, [str(problem) for problem in found.problems]
     assert found.notes == ()
     after = contents(run)
-    again = repair(run, yes=True)
+    again = repair(run)
     assert (again.actions, again.unrepaired) == ((), ())
     assert contents(run) == after
     return done
@@ -55,20 +55,20 @@ def test_the_damage_and_what_is_whole_are_named(run: Path) -> None:
     path, index = shard_index(run, "grad", 1)
     flip(path, 8 * index[0][0] + 300)
     (run / "loss" / "c.2").unlink()
-    found = repair(run)
+    found = repair(run, dry_run=True)
     assert found.damaged == {"grad": "steps 4 to 7", "loss": "steps 8 to 10"}
     assert found.whole == ("step", "W", "exp_avg")
     assert found.rows == 4
     assert found.exports == ("--variables W,exp_avg", "--fill-damaged")
     flip(run / "token_text" / "c.0", 140)  # only --fill-damaged leaves it out
-    assert repair(run).exports == ("--fill-damaged",)
+    assert repair(run, dry_run=True).exports == ("--fill-damaged",)
     (run / "token_text" / "c.0").unlink()  # then no export opens the run
-    assert repair(run).exports == ()
+    assert repair(run, dry_run=True).exports == ()
 
 
 def test_no_copy_holds_more_if_steps_are_damaged(run: Path) -> None:
     flip(run / "step" / "c.2", 99)
-    assert repair(run).exports == ()
+    assert repair(run, dry_run=True).exports == ()
 
 
 def assert_first_rows(run: Path, whole: Path, rows: int) -> None:
@@ -89,10 +89,10 @@ def assert_first_rows(run: Path, whole: Path, rows: int) -> None:
             assert not (run / key).exists()
 
 
-@pytest.mark.parametrize("yes", [False, True])
-def test_a_sound_run_is_left_alone(run: Path, yes: bool) -> None:
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_sound_run_is_left_alone(run: Path, dry_run: bool) -> None:
     before = contents(run)
-    found = repair(run, yes=yes)
+    found = repair(run, dry_run=dry_run)
     assert (found.actions, found.unrepaired, found.rows) == ((), (), 11)
     assert contents(run) == before
     assert list(run.parent.iterdir()) == [run]
@@ -262,12 +262,12 @@ def test_an_impossible_status_becomes_interrupted(run: Path, whole: Path) -> Non
 def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path, name: str) -> None:
     flip(run / name / "c.0", 140)
     (run / "W" / "c.2.0.0").unlink()
-    found = repair(run, yes=True)
+    found = repair(run)
     assert found.rows == 8
     assert len(found.unrepaired) == 1
     assert found.unrepaired[0].startswith(f"{name}, block 0")
     assert [problem.array for problem in verify(run).problems] == [name]
-    assert repair(run).actions == ()
+    assert repair(run, dry_run=True).actions == ()
 
 
 def test_rows_do_not_go_for_what_the_system_refuses_for_now(
@@ -284,7 +284,7 @@ def test_rows_do_not_go_for_what_the_system_refuses_for_now(
     before = contents(run)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", pread)
-        found = repair(run, yes=True)
+        found = repair(run)
     assert (found.actions, found.rows) == ((), 11)
     assert "Input/output error" in found.unrepaired[0]
     assert found.unrepaired[0].startswith("W, block 1")
@@ -293,7 +293,7 @@ def test_rows_do_not_go_for_what_the_system_refuses_for_now(
 
 def test_rows_do_not_go_for_values_that_a_writer_got_wrong(run: Path) -> None:
     zarr.open_array(run / "step", mode="r+")[8] = 7
-    found = repair(run, yes=True)
+    found = repair(run)
     assert (found.actions, found.rows) == ((), 11)
     assert "another program" in found.unrepaired[0]
     assert "steps must increase" in found.unrepaired[1]
@@ -306,7 +306,7 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     group.create_array("along", data=np.arange(11), dimension_names=["step"])
     zarr.consolidate_metadata(run)
     (run / "W" / "c.2.0.0").unlink()
-    found = repair(run, yes=True)
+    found = repair(run)
     assert found.rows == 8
     assert found.unrepaired == ()
     assert verify(run).clean
@@ -325,7 +325,7 @@ def test_without_any_metadata_of_step_nothing_is_done(run: Path) -> None:
     (run / "step" / "zarr.json").unlink()
     (run / "zarr.json").unlink()
     before = contents(run)
-    found = repair(run, yes=True)
+    found = repair(run)
     assert found.actions == ()
     assert any(sentence.startswith("step") for sentence in found.unrepaired)
     assert contents(run) == before
@@ -349,7 +349,7 @@ def test_a_model_of_somebody_else_beside_the_run_is_left_alone(run: Path) -> Non
     write_checkpoint(model)
     flip(model, 8 * (model.stat().st_size - 2))
     assert verify(run).clean
-    assert repair(run, yes=True).actions == ()
+    assert repair(run).actions == ()
     assert model.exists()
 
 
@@ -358,11 +358,11 @@ def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
     with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}) as writer:
         writer.append(step=0, W=np.zeros((1, 1), "float32"))
         before = contents(path)
-        for yes in (False, True):
+        for dry_run in (True, False):
             with pytest.raises(RunLocked):
-                repair(path, yes=yes)
+                repair(path, dry_run=dry_run)
         assert contents(path) == before
-    assert repair(path).actions == ()
+    assert repair(path, dry_run=True).actions == ()
 
 
 def test_what_would_be_done_is_said_where_nothing_can_be_written(
@@ -378,10 +378,10 @@ def test_what_would_be_done_is_said_where_nothing_can_be_written(
     (run / "W" / "c.2.0.0").unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     monkeypatch.setattr(os, "open", refuse)
-    found = repair(run)
+    found = repair(run, dry_run=True)
     assert (found.rows_before, found.rows, found.done) == (11, 8, False)
     with pytest.raises(OSError, match="Read-only"):
-        repair(run, yes=True)
+        repair(run)
 
 
 @pytest.mark.parametrize("writes", nightly_but(range(8), 3))
@@ -416,17 +416,17 @@ def test_a_repair_that_ends_in_the_middle_can_be_repaired(
         patch.setattr(module, "put", failing)
         patch.setattr(Path, "unlink", failing_unlink)
         with pytest.raises(OSError, match="no power"):
-            repair(run, yes=True)
+            repair(run)
     mended(run)
     assert_first_rows(run, whole, 8)
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound):
-        repair(tmp_path / "nothing.zarr")
+        repair(tmp_path / "nothing.zarr", dry_run=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FormatError):
-        repair(tmp_path / "empty", yes=True)
+        repair(tmp_path / "empty")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -464,7 +464,7 @@ def test_what_others_have_written_is_not_repaired(
             (folder / "zarr.json").unlink()
     before = contents(folder)
     with pytest.raises(FormatError, match=r"name one of run\.zarr" if what == "runs" else "no"):
-        repair(folder, yes=True)
+        repair(folder)
     assert contents(folder) == before
     assert {path.name for path in tmp_path.iterdir()} <= {"run.zarr", "there"}
 
@@ -474,7 +474,7 @@ def test_the_lock_of_a_run_is_the_same_by_every_link(run: Path, tmp_path: Path) 
     link.parent.mkdir()
     link.symlink_to(run)
     with RunWriter.resume(run), pytest.raises(RunLocked):
-        repair(link, yes=True)
+        repair(link)
     assert list(link.parent.iterdir()) == [link]
 
 
@@ -482,7 +482,7 @@ def test_a_repair_survives_a_loss_of_power(run: Path, monkeypatch: pytest.Monkey
     (run / "W" / "c.1.0.0").unlink()
     (run / "grad" / "zarr.json").unlink()
     disk = Disk(monkeypatch)
-    assert repair(run, yes=True).actions
+    assert repair(run).actions
     assert disk.survives(run / "W")
     assert disk.survives(run / "grad")
     assert disk.early == []

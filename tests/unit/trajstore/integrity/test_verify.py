@@ -399,7 +399,7 @@ def test_an_array_that_no_recorder_wrote_is_a_problem(run: Path) -> None:
             dimension_names=dims, attributes=attributes,
         )  # fmt: skip
     zarr.consolidate_metadata(run)
-    for found in (verify(run).problems, repair(run, yes=True).unrepaired):
+    for found in (verify(run).problems, repair(run).unrepaired):
         foreign = [
             item for item in map(str, found) if "storage differs from that of a recorder" in item
         ]
@@ -424,13 +424,13 @@ def test_a_metadata_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place
         problem = only(verify(run))
         assert (problem.array, problem.path, problem.remedy) == (array or None, path, "none")
         assert "Input/output error" in problem.message
-        found = repair(run, yes=True)
+        found = repair(run)
         assert (found.actions, len(found.unrepaired)) == ((), 1)
     assert contents(run) == before
     path.unlink()
     path.mkdir()
     assert "directory" in only(verify(run)).message
-    assert repair(run, yes=True).actions == ()
+    assert repair(run).actions == ()
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_impossible_sizes_are_problems(run: Path, value: Any, place: str) -> Non
         for name in all_metadata.get(place) or list(old):
             edit(run / name, lambda metadata, key=key: _set(metadata, key, value))  # type: ignore[misc]
         assert not verify(run).clean, key
-        repair(run)
+        repair(run, dry_run=True)
         for name, data in old.items():
             (run / name).write_bytes(data)
 

@@ -80,12 +80,12 @@ def test_it_is_found_and_mended_as_in_a_folder(
     found = verify(run)
     assert found.clean is (damage in (DAMAGES["nothing"], DAMAGES["leftovers"]))
     assert told(verify(address), far) == told(found, run)
-    assert told(repair(address), far) == told(repair(run), run)
-    done = repair(run, yes=True)
-    assert told(repair(far, yes=True), far) == told(done, run)
+    assert told(repair(address, dry_run=True), far) == told(repair(run, dry_run=True), run)
+    done = repair(run)
+    assert told(repair(far), far) == told(done, run)
     assert held_by(far).keys() == contents(run).keys()
     assert verify(far).clean is verify(run).clean
-    assert not repair(far).actions
+    assert not repair(far, dry_run=True).actions
     assert {path.name for path in far.parent.iterdir()} == {"run.zarr"}  # no lock
 
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_checked_there(address: str, run: Path) -> None:
     (problem,) = verify(address).problems
     assert problem.path == checkpoint
     assert problem.message.startswith(f"the checkpoint is broken: {checkpoint} is not a valid")
-    assert repair(address, yes=True).actions
+    assert repair(address).actions
     assert not checkpoint.exists()
 
 
@@ -139,9 +139,9 @@ def test_a_run_that_is_recorded(address: str) -> None:
     ) as writer:
         writer.append(step=0, W=np.eye(2, dtype="f4"))
         assert verify(address).clean
-        for yes in (False, True):
+        for dry_run in (True, False):
             with pytest.raises(RunLocked, match=r"writing to|written to"):
-                repair(address, yes=yes)
+                repair(address, dry_run=dry_run)
 
 
 def test_the_lock_of_a_dead_writer_is_a_note(
@@ -170,7 +170,7 @@ def test_a_repair_whose_lock_was_taken_writes_nothing(
 
     monkeypatch.setattr("trajstore.integrity.repair.plan_repair", taken)
     with pytest.raises(RunLocked, match="took over its lock"):
-        repair(address, yes=True)
+        repair(address)
     assert held_by(far) == before
 
 
@@ -199,7 +199,7 @@ def test_a_run_on_a_web_server(run: Path) -> None:
         (problem,) = verify(url).problems
         assert (problem.array, problem.block) == ("W", 1)
         with pytest.raises(InvalidArgument, match="a web server is read-only; copy the run"):
-            repair(url)
+            repair(url, dry_run=True)
         with pytest.raises(RunNotFound, match="there is no run at"):
             verify(f"{server}/none.zarr")
 

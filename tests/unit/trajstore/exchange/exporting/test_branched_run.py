@@ -94,7 +94,7 @@ def test_a_branch_is_gone_on_with_cut_and_repaired_and_its_source_stays(small_ru
     assert not (path / "W" / "c.1.0.0").samefile(source / "W" / "c.1.0.0")
     same_rows(path, source, 6)
     (path / "W" / "c.0.0.0").unlink()
-    assert repair(path, yes=True).rows == 0
+    assert repair(path).rows == 0
     assert contents(source) == before
     assert verify(source).clean
 

@@ -39,7 +39,7 @@ def test_a_link_is_read_through_and_named(linked: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda run: repair(run, yes=True),
+        repair,
         lambda run: RunWriter.resume(run).close(),
         lambda run: annotate_run(run, token_text=["x"] * 10),
     ],

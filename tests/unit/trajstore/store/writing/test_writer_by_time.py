@@ -287,7 +287,7 @@ def test_a_failure_is_raised_by_the_next_append(
     check(run.path, 5)
     found = verify(run.path)
     assert found.clean, found.problems
-    repair(run.path, yes=True)
+    repair(run.path)
     check(run.path, 5)
     with RunWriter.resume(run.path) as run:
         for step in range(5, 9):

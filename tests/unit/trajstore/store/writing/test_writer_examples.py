@@ -91,7 +91,7 @@ def test_a_branch_and_a_cut_run_keep_them(tmp_path: Path) -> None:
     assert verify(branch).clean
     next((branch / "hidden_states").glob("c.1.*")).unlink()
     assert not verify(branch).clean
-    repair(branch, yes=True)
+    repair(branch)
     agree(branch, slice(0, 4))
 
 

@@ -186,7 +186,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
         assert checked.clean, checked.problems
         found.append(xr.open_zarr(path).attrs["config"]["steps"])
         before = xr.open_zarr(path).attrs
-        repair(path, yes=True)
+        repair(path)
         assert not any("being changed" in note for note in verify(path).notes)
         repaired = xr.open_zarr(path).attrs
         assert repaired["fingerprint"] == before["fingerprint"]
