@@ -115,7 +115,7 @@ def analyze(
       trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
     from trajstore import analysis
-    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
+    from trajstore.analysis.registry import ACROSS_RUNS, ALONE, answer
     from trajstore.analysis.results.write_results import (
         check_result_target,
         describe,
@@ -134,7 +134,7 @@ def analyze(
         of_parameter(opened(runs, common_steps=common_steps), parameter),
         given_populations(populations),
     )
-    result = analysis.answer(ds, quantities, **options)
+    result = answer(ds, quantities, **options)
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
             files = write_result(result, output, overwrite=overwrite, report=progress.show)

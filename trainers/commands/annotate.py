@@ -10,6 +10,7 @@ import click
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.tables import out, print_json
 from trajstore.errors import CorpusError, InvalidArgument
+from trajstore.extras import needs_extra
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,6 +27,7 @@ __all__ = ["annotate"]
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
 @JSON
+@needs_extra("annotate", "train")
 def annotate(
     run: str,
     corpus: str | None,

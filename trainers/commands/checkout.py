@@ -9,6 +9,7 @@ import click
 from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.extras import needs_extra
 from trajstore.trainers.commands.model_options import TOKENIZER
 
 __all__ = ["checkout"]
@@ -23,6 +24,7 @@ __all__ = ["checkout"]
 )
 @TOKENIZER
 @JSON
+@needs_extra("checkout", "train")
 def checkout(run: str, output: str, as_json: bool, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 

@@ -17,6 +17,7 @@ from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
 from trajstore.durations import format_duration
 from trajstore.errors import InvalidArgument
+from trajstore.extras import needs_extra
 from trajstore.trainers.commands.configuration import (
     configuration,
     configured,
@@ -64,6 +65,7 @@ _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "strict_numerics", "t
     "or torch's default.",
 )
 @JSON
+@needs_extra("record", "train")
 def record(
     output: str | None,
     resume: bool,
