@@ -127,10 +127,10 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
         callbacks: list[TrainerCallback] = [Clock()]
         if arguments.kind in ("trajstore", UNFLUSHED, EVERYTHING):
             flushed = arguments.kind != UNFLUSHED
-            record = "everything" if arguments.kind == EVERYTHING else "all"
+            variables = "everything" if arguments.kind == EVERYTHING else "matrix"
             path = Path(folder) / "run.zarr"
             callbacks.append(
-                TrajectoryCallback(path, record, memory=arguments.memory, fsync=flushed)
+                TrajectoryCallback(path, variables, memory=arguments.memory, fsync=flushed)
             )
         elif arguments.kind == "list":
             callbacks.append(list_recorder(Path(folder) / "run.safetensors"))

@@ -8,7 +8,7 @@ that a slower machine affects all of them. The first steps of a segment, in whic
 created, are not timed. The others are timed by the clock and by the processor time of the training
 thread, which depends less on other programs. The processor time of the whole segment includes
 encoding and the last commit. Ratios are computed within each round, to the segment without
-recording and to that with ``all``; the table shows their medians. A second table is for machines
+recording and to that with ``matrix``; the table shows their medians. A second table is for machines
 that vary more than that: the processor time of the work for each variable alone.
 """
 
@@ -31,13 +31,13 @@ MODELS = {
 }
 KINDS: dict[str, tuple[str, ...] | None] = {
     "nothing": None,
-    "all": ("all",),
-    "+ batch": ("all", "batch"),
-    "+ example_loss": ("all", "example_loss"),
-    "+ hidden_trace, hidden_cosine": ("all", "hidden_trace", "hidden_cosine"),
-    "+ hidden_states": ("all", "hidden_states"),
+    "matrix": ("matrix",),
+    "+ batch": ("matrix", "batch"),
+    "+ example_loss": ("matrix", "example_loss"),
+    "+ hidden_trace, hidden_cosine": ("matrix", "hidden_trace", "hidden_cosine"),
+    "+ hidden_states": ("matrix", "hidden_states"),
     "+ all of these": (
-        "all", "batch", "example_loss", "hidden_trace", "hidden_cosine", "hidden_states",
+        "matrix", "batch", "example_loss", "hidden_trace", "hidden_cosine", "hidden_states",
     ),
 }  # fmt: skip
 KEYS = ("step", "thread", "processor")
@@ -46,7 +46,7 @@ WARM = 3
 Timed = dict[str, float]
 
 
-class Segmentes:
+class Segments:
     """A training run that is continued segment by segment.
 
     Parameters
@@ -70,7 +70,7 @@ class Segmentes:
         self._training.model.train()
         self.step = 0
 
-    def train(self, record: tuple[str, ...] | None, steps: int) -> Timed:
+    def train(self, variables: tuple[str, ...] | None, steps: int) -> Timed:
         """Return the seconds per step: by the clock, of its thread, and of all threads."""
         import torch
 
@@ -82,9 +82,9 @@ class Segmentes:
         size = training.config.training.batch_size
         processor = time.process_time()
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as recording:
-            if record is not None:
+            if variables is not None:
                 options: dict[str, Any] = {
-                    "record": record, "first_step": self.step, "on_note": lambda note: None,
+                    "variables": variables, "first_step": self.step, "on_note": lambda note: None,
                 }  # fmt: skip
                 recorder = recording.enter_context(
                     capture(training.model, training.optimizer, Path(folder) / "r.zarr", **options)
@@ -98,7 +98,7 @@ class Segmentes:
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = training.model(**batch).loss
                 loss.backward()
-                if record is not None and "batch" in record:
+                if variables is not None and "batch" in variables:
                     recorder.observe(batch=index)
                 torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
                 training.optimizer.step()
@@ -116,8 +116,8 @@ class Segmentes:
 
 def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Timed]]:
     """Return all rounds of one training run."""
-    training = Segmentes(MODELS[model], arguments.corpus)
-    training.train(("all",), 2 * WARM)
+    training = Segments(MODELS[model], arguments.corpus)
+    training.train(("matrix",), 2 * WARM)
     names, rounds = list(KINDS), []
     for number in range(arguments.rounds):
         turn = number % len(names)

@@ -36,7 +36,7 @@ MOST_SPACE = 3 << 30
 """Bytes of addresses that a try may take; each thread takes many and uses few."""
 
 DATA = Path(__file__).parent / "data"
-RUNS = ("format2-delta.zarr", "format2-delta-large.zarr")
+RUNS = ("format3-delta.zarr", "format3-delta-large.zarr")
 
 
 class Hang(BaseException):

@@ -37,22 +37,22 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "fused": {"optimizer": {"fused": True}},
     "scaler": {"scaled": True},
     "side stream": {"stream": True},
-    "everything": {"options": {"record": "everything"}},
-    "everything, fused": {"options": {"record": "everything"}, "optimizer": {"fused": True}},
-    "everything, clipping": {"options": {"record": "everything"}, "clip": SMALL_NORM},
-    "everything, scaler": {"options": {"record": "everything"}, "scaled": True},
+    "everything": {"options": {"variables": "everything"}},
+    "everything, fused": {"options": {"variables": "everything"}, "optimizer": {"fused": True}},
+    "everything, clipping": {"options": {"variables": "everything"}, "clip": SMALL_NORM},
+    "everything, scaler": {"options": {"variables": "everything"}, "scaled": True},
     "everything, rate as tensor": {
-        "options": {"record": "everything"},
+        "options": {"variables": "everything"},
         "optimizer": {"lr": torch.tensor(0.01), "foreach": False},
         "rate_on_device": True,
     },
     "everything, restored and resumed": {
-        "options": {"record": "everything"},
+        "options": {"variables": "everything"},
         "dropout": 0.1,
         "resumed": True,
     },
     "Trainer": {"trainer": True},
-    "Trainer, everything": {"options": {"record": "everything"}, "trainer": True},
+    "Trainer, everything": {"options": {"variables": "everything"}, "trainer": True},
 }
 Kept = dict[str, list[torch.Tensor]]
 
@@ -87,7 +87,7 @@ def train(
         settings["lr"] = settings["lr"].to(own_device.NAME)
     adam = torch.optim.AdamW(model.parameters(), **settings)
     scaler = torch.amp.GradScaler(own_device.NAME, init_scale=2.0**10) if scaled else None
-    options = {"record": "all"} | (options or {})
+    options = {"variables": "matrix"} | (options or {})
     if first:
         restore(path, model, adam, step=first)
         options |= {"resume": True, "first_step": first}
@@ -177,7 +177,9 @@ def train_with_trainer(
         )
         trainer = Trainer(model, arguments, train_dataset=texts, callbacks=[Keeping()])
         if path is not None:
-            trainer.add_callback(TrajectoryCallback(path, **({"record": "all"} | (options or {}))))
+            trainer.add_callback(
+                TrajectoryCallback(path, **({"variables": "matrix"} | (options or {})))
+            )
         trainer.train()
     return (counts[1] - counts[0]) / (STEPS - WARM), on_host(kept)
 

@@ -52,9 +52,6 @@ MAY_CHANGE = frozenset(
 )
 """Fields that may change when a run is resumed."""
 
-_RENAMED = {"initialisation": "initialization"}
-"""Earlier names of sections, which recorded runs and users' files still have."""
-
 _COMMENT = 98  # columns of a comment in TOML
 
 
@@ -69,7 +66,7 @@ def _size(text: str) -> str:
     return text
 
 
-def _record(names: tuple[str, ...]) -> tuple[str, ...]:
+def _variables(names: tuple[str, ...]) -> tuple[str, ...]:
     # The names of tiers are kept: variables of a tier that a run lacks are left out later.
     resolve_variables(names)
     return names
@@ -229,7 +226,7 @@ class TrainingConfig(_Section):
 class RecordingConfig(_Section):
     """The recorded variables and their storage."""
 
-    variables: Annotated[tuple[str, ...], AfterValidator(_record)] = Field(
+    variables: Annotated[tuple[str, ...], AfterValidator(_variables)] = Field(
         default=("matrix",),
         description=f"Tiers of variables ({', '.join(TIERS)}), or variables by name "
         f"({', '.join(VARIABLES)}).",
@@ -244,7 +241,7 @@ class RecordingConfig(_Section):
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     encoding: Encoding = "delta"
-    """delta stores each array as differences between steps; replay stores the gradient, and
+    """delta stores each array as differences between steps; compact stores the gradient, and
     computes W and Adam's moments from it."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
     """Memory of all buffers of the recorder together, such as 512MiB."""
@@ -293,7 +290,7 @@ class RunConfig(_Section):
         return "batch" in resolve_variables(self.recording.variables)
 
     @classmethod
-    def parse(cls, values: dict[str, Any]) -> Self:
+    def parse(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration of nested values.
 
         Raises
@@ -301,22 +298,10 @@ class RunConfig(_Section):
         ConfigError
             If a field is unknown or impossible; the message has its value and what is allowed.
         """
-        for old, new in _RENAMED.items():
-            if old in values and new in values:
-                raise ConfigError(f"got both [{old}] and [{new}], its new name; leave out [{old}]")
         try:
-            return cls.model_validate({_RENAMED.get(n, n): v for n, v in values.items()})
+            return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
-
-    @classmethod
-    def of_run(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that a run or a checkpoint holds.
-
-        Runs from before the choice of products have torch's own.
-        """
-        training = {"products": "native", **values.get("training", {})}
-        return cls.parse({**values, "training": training})
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -397,13 +382,12 @@ class RunConfig(_Section):
 
 
 def field_name(assignment: str) -> str:
-    """Return the field of an assignment, ``section.field``, with the current name of the section.
+    """Return the field of an assignment, ``section.field``.
 
-    >>> field_name("initialisation.sigma=1e-5")
-    'initialization.sigma'
+    >>> field_name("optimizer.lr=1e-5")
+    'optimizer.lr'
     """
-    section, dot, field = assignment.partition("=")[0].strip().partition(".")
-    return f"{_RENAMED.get(section, section)}{dot}{field}"
+    return assignment.partition("=")[0].strip()
 
 
 def _comment(text: str) -> list[str]:

@@ -43,7 +43,7 @@ __all__ = [
     "variable",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Number of the store format: the attribute `trajstore_format` of a root."""
 
 EXPORTED = "written_by_trajstore"
@@ -63,6 +63,7 @@ LATTICES = ("native", "bfloat16", "float16", "float32")
 """Lattices (floating-point grids) that quantities accept: of the native type, or of another."""
 
 
+State = Literal["before the step", "after the step", "in the step"]
 Row0 = Literal["initial", "zero", "nan"]
 
 
@@ -75,6 +76,9 @@ class Variable:
     name : str
     dims : tuple of str
         Always begins with ``step``.
+    state : {'before the step', 'after the step', 'in the step'}
+        State of the training that a row belongs to: before its step, whose weights computed it;
+        after its step; or neither, but what the step used or did.
     row0 : {'initial', 'zero', 'nan'}
         Value before the first step: the initial state, 0, or NaN for results of a step.
     units, long_name : str
@@ -83,6 +87,7 @@ class Variable:
 
     name: str
     dims: tuple[str, ...]
+    state: State
     row0: Row0
     units: str
     long_name: str
@@ -108,61 +113,73 @@ _STATES = ("step", "example", "position", "hidden")
 _MODEL = ("step", "parameter")
 _ELEMENT = ("step", "element")
 
-STEP = Variable("step", _STEP, "zero", "1", "optimizer steps taken")
+_BEFORE: State = "before the step"
+_AFTER: State = "after the step"
+_IN: State = "in the step"
+
+STEP = Variable("step", _STEP, _AFTER, "zero", "1", "optimizer steps taken")
 """The coordinate of the rows. It grows with them."""
 
-_TABLE: tuple[tuple[str, tuple[str, ...], Row0, str, str], ...] = (
-    ("W", _MATRIX, "initial", "1", "recorded parameter after the step"),
-    ("grad", _MATRIX, "nan", "nat", "gradient of the loss consumed by the step, before clipping"),
-    ("exp_avg", _MATRIX, "zero", "nat", "Adam's first moment after the step"),
-    ("exp_avg_sq", _MATRIX, "zero", "nat2", "Adam's second moment after the step"),
-    ("logits", _TOKEN, "nan", "nat", "logits of the forward pass of the step"),
-    ("loss", _STEP, "nan", "nat", "training loss of the step, mean over its micro-batches"),
-    ("lr", _STEP, "nan", "1", "learning rate that the step used"),
-    ("grad_norm", _STEP, "nan", "nat", "global gradient norm before clipping, over all parameters"),
-    ("clip_coef", _STEP, "nan", "1",
+_TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
+    ("W", _MATRIX, _AFTER, "initial", "1", "recorded parameter after the step"),
+    ("grad", _MATRIX, _BEFORE, "nan", "nat",
+     "gradient of the loss consumed by the step, before clipping"),
+    ("exp_avg", _MATRIX, _AFTER, "zero", "nat", "Adam's first moment after the step"),
+    ("exp_avg_sq", _MATRIX, _AFTER, "zero", "nat2", "Adam's second moment after the step"),
+    ("logits", _TOKEN, _BEFORE, "nan", "nat", "logits of the forward pass of the step"),
+    ("loss", _STEP, _BEFORE, "nan", "nat",
+     "training loss of the step, mean over its micro-batches"),
+    ("lr", _STEP, _IN, "nan", "1", "learning rate that the step used"),
+    ("grad_norm", _STEP, _BEFORE, "nan", "nat",
+     "global gradient norm before clipping, over all parameters"),
+    ("clip_coef", _STEP, _IN, "nan", "1",
      "factor that clipping multiplied the gradients by before the step"),
-    ("delta", _MATRIX, "nan", "1", "change of the recorded parameter in the step"),
-    ("skipped", _STEP, "nan", "1", "1 if the gradient scaler skipped the optimizer's step, else 0"),
-    ("hidden_mean", _HIDDEN, "nan", "1",
+    ("delta", _MATRIX, _IN, "nan", "1", "change of the recorded parameter in the step"),
+    ("skipped", _STEP, _IN, "nan", "1",
+     "1 if the gradient scaler skipped the optimizer's step, else 0"),
+    ("hidden_mean", _HIDDEN, _BEFORE, "nan", "1",
      "mean over batch and position of the hidden state that is unembedded"),
-    ("hidden_trace", _STEP, "nan", "1",
+    ("hidden_trace", _STEP, _BEFORE, "nan", "1",
      "trace of the covariance of the hidden states that are unembedded"),
-    ("hidden_cosine", _STEP, "nan", "1",
+    ("hidden_cosine", _STEP, _BEFORE, "nan", "1",
      "mean cosine of the hidden states that are unembedded to their mean"),
-    ("batch", _EXAMPLE, "nan", "1", "indices in the data set of the examples of the step"),
-    ("example_loss", _EXAMPLE, "nan", "nat",
+    ("batch", _EXAMPLE, _IN, "nan", "1", "indices in the data set of the examples of the step"),
+    ("example_loss", _EXAMPLE, _BEFORE, "nan", "nat",
      "training loss of each example of the step, mean over its targets"),
-    ("hidden_states", _STATES, "nan", "1", "hidden states of the step that are unembedded"),
-    ("grad_token_norm", _TOKEN, "nan", "nat",
+    ("hidden_states", _STATES, _BEFORE, "nan", "1",
+     "hidden states of the step that are unembedded"),
+    ("grad_token_norm", _TOKEN, _BEFORE, "nan", "nat",
      "L2 norm over hidden of the gradient before clipping"),
-    ("W_step_norm", _TOKEN, "nan", "1",
+    ("W_step_norm", _TOKEN, _IN, "nan", "1",
      "L2 norm over hidden of the change of W since the previous row"),
-    ("W_ulp_l1", _TOKEN, "nan", "1",
+    ("W_ulp_l1", _TOKEN, _IN, "nan", "1",
      "L1 norm over hidden of the change of W since the previous row, in ulp"),
-    ("cells", _MATRIX, "initial", "1", "recorded parameter after the step, rounded to bfloat16"),
-    ("param_grad_norm", _MODEL, "nan", "nat",
+    ("cells", _MATRIX, _AFTER, "initial", "1",
+     "recorded parameter after the step, rounded to bfloat16"),
+    ("param_grad_norm", _MODEL, _BEFORE, "nan", "nat",
      "L2 norm of the gradient of each parameter, before clipping"),
-    ("param_norm", _MODEL, "initial", "1", "L2 norm of each parameter after the step"),
-    ("param_update_norm", _MODEL, "nan", "1",
+    ("param_norm", _MODEL, _AFTER, "initial", "1", "L2 norm of each parameter after the step"),
+    ("param_update_norm", _MODEL, _IN, "nan", "1",
      "L2 norm of the change of each parameter in the step"),
-    ("param_update_lost", _MODEL, "nan", "1",
+    ("param_update_lost", _MODEL, _IN, "nan", "1",
      "fraction of a parameter's elements with a gradient that the step did not change"),
-    ("params", _ELEMENT, "initial", "1", "all other parameters after the step, one after another"),
-    ("params_grad", _ELEMENT, "nan", "nat",
+    ("params", _ELEMENT, _AFTER, "initial", "1",
+     "all other parameters after the step, one after another"),
+    ("params_grad", _ELEMENT, _BEFORE, "nan", "nat",
      "gradients of the other parameters consumed by the step, before clipping"),
-    ("params_exp_avg", _ELEMENT, "zero", "nat",
+    ("params_exp_avg", _ELEMENT, _AFTER, "zero", "nat",
      "Adam's first moments of the other parameters after the step"),
-    ("params_exp_avg_sq", _ELEMENT, "zero", "nat2",
+    ("params_exp_avg_sq", _ELEMENT, _AFTER, "zero", "nat2",
      "Adam's second moments of the other parameters after the step"),
-    ("params_lr", ("step", "group"), "nan", "1",
+    ("params_lr", ("step", "group"), _IN, "nan", "1",
      "learning rate of each group of the optimizer that the step used"),
-    ("params_count", _MODEL, "zero", "1", "steps that the optimizer has taken with each parameter"),
-    ("random_state", ("step", "byte"), "nan", "1",
+    ("params_count", _MODEL, _AFTER, "zero", "1",
+     "steps that the optimizer has taken with each parameter"),
+    ("random_state", ("step", "byte"), _BEFORE, "nan", "1",
      "state of the random generator before the first forward pass of the step"),
-    ("buffers", ("step", "buffer_element"), "initial", "1",
+    ("buffers", ("step", "buffer_element"), _AFTER, "initial", "1",
      "buffers that change, after the step, one after another"),
-    ("scale", _STEP, "nan", "1", "factor of the gradient scaler in the step"),
+    ("scale", _STEP, _IN, "nan", "1", "factor of the gradient scaler in the step"),
 )  # fmt: skip
 
 VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _TABLE}
@@ -227,7 +244,7 @@ TIERS: dict[str, tuple[str, ...]] = {
     "norms": ("W", *MODEL, *_SMALL),
     "everything": ("W", "grad", "exp_avg", "exp_avg_sq", "batch", *EVERYTHING, *_SMALL),
 }
-"""Values of ``record`` that stand for a list of variables. Scalars per step cost almost nothing.
+"""Values of ``variables`` that stand for a list. Scalars per step cost almost nothing.
 
 A tier omits whatever follows from its other variables. The summaries per token
 (``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are therefore recorded only if they are named.

@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "LARGEST_DOCUMENT",
+    "LARGEST_METADATA",
     "MISSING",
-    "Document",
+    "JsonObject",
     "canonical",
     "changes",
     "differences",
-    "document_bytes",
     "fits",
+    "metadata_bytes",
     "parse",
     "same",
     "too_large",
     "utc_now",
 ]
 
-Document = dict[str, Any]
+JsonObject = dict[str, Any]
 
 MISSING = object()
-"""In place of a member that a document does not have."""
+"""In place of a member that an object does not have."""
 
-LARGEST_DOCUMENT = 16 << 20
-"""Bytes."""
+LARGEST_METADATA = 16 << 20
+"""Bytes of a `zarr.json`."""
 
 _DEEPEST = 100
 
@@ -51,8 +51,8 @@ def parse(text: str) -> Any:
     return value
 
 
-def document_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read the bytes of a document, at most as many as a document of a run can have.
+def metadata_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Read the bytes of a `zarr.json`, which has at most 16 MiB in a run.
 
     Raises
     ------
@@ -64,14 +64,14 @@ def document_bytes(path: str | os.PathLike[str]) -> bytes:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         raise ValueError("it is not a regular file")  # reading a pipe would block
-    if found.st_size > LARGEST_DOCUMENT:
+    if found.st_size > LARGEST_METADATA:
         raise ValueError(too_large(found.st_size))
     return Path(path).read_bytes()
 
 
 def too_large(size: int) -> str:
-    """Message about a document of too many bytes."""
-    return f"it has {size:,} bytes; a document has at most {LARGEST_DOCUMENT:,}"
+    """Message about a `zarr.json` of too many bytes."""
+    return f"it has {size:,} bytes; metadata have at most {LARGEST_METADATA:,}"
 
 
 def _check_depth(value: Any) -> None:
@@ -88,11 +88,11 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> Document:
-    document = dict(pairs)
-    if len(document) != len(pairs):
+def _distinct(pairs: list[tuple[str, Any]]) -> JsonObject:
+    found = dict(pairs)
+    if len(found) != len(pairs):
         raise ValueError("a name occurs twice in it")
-    return document
+    return found
 
 
 def _no_constant(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Writes golden stores: those that are not there. They are read forever.
+"""Writes golden stores: those that are not there. Every build of this format must read them.
 
 python tests/data/make_golden.py
 """
@@ -53,11 +53,11 @@ def write(path: Path, block_rows: int) -> None:
 
 def main() -> None:
     folder = Path(__file__).parent
-    write(folder / "format2-delta.zarr", 3)
+    write(folder / "format3-delta.zarr", 3)
     # So that these rows are stored as large ones are, each block in two parts of two inner chunks.
     layout._SMALL_ROW, layout._FEWEST_TOKENS, layout._LARGEST_OBJECT = 0, 1, 10 * HIDDEN * 4 * 2
     layout._CHUNK = layout._CHUNK_OF_HISTORIES = 1
-    write(folder / "format2-delta-large.zarr", 10)
+    write(folder / "format3-delta-large.zarr", 10)
 
 
 if __name__ == "__main__":

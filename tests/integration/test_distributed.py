@@ -48,8 +48,8 @@ LOOP = """
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     expected = []
-    record = ("matrix", "batch", "example_loss", "hidden_states", "hidden_mean")
-    with capture(wrapped, optimizer, path, variables=record, max_grad_norm=0.1) as run:
+    variables = ("matrix", "batch", "example_loss", "hidden_states", "hidden_mean")
+    with capture(wrapped, optimizer, path, variables=variables, max_grad_norm=0.1) as run:
         for step in range(5):
             grads = []
             for other in range(2):

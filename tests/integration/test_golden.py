@@ -1,4 +1,4 @@
-"""Stores that were written once are read forever."""
+"""Stores that an earlier build of the same format wrote are read, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import trajstore
+from trajstore.schema import FORMAT
 from trajstore.values.native_types import native_type, widen
 
 DATA = Path(__file__).parents[1] / "data"
@@ -25,7 +26,7 @@ _spec.loader.exec_module(golden)
 @pytest.mark.parametrize("opener", [trajstore.open_run, xr.open_zarr])
 def test_a_golden_store_reads_as_it_was_written(name: str, opener: object) -> None:
     ds = opener(DATA / name)
-    assert ds.attrs["trajstore_format"] == 2
+    assert ds.attrs["trajstore_format"] == FORMAT
     assert ds.attrs["status"] == "complete"
     assert ds.step.values.tolist() == [0, 10, 20, 30, 40, 50, 60]
     assert ds.token.values.tolist() == [2, 3, 5, 7]
@@ -38,17 +39,17 @@ def test_a_golden_store_reads_as_it_was_written(name: str, opener: object) -> No
 
 
 def test_there_are_golden_stores() -> None:
-    assert len(list(DATA.glob("format2-*.zarr"))) == 2
+    assert len(list(DATA.glob("format3-*.zarr"))) == 2
 
 
 @pytest.mark.parametrize("name", ["delta", "delta-large"])
 def test_a_golden_store_is_sound(name: str) -> None:
     """Labels, content digest and fingerprint are made again from what is stored."""
-    found = trajstore.verify(DATA / f"format2-{name}.zarr")
+    found = trajstore.verify(DATA / f"format3-{name}.zarr")
     assert found.clean, found.problems
     golden_digests = {
-        "delta": "aedc250159e878d0857ab5c863ffee585e901dc2b538b8ffd245e5a74c68dc20",
-        "delta-large": "747f3a8d8c6d1fefec68a4769531d02d4d8c3fb48c9bcbe4f7f0295553044dab",
+        "delta": "31451b6087303a6b3350cda1da930f5a39c234d7e8542d22d70c0016c19747c6",
+        "delta-large": "551445c84adf9bcb14363539d17f7728c1074d0f9ad2e53ef18f2a8706ab57eb",
     }
-    attributes = trajstore.open_run(DATA / f"format2-{name}.zarr").attrs
+    attributes = trajstore.open_run(DATA / f"format3-{name}.zarr").attrs
     assert attributes["fingerprint"] == golden_digests[name]

@@ -84,8 +84,9 @@ PROGRAM = """
     # FSDP2, the head tied to the embedding; each process has its own batch
     model = fully_shard(Model(tied=True), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    path, record = f"{folder}/fsdp.zarr", ["matrix", "W_ulp_l1", "grad_token_norm", "example_loss"]
-    how = {"variables": record, "block_rows": 4, "max_grad_norm": 0.1}
+    path = f"{folder}/fsdp.zarr"
+    variables = ["matrix", "W_ulp_l1", "grad_token_norm", "example_loss"]
+    how = {"variables": variables, "block_rows": 4, "max_grad_norm": 0.1}
     def told(run):
         run.observe(example_loss=[float(rank), 0.5])
     before = groups()

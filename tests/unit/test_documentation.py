@@ -142,7 +142,7 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_contributing_has_a_line_for_every_room() -> None:
+def test_contributing_has_a_line_for_every_package() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     packages = {
         f"`{package}/{path.parent.name}/`"

@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 from trajstore import __version__
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_changelog_begins_with_what_is_not_released_and_then_this_version() -> None:
+def test_the_changelog_and_the_citation_name_the_last_release() -> None:
+    """It is this version, or this is a development version of a later one."""
     titles = re.findall(r"^## \[(.+?)\](?: – (\d{4}-\d{2}-\d{2}))?$", _text("CHANGELOG.md"), re.M)
     assert titles[0] == ("Unreleased", "")
     version, date = titles[1]
-    assert version == __version__
+    here = Version(__version__)
+    assert here == Version(version) or (here.is_devrelease and here > Version(version))
     cited = yaml.safe_load(_text("CITATION.cff"))
     assert cited["cff-version"] == "1.2.0"
-    assert cited["version"] == __version__
+    assert cited["version"] == version
     assert str(cited["date-released"]) == date
 
 
@@ -28,6 +31,7 @@ def test_the_changelog_begins_with_what_is_not_released_and_then_this_version() 
     "name",
     [
         ".github/workflows/check.yml",
+        ".github/workflows/release.yml",
         ".github/ISSUE_TEMPLATE/bug.yml",
         ".github/ISSUE_TEMPLATE/wish.yml",
         ".pre-commit-config.yaml",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import ConfigError
-from trajstore.store.metadata.segments import SEGMENTES, listed_segments
+from trajstore.store.metadata.segments import SEGMENTS, listed_segments
 from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
@@ -112,8 +112,8 @@ def _base_rate(attributes: Mapping[str, Any]) -> float:
 
 def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, ScheduleConfig]]:
     """Return the schedule of each segment of a run and the step before it; none if unknown."""
-    if SEGMENTES in attributes:
-        configs = [(e["step"], RunConfig.of_run(e["config"])) for e in listed_segments(attributes)]
+    if SEGMENTS in attributes:
+        configs = [(e["step"], RunConfig.parse(e["config"])) for e in listed_segments(attributes)]
         return [
             (step, config.schedule.model_copy(update={"steps": config.decay_steps}))
             for step, config in configs

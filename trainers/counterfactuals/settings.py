@@ -134,7 +134,7 @@ def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
     """Return the configuration of the run, or a default with the run's kind of optimizer."""
     config = attributes.get("config")
     if config:
-        return RunConfig.of_run(config)
+        return RunConfig.parse(config)
     name = next((key for key, value in _CLASSES.items() if value == optimizer), None)
     return RunConfig().with_values([] if name is None else [f"optimizer.name={name}"])
 

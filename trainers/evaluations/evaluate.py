@@ -184,7 +184,7 @@ class Evaluator:
         self._stored = RunParameters(run)
         self._model = StepModel(self._stored, build)
         config = self._stored.attributes.get("config")
-        products = RunConfig.of_run(config).training.products if config else "native"
+        products = RunConfig.parse(config).training.products if config else "native"
         self._in_float32 = products == "float32"
 
     def __call__(self, steps: Sequence[int]) -> Iterator[xr.Dataset]:

@@ -41,7 +41,7 @@ class RecordingOptions:
     Attributes
     ----------
     variables : str or sequence of str
-        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``,
+        Variables, or tiers of them: ``weights``, ``weights+grads``, ``matrix``, ``norms``,
         ``everything``.
     parameter : str or sequence of str, optional
         Names of matrices (token, hidden); default: the model's unembedding. Several matrices have

@@ -191,8 +191,8 @@ def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
     missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
     if missing:
         raise InvalidArgument(
-            f"record: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed run "
-            f"keeps its variables, so correct {', '.join(missing)}"
+            f"variables: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed "
+            f"run keeps its variables, so correct {', '.join(missing)}"
         )
 
 

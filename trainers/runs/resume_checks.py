@@ -69,7 +69,7 @@ def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     if after is not None:
         listed = listed_segments(attributes)
         config = [entry["config"] for entry in listed if entry["step"] <= max(after, 0)][-1]
-    return RunConfig.of_run(config)
+    return RunConfig.parse(config)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,7 +228,7 @@ def resume_notes(path: Location, config: RunConfig, taken: RunState) -> list[str
             f"{name} was {before.get(name)} and is now {now}, so the bits may differ from those of "
             "an uninterrupted run"
         )
-    moved = decay_note(RunConfig.of_run(taken.config), config, taken.step)
+    moved = decay_note(RunConfig.parse(taken.config), config, taken.step)
     ended = _ended_note(config, taken.step)
     return [*found, *(note for note in (moved, ended) if note)]
 

@@ -99,7 +99,7 @@ def train_again(
             with torch_threads(segment.threads):
                 reached = _train_segment(
                     run,
-                    build_training(RunConfig.of_run(segment.config), text),
+                    build_training(RunConfig.parse(segment.config), text),
                     text,
                     reached,
                     segment.last,

@@ -34,12 +34,11 @@ from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.version import __version__
 
 __all__ = ["RunState", "holds_state", "rows_hold_state", "stored_name"]
 
-_FORMAT = 2
-_READABLE = (1, 2)
-"""Format 1 also has random states, buffers and a position in the data, which are ignored."""
+_FORMAT = 3
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _MOMENTS = ("exp_avg", "exp_avg_sq", "params_exp_avg", "params_exp_avg_sq", "params_count")
@@ -226,8 +225,12 @@ class RunState:
         for name, tensor in tensors.items():
             if _description(tensor) != described[name]:
                 raise _damaged(path, f"the checksum of {name} is wrong")
-        if facts.pop("format") not in _READABLE:
-            raise FormatError(f"{path} was written by a newer trajstore; install that version")
+        number = facts.pop("format")
+        if number != _FORMAT:
+            raise FormatError(
+                f"{path} has checkpoint format {number}, and trajstore {__version__} reads format "
+                f"{_FORMAT}; resume the run with the version that recorded it"
+            )
         return cls(**facts, tensors=tensors)
 
     @torch.no_grad()

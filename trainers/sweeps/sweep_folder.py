@@ -43,7 +43,7 @@ def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
     attributes = found[0]
     if {one.get("status") for one in found} != {"complete"} or not attributes.get("config"):
         return False
-    recorded = RunConfig.of_run(attributes["config"])
+    recorded = RunConfig.parse(attributes["config"])
     if config.training.products == "auto":  # the run has what was chosen
         config = config.with_values([f"training.products={recorded.training.products}"])
     if _fixed_fields(recorded) != _fixed_fields(config):

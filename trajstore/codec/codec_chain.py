@@ -32,7 +32,6 @@ __all__ = [
     "DIFFERENCES",
     "LENGTH",
     "OWN_FORM",
-    "RULE_VERSION",
     "SKIPS",
     "Chain",
     "chain",
@@ -53,9 +52,6 @@ LENGTH = struct.Struct("<I")
 
 SKIPS = struct.Struct("<I")
 """Number of skipped steps before the block, which precedes the frame of corrections."""
-
-RULE_VERSION = 2
-"""Version of the kind ``computed``, in its rule. Runs of trajstore 0.2.0 have none."""
 
 _FEW = 1 / 512  # fraction of corrections below which differences are not tried
 
@@ -124,12 +120,6 @@ class Chain:
             or (options["token_first"] and options["kind"] in ("predicted", "computed"))
         ):
             raise ValueError(f"got {dict(facts)!r}, expected the settings of a chain")
-        if rule and rule.get("version") != RULE_VERSION:
-            writer = "of the version that wrote it" if "version" in rule else "0.2.0"
-            raise ValueError(
-                f"got computed rows of version {rule.get('version')}, expected {RULE_VERSION}; "
-                f"export the run with --encoding delta in trajstore {writer}"
-            )
         return cls(native=native, rule=canonical(rule) if rule else "", **options)
 
     def facts(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
-from trajstore.codec.codec_chain import RULE_VERSION, Chain
+from trajstore.codec.codec_chain import Chain
 from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import widen
@@ -306,7 +306,6 @@ def computed_chains(
     unit = ComputedUnit(rule=rule, chains=chains)
     chains = {name: chains[name] for name in (*unit.matrices, *unit.rates)}
     facts = {
-        "version": RULE_VERSION,
         "vectors" if isinstance(rule, VectorRule) else "optimizer": rule.facts(),
         "arrays": {
             name: replace(one, kind="computed").own_facts() if name in rule.state else one.facts()

@@ -1,4 +1,4 @@
-"""Checked metadata files of a run, which every other check and a repair use."""
+"""Checked metadata of a run, which every other check and a repair use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trajstore.store.metadata.array_metadata import ArrayFacts, facts_of
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
-from trajstore.strict_json import Document
+from trajstore.strict_json import JsonObject
 
 __all__ = ["CheckedMetadata"]
 
 
 @dataclass(kw_only=True)
 class CheckedMetadata:
-    """Metadata files of a run, and their problems.
+    """Metadata of a run, and its problems.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class CheckedMetadata:
     objects : dict of str to int or None
         Bytes of each object by its key; None for a web server, which lists none.
     root : dict or None
-        Stored metadata file of the root; None if it cannot be read.
+        Stored metadata of the root; None if it cannot be read.
     own : dict
-        Metadata file in each array's folder; None if it cannot be read.
+        Metadata in each array's folder; None if it cannot be read.
     attributes : dict
         Attributes of the root; empty if it cannot be read.
     copy : dict or None
@@ -37,7 +37,7 @@ class CheckedMetadata:
     rows : int
         Committed rows.
     arrays : dict
-        The better metadata file of each array, with the committed rows.
+        The better metadata of each array, with the committed rows.
     problems : list of Problem
     notes : list of str
         Remarks that are no damage.
@@ -47,13 +47,13 @@ class CheckedMetadata:
 
     path: Location
     objects: dict[str, int] | None = None
-    root: Document | None = None
-    own: dict[str, Document | None] = field(default_factory=dict)
-    attributes: Document = field(default_factory=dict)
-    copy: Document | None = None
+    root: JsonObject | None = None
+    own: dict[str, JsonObject | None] = field(default_factory=dict)
+    attributes: JsonObject = field(default_factory=dict)
+    copy: JsonObject | None = None
     replaced: bool = False
     rows: int = 0
-    arrays: dict[str, Document] = field(default_factory=dict)
+    arrays: dict[str, JsonObject] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: bool = False

@@ -170,7 +170,7 @@ class _ShardCheck:
         if label.rows > needed and self._finished and label.block != ANYWHERE:
             longer = (
                 f"it has {label.rows} rows of the block, but {needed} are committed in this "
-                "complete run; older metadata files were restored"
+                "complete run; older metadata were restored"
             )
             self._report(longer, end, size, "none")
         self.found.bytes += form.tail_length

@@ -18,7 +18,7 @@ from trajstore.store.metadata.fingerprint import (
 )
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
-from trajstore.strict_json import Document
+from trajstore.strict_json import JsonObject
 
 __all__ = ["check_fingerprint", "made_again"]
 
@@ -60,7 +60,7 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
 
 
 def made_again(
-    metadata: CheckedMetadata, chunks: CheckedChunks, *, rows: int, attributes: Document
+    metadata: CheckedMetadata, chunks: CheckedChunks, *, rows: int, attributes: JsonObject
 ) -> Fingerprint | None:
     """Digests of the first rows, from checked chunks; None if a chunk is missing.
 

@@ -1,4 +1,4 @@
-"""Metadata files of a run, read strictly and compared with each other.
+"""Metadata of a run, read strictly and compared with each other.
 
 Each fact about an array is stored twice: in its own `zarr.json` and in the root's consolidated
 metadata. `step` has a copy of the root's fixed attributes. So a flipped bit in a metadata file is
@@ -43,7 +43,7 @@ from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.strict_json import Document, differences, parse, same
+from trajstore.strict_json import JsonObject, differences, parse, same
 
 __all__ = ["check_metadata", "is_outdated", "read_metadata"]
 
@@ -51,7 +51,7 @@ _MOST_MISSING = 1 << 16
 
 
 def check_metadata(path: RunPath) -> CheckedMetadata:
-    """Read the metadata files of a run and compare them.
+    """Read the metadata of a run and compare them.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
 
 
 def _is_of_trajstore(found: CheckedMetadata) -> bool:
-    """True if the metadata files are those of a run; other programs use the names step and W, too.
+    """True if the metadata are those of a run; other programs use the names step and W, too.
 
     An exported Zarr has arrays of a run in other codecs, and an attribute of the exporter. A result
     of an analysis has the run's coordinates and `step`, but no recorded parameter.
@@ -101,8 +101,8 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
         return True
     if EXPORTED in found.attributes:
         return False
-    all_metadata = {**(found.consolidated() or {}), **found.own}
-    trajectories = [all_metadata[name] for name in TRAJECTORIES if name in all_metadata]
+    arrays = {**(found.consolidated() or {}), **found.own}
+    trajectories = [arrays[name] for name in TRAJECTORIES if name in arrays]
     if not trajectories:
         return False
     return found.copy is not None or any(
@@ -182,7 +182,7 @@ def _files(run: Path, notes: list[str]) -> dict[str, int]:
     return sizes
 
 
-def _read(found: CheckedMetadata, array: str | None) -> Document | None:
+def _read(found: CheckedMetadata, array: str | None) -> JsonObject | None:
     metadata = read_metadata(found.path / (array or "") / METADATA_KEY, array)
     if isinstance(metadata, Problem):
         found.problems.append(metadata)
@@ -191,7 +191,7 @@ def _read(found: CheckedMetadata, array: str | None) -> Document | None:
     return metadata
 
 
-def read_metadata(path: Location, array: str | None) -> Document | Problem:
+def read_metadata(path: Location, array: str | None) -> JsonObject | Problem:
     """Read a JSON object strictly, or return the problem.
 
     Parameters
@@ -238,7 +238,7 @@ def _choose_metadata(found: CheckedMetadata) -> None:
     """Check each array's two metadata files, report problems, and choose the better."""
     consolidated = found.consolidated()
     copies = consolidated or {}
-    sound: dict[str, list[Document]] = {}
+    sound: dict[str, list[JsonObject]] = {}
     # Writers keep the order of the root, if it has one.
     for name in dict.fromkeys([*copies, *found.own]):
         own, copy = found.own.get(name), copies.get(name)
@@ -246,7 +246,7 @@ def _choose_metadata(found: CheckedMetadata) -> None:
             found.notes.append(f"{name} is an array that is not part of the run")
             continue
         if copy is None and consolidated is not None and own is not None:
-            found.report(name, "the root's metadata do not have it", found.path / METADATA_KEY)
+            found.report(name, "the root does not list it", found.path / METADATA_KEY)
         if name not in found.own:
             found.own[name] = None
             found.report(name, "its folder is missing")
@@ -256,15 +256,13 @@ def _choose_metadata(found: CheckedMetadata) -> None:
             for metadata, path in both
             if metadata is not None and _is_sound(found, name, metadata, path)
         ]
-    shapes = {
-        name: all_metadata[0]["shape"] for name, all_metadata in sound.items() if all_metadata
-    }
+    shapes = {name: both[0]["shape"] for name, both in sound.items() if both}
     for name in shapes:
         found.arrays[name] = _better(found, name, sound[name], shapes)
 
 
 def _is_sound(found: CheckedMetadata, name: str, metadata: Any, path: Location) -> bool:
-    """Report the faults of a metadata file of an array; True without any."""
+    """Report the faults of the metadata of an array; True without any."""
     if entry_of(name) is None:
         wrong = ["this version has no variable or coordinate of this name"]
     else:
@@ -287,8 +285,8 @@ def _is_sound(found: CheckedMetadata, name: str, metadata: Any, path: Location) 
 
 
 def _better(
-    found: CheckedMetadata, name: str, sound: list[Document], shapes: dict[str, list[int]]
-) -> Document:
+    found: CheckedMetadata, name: str, sound: list[JsonObject], shapes: dict[str, list[int]]
+) -> JsonObject:
     """The better of the sound metadata files of an array; report differences."""
     copy, own = sound[0], sound[-1]
     if is_series(name):
@@ -320,7 +318,7 @@ def _better(
 
 
 def _rank(
-    found: CheckedMetadata, name: str, metadata: Document, shapes: dict[str, list[int]]
+    found: CheckedMetadata, name: str, metadata: JsonObject, shapes: dict[str, list[int]]
 ) -> tuple[bool, int]:
     """Rank of a sound metadata file that differs from its copy; lower is better."""
     facts = facts_of(name, metadata)
@@ -386,7 +384,7 @@ def _check_age(found: CheckedMetadata) -> None:
     if found.attributes.get("status") == "complete" and len(own) == 1 and min(own) > found.rows:
         found.report(
             None,
-            f"the root records a complete run of {found.rows} rows, but the metadata files of all "
+            f"the root records a complete run of {found.rows} rows, but the metadata of all "
             f"arrays {own.pop()} rows; an older root was restored",
         )
 
@@ -417,7 +415,7 @@ def _check_lengths(found: CheckedMetadata) -> None:
 
 
 def _check_extent(found: CheckedMetadata) -> None:
-    """Refuse metadata files with far more shards than files: a check would search for each.
+    """Refuse metadata with far more shards than files: a check would search for each.
 
     Places without a listing are not checked.
 

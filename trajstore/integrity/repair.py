@@ -1,6 +1,6 @@
 """`repair`: restore a damaged run to its last complete commit.
 
-A repair first determines all metadata files, and then writes the differences. So it can be
+A repair first determines all metadata, and then writes the differences. So it can be
 interrupted and repeated, and a sound run stays unchanged. It writes the root first, so readers
 never see rows that it drops.
 """
@@ -104,7 +104,7 @@ def _unlocked(run: Location) -> Iterator[None]:
 
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
-    for target, data in plan.all_metadata.items():
+    for target, data in plan.files.items():
         if isinstance(target, Path) and target.parent != run:  # do not recreate a deleted run
             target.parent.mkdir(exist_ok=True)
         put(target, [data])

@@ -33,7 +33,7 @@ from trajstore.store.metadata.metadata_form import (
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata, is_outgrown
 from trajstore.store.storage.remote_path import Location, key_within
-from trajstore.strict_json import Document, same, utc_now
+from trajstore.strict_json import JsonObject, same, utc_now
 from trajstore.version import __version__
 
 __all__ = ["Repair", "RepairPlan", "plan_repair"]
@@ -90,8 +90,8 @@ class RepairPlan:
     Attributes
     ----------
     report : Repair
-    metadata files : dict of Path or RemotePath to bytes
-        Metadata files to write.
+    files : dict of Path or RemotePath to bytes
+        Metadata to write.
     removed : tuple of Path or RemotePath
         Files to remove.
     sweeps : bool
@@ -99,7 +99,7 @@ class RepairPlan:
     """
 
     report: Repair
-    all_metadata: dict[Location, bytes] = field(default_factory=dict)
+    files: dict[Location, bytes] = field(default_factory=dict)
     removed: tuple[Location, ...] = ()
     sweeps: bool = False
 
@@ -140,9 +140,9 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
     )
     return RepairPlan(
         report=report,
-        all_metadata={
-            path: json.dumps(metadata, indent=1, allow_nan=False).encode()
-            for path, metadata in changed.items()
+        files={
+            path: json.dumps(content, indent=1, allow_nan=False).encode()
+            for path, content in changed.items()
         },
         removed=(*beyond, *broken),
         sweeps=bool(checked.leftovers.temporaries),
@@ -218,7 +218,7 @@ def _on_rows(
     )
 
 
-def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
+def _attributes(metadata: CheckedMetadata) -> tuple[JsonObject, list[str]]:
     """Fixed attributes of the root after the repair, and the actions.
 
     The root's own attributes win, unless only the copy is plausible.
@@ -255,7 +255,7 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
     return {key: settled[key] for key in (*copy, *settled)}, actions
 
 
-def _least_attributes(metadata: CheckedMetadata) -> Document:
+def _least_attributes(metadata: CheckedMetadata) -> JsonObject:
     """Required attributes of a root that the arrays determine."""
     form = metadata.stored(STEP.name).form
     replayed = any(
@@ -265,7 +265,6 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
-        "timeline": "post-step",
         "encoding": "compact" if replayed else "delta",
         "block_rows": form.shape[0],
         "config": {},
@@ -275,7 +274,7 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
 
 
 def _digests(
-    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool
+    checked: CheckedRun, rows: int, attributes: JsonObject, *, changed: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Content digest and fingerprint after the repair, and the actions.
 
@@ -314,14 +313,13 @@ def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
 def _changed_metadata(
     metadata: CheckedMetadata,
     rows: int,
-    attributes: Document,
+    attributes: JsonObject,
     status: Status,
     digests: dict[str, str],
-) -> dict[Location, Document]:
-    """New versions of the metadata files that change, the root first."""
+) -> dict[Location, JsonObject]:
+    """New content of the metadata files that change, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
-    all_metadata = RunMetadata(arrays, attributes)
-    root = json.loads(all_metadata.root(rows, status, digests))
+    root = json.loads(RunMetadata(arrays, attributes).root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
     # Foreign entries, and entries unreadable in both places, stay unchanged.
     strange = {
@@ -335,7 +333,7 @@ def _changed_metadata(
     root["consolidated_metadata"]["metadata"] = {
         name: targets[name] for name in order if name in targets
     }
-    changed: dict[Location, Document] = {}
+    changed: dict[Location, JsonObject] = {}
     if not _same_root(root, metadata.root):
         changed[metadata.path / METADATA_KEY] = root
     for name in arrays:
@@ -351,7 +349,7 @@ def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
     )
 
 
-def _same_root(target: dict[str, Any], root: Document | None) -> bool:
+def _same_root(target: dict[str, Any], root: JsonObject | None) -> bool:
     """True if the root stays the same, apart from the time of its last change."""
     if root is None or not isinstance(root.get("attributes"), dict):
         return False
@@ -362,7 +360,7 @@ def _same_root(target: dict[str, Any], root: Document | None) -> bool:
 
 
 def _on_metadata(
-    checked: CheckedRun, rows: int, changed: dict[Location, Document]
+    checked: CheckedRun, rows: int, changed: dict[Location, JsonObject]
 ) -> Iterator[str]:
     metadata = checked.metadata
     for path in changed:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajstore.errors import FormatError
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.schema import FORMAT, STEP
+from trajstore.schema import STEP
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
 from trajstore.store.metadata.metadata_form import (
@@ -14,11 +13,12 @@ from trajstore.store.metadata.metadata_form import (
     attribute_faults,
     is_digest,
     is_possible,
+    other_format,
     run_identity,
 )
-from trajstore.store.metadata.segments import SEGMENTES, are_segments
+from trajstore.store.metadata.segments import SEGMENTS, are_segments
 from trajstore.store.metadata.zarr_json import CHANGING, COPY
-from trajstore.strict_json import MISSING, Document, changes, parse, same
+from trajstore.strict_json import MISSING, JsonObject, changes, parse, same
 
 __all__ = [
     "check_attributes",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def is_replaced(found: CheckedMetadata, copy: Document, own: Document) -> bool:
+def is_replaced(found: CheckedMetadata, copy: JsonObject, own: JsonObject) -> bool:
     """True if `step` only holds the attributes that the root had before a resume.
 
     A resume replaces the root before the metadata file of `step`. The fingerprint covers the
@@ -76,18 +76,15 @@ def check_attributes(found: CheckedMetadata) -> None:
             found.report(None, f"the attribute {key} {how} {where}")
     _check_identity(found)
     number = attributes.get("trajstore_format")
-    copied = (found.copy or {}).get("trajstore_format", number)
-    if type(number) is int and number != FORMAT and copied == number:
-        raise FormatError(
-            f"{found.path} is of store format {number}, and this version checks format {FORMAT}; "
-            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
-        )
+    agrees = (found.copy or {}).get("trajstore_format", number) == number  # otherwise it is damaged
+    if agrees and (error := other_format(found.path, attributes)):
+        raise error
     required = [key for key in REQUIRED if key not in (found.copy or {})]
     for fault in attribute_faults(attributes, required):
         found.report(None, str(fault))
-    listed: Any = attributes.get(SEGMENTES)
+    listed: Any = attributes.get(SEGMENTS)
     if are_segments(listed) and not same(listed[-1]["config"], attributes.get("config")):
-        found.report(None, f"the last configuration of {SEGMENTES} is not the attribute config")
+        found.report(None, f"the last configuration of {SEGMENTS} is not the attribute config")
 
 
 def _check_identity(found: CheckedMetadata) -> None:
@@ -100,12 +97,12 @@ def _check_identity(found: CheckedMetadata) -> None:
             found.report(name, "its metadata name another run than the root")
 
 
-def fixed_attributes(attributes: Document) -> Document:
+def fixed_attributes(attributes: JsonObject) -> JsonObject:
     """Attributes that no commit changes."""
     return {key: value for key, value in attributes.items() if key not in CHANGING}
 
 
-def parsed_copy(text: Any) -> Document | None:
+def parsed_copy(text: Any) -> JsonObject | None:
     """The fixed attributes from their copy in `step`; None if it is not a JSON object."""
     try:
         value = parse(text)

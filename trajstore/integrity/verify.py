@@ -91,7 +91,7 @@ class CheckedRun:
     read : CheckedChunks
         Contents of the arrays.
     found : Verification
-        Problems of the metadata files first, then of the arrays, then of the checkpoints.
+        Problems of the metadata first, then of the arrays, then of the checkpoints.
     """
 
     metadata: CheckedMetadata

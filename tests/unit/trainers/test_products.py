@@ -158,7 +158,7 @@ def test_runs_from_before_the_choice_have_native_products(tmp_path: Path) -> Non
     path = record(preset("gatsby").with_values([*TINY, "training.products=native"]), tmp_path / "r")
     metadata = json.loads((path / METADATA_KEY).read_bytes())
     del metadata["attributes"]["config"]["training"]["products"]
-    config = RunConfig.of_run(metadata["attributes"]["config"])
+    config = RunConfig.parse(metadata["attributes"]["config"])
     assert config == recorded_config(path)
     assert RunConfig.parse({}).training.products == "auto"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.strict_json import differences, document_bytes, parse, same
+from trajstore.strict_json import differences, metadata_bytes, parse, same
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,17 @@ def test_differences_are_named_by_their_place() -> None:
     assert differences({"a": [1, 2]}, {"a": [1]}) == ["a"]
 
 
-def test_documents_are_bounded(tmp_path: Path) -> None:
-    document = tmp_path / "zarr.json"
-    document.write_text("{}")
-    assert document_bytes(document) == b"{}"
+def test_metadata_have_a_largest_size(tmp_path: Path) -> None:
+    metadata = tmp_path / "zarr.json"
+    metadata.write_text("{}")
+    assert metadata_bytes(metadata) == b"{}"
     with pytest.raises(ValueError, match="nested more than 100 deep"):
         parse("[" * 101 + "]" * 101)
     assert parse("[" * 100 + "]" * 100)
-    os.truncate(document, 1 << 40)  # a sparse file
+    os.truncate(metadata, 1 << 40)  # a sparse file
     with pytest.raises(ValueError, match="at most 16,777,216"):
-        document_bytes(document)
-    document.unlink()
-    os.mkfifo(document)
+        metadata_bytes(metadata)
+    metadata.unlink()
+    os.mkfifo(metadata)
     with pytest.raises(ValueError, match="not a regular file"):
-        document_bytes(document)
+        metadata_bytes(metadata)

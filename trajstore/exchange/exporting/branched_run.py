@@ -179,19 +179,19 @@ def _link(
         *((min(number, blocks), run) for number, run in stored.layout.runs),
         (blocks, new_identity()),
     )
-    all_metadata = {
+    arrays = {
         name: _with_runs(json.loads(source.array(name, stored.rows)), runs)
         for name in source.names()
         if name == STEP.name or name in types or coordinate(name)
     }
     identity = {"runs": [list(entry) for entry in runs]}
-    metadata = RunMetadata(all_metadata, source.attributes | changed | identity)
+    metadata = RunMetadata(arrays, source.attributes | changed | identity)
     last = stored.last_step()
     metadata.notes = [one for one in source.notes if one["first_step"] <= last]
     assert isinstance(stored.path, Path)
     keys = [
         f"{name}/{file.name}"
-        for name in filter(coordinate, all_metadata)
+        for name in filter(coordinate, arrays)
         for file in (stored.path / name).glob("c*")
     ]
     for name in metadata.series():

@@ -283,7 +283,6 @@ def _scalar(names: str, paths: str, **codes: int) -> Scalar:
 
 
 _INIT = "config.initialization"
-_OLD_INIT = "config.initialisation"  # of runs that earlier versions recorded
 SCALARS: dict[str, Scalar] = {
     scalar.name: scalar
     for scalar in (
@@ -295,12 +294,12 @@ SCALARS: dict[str, Scalar] = {
         _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", f"{_RULE}.betas.0"),
         _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", f"{_RULE}.betas.1"),
         _scalar("adam_epsilon adam_eps epsilon eps", f"{_RULE}.eps"),
-        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma {_OLD_INIT}.sigma"),
+        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma"),
         # Type in which the initial values were drawn: 0 for float32 (then rounded; also a point
         # without a type), 1 for bfloat16.
         _scalar(
             "init_method_code",
-            f"{_INIT}.dtype {_INIT}.kind {_OLD_INIT}.dtype {_OLD_INIT}.kind",
+            f"{_INIT}.dtype {_INIT}.kind",
             float32=0,
             bfloat16=1,
             point=0,

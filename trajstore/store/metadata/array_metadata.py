@@ -1,9 +1,8 @@
-"""The metadata file of an array, made from a few facts.
+"""The metadata of an array, made from a few facts.
 
-Writers state the facts, and `document_of` makes the metadata file. `facts_of` reads the facts from
-a stored metadata file. That metadata file is sound if `document_of` makes the same one from them;
-otherwise the difference names the member. So a metadata file cannot describe other values than
-those of the schema.
+Writers state the facts, and `metadata_of` makes the file. `facts_of` reads the facts from a stored
+file. The file is sound if `metadata_of` makes the same one from them; otherwise the difference
+names the member. So metadata cannot describe other values than those of the schema.
 
 Attributes that change no values are facts, too. A copy of a run by another program stores the
 values in its own way: then all members about the storage are facts.
@@ -42,7 +41,7 @@ from trajstore.store.metadata.metadata_form import (
     differing,
 )
 from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.strict_json import MISSING, Document
+from trajstore.strict_json import MISSING, JsonObject
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType
 
 __all__ = [
@@ -73,7 +72,7 @@ _DECODED = frozenset(
 )
 """Attributes by which xarray changes stored values. No array of a run has one."""
 
-_TEXTS = frozenset({"long_name", "units", "native_dtype", "coordinates", COPY})
+_TEXTS = frozenset({"long_name", "units", "state", "native_dtype", "coordinates", COPY})
 
 _TIMES = frozenset(
     {"days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"}
@@ -90,7 +89,7 @@ _MOST_SETTINGS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFacts:
-    """What the metadata file of an array of a run depends on.
+    """What the metadata of an array of a run depends on.
 
     Attributes
     ----------
@@ -117,7 +116,7 @@ def is_series(name: str) -> bool:
     return name == STEP.name or name in VARIABLES
 
 
-def with_rows(name: str, metadata: Document, rows: int) -> Document:
+def with_rows(name: str, metadata: JsonObject, rows: int) -> JsonObject:
     """The metadata file with another number of rows, if the array grows with the rows."""
     if not is_series(name):
         return metadata
@@ -143,18 +142,18 @@ def recorded_attributes(
     assert entry is not None
     attributes = {"long_name": entry.long_name, "units": entry.units}
     if native is not None:
-        attributes["native_dtype"] = native
+        attributes |= {"state": entry.state, "native_dtype": native}
     if "token" in entry.dims and coordinates:
         attributes["coordinates"] = " ".join(coordinates)  # CF: xarray adds the coordinates
     return attributes
 
 
-def metadata_of(facts: ArrayFacts) -> Document:
-    """Metadata file of an array, in the order in which zarr writes its members."""
+def metadata_of(facts: ArrayFacts) -> JsonObject:
+    """Metadata of an array, in the order in which zarr writes its members."""
     entry = entry_of(facts.name)
     assert entry is not None
     native, block = _native(facts.name, facts.attributes), facts.shape
-    codecs: list[Document] = []
+    codecs: list[JsonObject] = []
     if isinstance(entry, Coordinate):
         dtype, fill, codecs = entry.dtype, entry.fill_value, _coordinate_codecs(entry)
     else:
@@ -188,7 +187,7 @@ def facts_of(name: str, metadata: Any) -> ArrayFacts | Fault:
     ----------
     name : str
         A variable or a coordinate of the schema.
-    metadata file : object
+    metadata : object
         Value of a JSON text.
     """
     entry = entry_of(name)
@@ -234,7 +233,7 @@ def array_faults(
     ----------
     facts : ArrayFacts or Fault
         Result of `facts_of`.
-    metadata file : object
+    metadata : object
     runs : Runs, optional
         Identity of the run, which the metadata file must have.
     """
@@ -276,7 +275,7 @@ def contradicting_lengths(
 
 
 def open_metadata(
-    metadata: Document, objects: Mapping[str, bytes] | None = None
+    metadata: JsonObject, objects: Mapping[str, bytes] | None = None
 ) -> zarr.Array[Any]:
     """Array that a metadata file describes, with the given objects by key.
 
@@ -292,7 +291,7 @@ def open_metadata(
         raise FormatError(f"zarr cannot open it: {error}") from error
 
 
-def stored_values(metadata: Document, values: npt.NDArray[Any]) -> bytes:
+def stored_values(metadata: JsonObject, values: npt.NDArray[Any]) -> bytes:
     """Object with all values of an array of one chunk."""
     objects = _buffers(metadata, {})
     array = zarr.open_array(MemoryStore(objects), mode="r+", zarr_format=3)
@@ -302,7 +301,7 @@ def stored_values(metadata: Document, values: npt.NDArray[Any]) -> bytes:
     return bytes(data.to_bytes())
 
 
-def _buffers(metadata: Document, objects: Mapping[str, bytes]) -> dict[str, Any]:
+def _buffers(metadata: JsonObject, objects: Mapping[str, bytes]) -> dict[str, Any]:
     contents = {METADATA_KEY: json.dumps(metadata).encode(), **objects}
     return {key: Buffer.from_bytes(data) for key, data in contents.items()}
 
@@ -320,7 +319,7 @@ def _native(name: str, attributes: Mapping[str, Any]) -> NativeType | None:
     return NATIVE_TYPES.get(declared) if name in VARIABLES and isinstance(declared, str) else None
 
 
-def _coordinate_codecs(entry: Coordinate) -> list[Document]:
+def _coordinate_codecs(entry: Coordinate) -> list[JsonObject]:
     if entry.dtype == "string":
         return [{"name": "vlen-utf8", "configuration": {}}, {"name": "crc32c"}]
     size = np.dtype(entry.dtype).itemsize
@@ -371,7 +370,7 @@ def _form(codec: Any, block: Sequence[int]) -> BlockForm | Fault:
         return _setting_fault(codec, member) or Fault(member, str(error.__cause__), EXPLAINED)
 
 
-def _setting_fault(codec: Document, member: str) -> Fault | None:
+def _setting_fault(codec: JsonObject, member: str) -> Fault | None:
     """The only impossible or unknown setting of a codec; None if there are several."""
     settings = codec["configuration"]
     for name in (*_SETTINGS, *settings):
@@ -405,7 +404,7 @@ def _form_fault(facts: ArrayFacts) -> Fault | None:
     return None
 
 
-def _foreign(facts: ArrayFacts, entry: Variable | Coordinate, metadata: Document) -> ArrayFacts:
+def _foreign(facts: ArrayFacts, entry: Variable | Coordinate, metadata: JsonObject) -> ArrayFacts:
     """Facts of an array that another program stored in its own way."""
     storage = {key: metadata[key] for key in _STORAGE if key in metadata}
     attributes = {**facts.attributes}

@@ -62,7 +62,7 @@ class Fingerprint:
     Parameters
     ----------
     arrays : mapping of str to dict
-        Metadata file of each array.
+        Metadata of each array.
     attributes : mapping
         Attributes of the root. Those that commits change are ignored.
     coordinates : mapping of str to bytes

@@ -1,6 +1,6 @@
-"""The form of the root's metadata file: its members, their types and possible values.
+"""The form of the root's metadata: its members, their types and possible values.
 
-Every function that opens a run checks the root here, before zarr reads it. For the metadata files
+Every function that opens a run checks the root here, before zarr reads it. For the metadata
 of the arrays see `trajstore.store.metadata.array_metadata`.
 """
 
@@ -14,11 +14,13 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from trajstore.codec.block_form import Runs
+from trajstore.errors import FormatError
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.metadata.segments import SEGMENTES, are_segments
-from trajstore.strict_json import MISSING, Document, changes, fits
+from trajstore.store.metadata.segments import SEGMENTS, are_segments
+from trajstore.strict_json import MISSING, JsonObject, changes, fits
 from trajstore.values.vector_rule import VECTORS
+from trajstore.version import __version__
 
 __all__ = [
     "EXPLAINED",
@@ -35,6 +37,7 @@ __all__ = [
     "is_length",
     "is_moment",
     "is_possible",
+    "other_format",
     "root_faults",
     "root_of",
     "run_identity",
@@ -144,14 +147,13 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "committed_rows": (is_length, "a number of rows"),
     "created": (is_moment, "a time, ISO 8601"),
     "updated": (is_moment, "a time, ISO 8601"),
-    "timeline": (lambda value: value == "post-step", "post-step"),
     "encoding": (lambda value: value in ENCODINGS, " or ".join(ENCODINGS)),
     "block_rows": (lambda value: is_length(value) and value > 0, "a number of rows"),
     "config": (dict, "an object"),
     "runs": (are_runs, RUNS),
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
-    SEGMENTES: (are_segments, "a list of step and config, from step 0, in order"),
+    SEGMENTS: (are_segments, "a list of step and config, from step 0, in order"),
     "parameters": (
         _are_parameters,
         "a list of objects with name, shape, dtype, variable, offset, group, requires_grad",
@@ -167,7 +169,7 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
 }
 """Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
-_OPTIONAL = (SEGMENTES, "parameters", "buffers", "model_config")
+_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config")
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 
@@ -192,8 +194,8 @@ def run_identity(attributes: Mapping[str, Any]) -> Runs:
     return tuple((block, run) for block, run in attributes["runs"])
 
 
-def root_of(attributes: Document, arrays: Document) -> Document:
-    """Metadata file of a root with these attributes, and these metadata files of its arrays."""
+def root_of(attributes: JsonObject, arrays: JsonObject) -> JsonObject:
+    """Metadata of a root with these attributes, and with these of its arrays."""
     return {
         "zarr_format": 3,
         "node_type": "group",
@@ -207,7 +209,7 @@ def root_of(attributes: Document, arrays: Document) -> Document:
 
 
 def root_faults(root: Any) -> Iterator[Fault]:
-    """Faults of the metadata file of a root, except its attributes and arrays."""
+    """Faults of the metadata of a root, except its attributes and arrays."""
     if not isinstance(root, dict):
         yield Fault("", "an object", root)
         return
@@ -220,7 +222,22 @@ def root_faults(root: Any) -> Iterator[Fault]:
     yield from differing(root, expected)
 
 
-def differing(stored: Document, expected: Document) -> Iterator[Fault]:
+def other_format(path: object, attributes: JsonObject) -> FormatError | None:
+    """Error for a run of another format than this version reads; it names one that reads it."""
+    number, writer = attributes.get("trajstore_format"), attributes.get("trajstore_version")
+    if type(number) is not int or number == FORMAT:
+        return None
+    message = (
+        f"{path} has store format {number}, and trajstore {__version__} reads format {FORMAT}; "
+        f"open it with trajstore {writer}, of the build that recorded it (development builds of "
+        "one version differ)"
+    )
+    if number < FORMAT:
+        message += ", or export it there to a .safetensors file, and import that file here"
+    return FormatError(message)
+
+
+def differing(stored: JsonObject, expected: JsonObject) -> Iterator[Fault]:
     """Members in which a metadata file differs from the expected one."""
     for member, received, wanted in changes(stored, expected):
         if wanted is MISSING:

@@ -16,7 +16,7 @@ from trajstore.errors import FormatError
 from trajstore.strict_json import fits
 
 __all__ = [
-    "SEGMENTES",
+    "SEGMENTS",
     "Segment",
     "are_segments",
     "listed_segments",
@@ -25,7 +25,7 @@ __all__ = [
     "trained_segments",
 ]
 
-SEGMENTES = "segments"
+SEGMENTS = "segments"
 """Name of the attribute."""
 
 Entry = dict[str, Any]
@@ -66,10 +66,10 @@ def listed_segments(attributes: Mapping[str, Any]) -> list[Entry]:
 
     Examples
     --------
-    >>> listed_stretches({"config": {"training": {"steps": 100}}})
+    >>> listed_segments({"config": {"training": {"steps": 100}}})
     [{'step': 0, 'config': {'training': {'steps': 100}}}]
     """
-    listed = attributes.get(SEGMENTES)
+    listed = attributes.get(SEGMENTS)
     return list(listed) if listed else [{"step": 0, "config": attributes.get("config") or {}}]
 
 
@@ -98,7 +98,7 @@ def segments_attribute(
     Examples
     --------
     >>> run = {"config": {"training": {"steps": 100}}}
-    >>> stretches_attribute(run, {"training": {"steps": 140}}, 100)["segments"][1]
+    >>> segments_attribute(run, {"training": {"steps": 140}}, 100)["segments"][1]
     {'step': 100, 'config': {'training': {'steps': 140}}}
     """
     kept = [entry for entry in listed_segments(attributes) if entry["step"] < step]
@@ -106,7 +106,7 @@ def segments_attribute(
         segments = [*kept[:-1], {**kept[-1], "config": dict(config)}]
     else:
         segments = [*kept, {"step": step if kept else 0, "config": dict(config)}]
-    return {SEGMENTES: segments} if len(segments) > 1 or SEGMENTES in attributes else {}
+    return {SEGMENTS: segments} if len(segments) > 1 or SEGMENTS in attributes else {}
 
 
 def trained_segments(attributes: Mapping[str, Any], first: int, last: int) -> list[Segment]:
@@ -148,7 +148,7 @@ def recorded_threads(attributes: Mapping[str, Any], step: int) -> int | None:
     Raises
     ------
     FormatError
-        See `trained_stretches`.
+        See `trained_segments`.
     """
     provenance = _provenance(attributes)
     threads = provenance.get("threads")

@@ -1,4 +1,4 @@
-"""The `zarr.json` metadata files of a run.
+"""The `zarr.json` metadata of a run.
 
 They are made once (`new_run`). Afterwards only the length of the step axis and the attributes of
 the root change. The root contains the metadata of all arrays (Zarr's inline
@@ -43,7 +43,7 @@ class RunMetadata:
     Parameters
     ----------
     arrays : mapping of str to dict
-        Metadata file of each array, including coordinates, with any number of rows.
+        Metadata of each array, including coordinates, with any number of rows.
     attributes : mapping
         Attributes of the root except `CHANGING`; JSON values.
 
@@ -52,7 +52,7 @@ class RunMetadata:
     attributes : dict
         Attributes of the root except `CHANGING`.
     notes : list of dict
-        The attribute `NOTES` of the next root metadata file.
+        The attribute `NOTES` of the next root.
     """
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class RunMetadata:
         Parameters
         ----------
         root : mapping
-            Root metadata file of the run.
+            Root of the run.
         attributes : mapping, optional
             Attributes that replace present ones.
         """
@@ -85,7 +85,7 @@ class RunMetadata:
         return found
 
     def array(self, name: str, rows: int) -> bytes:
-        """Metadata file of an array with that number of rows."""
+        """Metadata of an array with that number of rows."""
         return _dump(with_rows(name, self._arrays[name], rows))
 
     def names(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 ``array_reader``
     Stored arrays, read without zarr: native bits, labels, indices.
 ``checked_metadata``
-    The metadata files of a run, checked and compared with the stored objects.
+    The metadata of a run, checked and compared with the stored objects.
 ``open_group``
     The Zarr group of a run, checked.
 ``open_run``

@@ -1,4 +1,4 @@
-"""The metadata files of a run, checked and compared with the stored objects."""
+"""The metadata of a run, checked and compared with the stored objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.schema import FORMAT, STEP, coordinate, entry_of
+from trajstore.schema import STEP, coordinate, entry_of
 from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
     array_faults,
@@ -23,6 +23,7 @@ from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     Fault,
     attribute_faults,
+    other_format,
     root_faults,
     run_identity,
 )
@@ -52,13 +53,13 @@ _NO_GROUP = "is not a Zarr v3 group, so not a run"
 def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     """Metadata files of the arrays in the root, all checked.
 
-    The arrays' own metadata files are read only if the root has no copies of them.
+    The arrays' own metadata are read only if the root has no copies of them.
 
     Parameters
     ----------
     place : Path or RemotePath
     data : bytes
-        Metadata file of the root (`root_document`).
+        Metadata of the root (`root_metadata`).
 
     Raises
     ------
@@ -85,7 +86,7 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     for name in (STEP.name, "token"):
         if name not in found:
             raise _refused(
-                place, METADATA_KEY, Fault(f"{_COPIES}.{name}", "the metadata file of an array")
+                place, METADATA_KEY, Fault(f"{_COPIES}.{name}", "the metadata of an array")
             )
     if copies is not None:
         _check_rows(place, root["attributes"]["committed_rows"], found[STEP.name])
@@ -139,7 +140,7 @@ def _within(path: Path) -> str:
 
 
 def root_metadata(place: Location) -> bytes:
-    """Bytes of the metadata file of the root.
+    """Bytes of the metadata of the root.
 
     Raises
     ------
@@ -166,7 +167,7 @@ def _parsed(place: Location, key: str, data: bytes) -> Any:
 
 
 def _read(place: Location, key: str) -> Any:
-    """Value of the metadata file of an array."""
+    """Value of the metadata of an array."""
     try:
         return _parsed(place, key, metadata_in(place / key))
     except FileNotFoundError as error:
@@ -183,18 +184,14 @@ def _unreadable(place: Location, error: Exception, key: str = METADATA_KEY) -> F
 
 
 def _check_root(place: Location, root: Any) -> None:
-    """Check the members of the root, except the metadata files of its arrays."""
+    """Check the members of the root, except the metadata of its arrays."""
     for fault in root_faults(root):
         raise FormatError(f"{place} {_NO_GROUP}: {METADATA_KEY}: {fault}")
     attributes = root["attributes"]
     if "trajstore_format" not in attributes:
         raise FormatError(f"{place} is a Zarr group, but not a run: it has no trajstore_format")
-    number = attributes["trajstore_format"]
-    if type(number) is int and number != FORMAT:
-        raise FormatError(
-            f"{place} has store format {number}, but this version reads format {FORMAT}; "
-            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
-        )
+    if error := other_format(place, attributes):
+        raise error
     for fault in attribute_faults(attributes, REQUIRED):
         raise _refused(place, METADATA_KEY, fault)
 
@@ -215,7 +212,7 @@ def _own_metadata(place: Location) -> dict[str, Any]:
 def _checked_facts(
     place: Location, key: str, member: str, name: str, metadata: Any, runs: Runs | None = None
 ) -> ArrayFacts:
-    """Facts of the metadata file of an array, a member of the metadata file with that key."""
+    """Facts of the metadata of an array, a member of the metadata file with that key."""
     facts = facts_of(name, metadata)
     for fault in array_faults(facts, metadata, runs):
         raise _refused(place, key, fault.within(member) if member else fault)

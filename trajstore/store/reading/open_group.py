@@ -24,18 +24,18 @@ from trajstore.store.reading.checked_metadata import (
     root_metadata,
 )
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
-from trajstore.strict_json import LARGEST_DOCUMENT, too_large
+from trajstore.strict_json import LARGEST_METADATA, too_large
 from trajstore.threads import in_parallel
 
 __all__ = ["ends", "open_group", "similar_runs"]
 
 
 def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
-    """Open the root group of a run, read-only, at its last commit, and check its metadata files.
+    """Open the root group of a run, read-only, at its last commit, and check its metadata.
 
-    The root is checked before zarr reads it, with its copies of the arrays' metadata files. The
-    arrays' own metadata files are read only if it has no copies, or by writers
-    (`check_own_documents`). The declared shapes are compared with the stored objects.
+    The root is checked before zarr reads it, with its copies of the arrays' metadata. The
+    arrays' own metadata are read only if it has no copies, or by writers
+    (`check_own_metadata`). The declared shapes are compared with the stored objects.
 
     Parameters
     ----------
@@ -121,11 +121,11 @@ def similar_runs(path: Path) -> str:
 
 
 def _zipped_root(path: Location) -> bytes:
-    """Bytes of the metadata file of the root in a zip file."""
+    """Bytes of the metadata of the root in a zip file."""
     try:
         with zipfile.ZipFile(str(path)) as file:
             size = file.getinfo(METADATA_KEY).file_size
-            if size > LARGEST_DOCUMENT:
+            if size > LARGEST_METADATA:
                 raise FormatError(f"{path} is not a run: {METADATA_KEY}: {too_large(size)}")
             return file.read(METADATA_KEY)
     except (zipfile.BadZipFile, KeyError) as error:

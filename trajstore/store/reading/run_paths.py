@@ -80,8 +80,8 @@ def _runs_within(path: str) -> list[str]:
     """Runs in a folder that is not a run, such as that of a sweep."""
     if os.path.exists(os.path.join(path, METADATA_KEY)):
         return []
-    all_metadata = glob.glob(os.path.join(glob.escape(path), "*.zarr", METADATA_KEY))
-    return sorted(map(os.path.dirname, all_metadata), key=_by_numbers)
+    found = glob.glob(os.path.join(glob.escape(path), "*.zarr", METADATA_KEY))
+    return sorted(map(os.path.dirname, found), key=_by_numbers)
 
 
 def _by_numbers(path: str) -> list[tuple[int, str]]:

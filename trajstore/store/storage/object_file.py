@@ -11,7 +11,7 @@ from typing import Protocol
 
 from trajstore.codec.block_object import BlockObject, LocalObject
 from trajstore.store.storage.remote_path import Location, RemotePath
-from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes
+from trajstore.strict_json import LARGEST_METADATA, metadata_bytes
 
 __all__ = ["OpenObject", "metadata_in", "opened", "size_of"]
 
@@ -103,7 +103,7 @@ def opened(path: Location, window: int = 0) -> AbstractContextManager[OpenObject
 
 
 def metadata_in(path: Location) -> bytes:
-    """Content of a metadata file; for a file, see `trajstore.strict_json.document_bytes`.
+    """Content of a metadata file; for a file, see `trajstore.strict_json.metadata_bytes`.
 
     Raises
     ------
@@ -113,8 +113,8 @@ def metadata_in(path: Location) -> bytes:
         If it cannot be read.
     """
     if isinstance(path, Path):
-        return document_bytes(path)
-    return path.read_bytes(LARGEST_DOCUMENT)
+        return metadata_bytes(path)
+    return path.read_bytes(LARGEST_METADATA)
 
 
 def size_of(path: Location) -> int:

@@ -7,15 +7,15 @@
 ``block_writer``
     Encoding and writing of blocks in background threads.
 ``commit``
-    The commit: it writes the metadata files that make the rows of written shards part of a run.
+    The commit: it writes the metadata that make the rows of written shards part of a run.
 ``commit_timer``
     Commits of unfinished blocks, a given number of seconds after the last commit.
 ``create``
     Creation of a run: checks of its path, and atomic creation of its folder.
 ``linked_run``
-    A new run of hard links to the blocks of another one, with other metadata files.
+    A new run of hard links to the blocks of another one, with other metadata.
 ``new_run``
-    Content of a new run before its first row: metadata files and checked coordinates.
+    Content of a new run before its first row: metadata and checked coordinates.
 ``compact_encoding``
     The rule by which a new run computes W and the moments.
 ``resumed_run``

@@ -155,7 +155,7 @@ def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLi
 
 
 def _with_coordinates(metadata: dict[str, Any], auxiliary: str) -> dict[str, Any]:
-    """Metadata file of an array, with the coordinates in its attributes if it lists them."""
+    """Metadata of an array, with the coordinates in its attributes if it lists them."""
     if "token" not in (metadata.get("dimension_names") or ()) or "native_dtype" not in metadata.get(
         "attributes", ()
     ):

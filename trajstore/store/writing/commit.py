@@ -1,4 +1,4 @@
-"""The commit: it writes the metadata files that make the rows of written shards part of a run.
+"""The commit: it writes the metadata that make the rows of written shards part of a run.
 
 Readers use the shapes of the arrays in the root. So a commit replaces the root after the metadata
 files of the arrays, and a cut replaces it before them. Readers see a row only if every array holds
@@ -39,7 +39,7 @@ class _Report:
 
 
 class Committer:
-    """Writes the metadata files of one run, jointly in all processes that write it.
+    """Writes the metadata of one run, jointly in all processes that write it.
 
     After each block all processes report the rows they wrote and the digests of their shards. If
     all succeeded, the first process commits, and reports that. So readers never see a row with a
@@ -119,15 +119,12 @@ class Committer:
 
     def _put_arrays(self, rows: int) -> None:
         path = self._path
-        all_metadata = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
+        changed = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
         if isinstance(path, RemotePath):
-            jobs = [
-                partial(put, path / name / METADATA_KEY, [all_metadata[name]])
-                for name in all_metadata
-            ]
+            jobs = [partial(put, path / name / METADATA_KEY, [changed[name]]) for name in changed]
             list(in_parallel(jobs, REMOTE_REQUESTS))
         else:
-            objects = [(path / name / METADATA_KEY, [all_metadata[name]]) for name in all_metadata]
+            objects = [(path / name / METADATA_KEY, [changed[name]]) for name in changed]
             put_all(objects, fsync=self._fsync)
 
     def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:

@@ -1,4 +1,4 @@
-"""A new run of hard links to the blocks of another one, with other metadata files.
+"""A new run of hard links to the blocks of another one, with other metadata.
 
 Objects of a store are replaced and never modified, so two runs may share a file. Resuming, cutting
 or repairing one of them does not change the other.

@@ -1,4 +1,4 @@
-"""Content of a new run before its first row: layout, metadata files and checked coordinates."""
+"""Content of a new run before its first row: layout, metadata and checked coordinates."""
 
 from __future__ import annotations
 
@@ -204,7 +204,6 @@ def new_run(
         "trajstore_version": __version__,
         "runs": [list(entry) for entry in layout.runs],
         "created": utc_now(),
-        "timeline": "post-step",
         "encoding": encoding,
         "block_rows": layout.block_rows,
         "config": dict(config or {}),

@@ -380,7 +380,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
     "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "unknown field optimizer.nope"),
     "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "cannot change model.hidden"),
     "earlier name": (
-        {}, ["initialisation.sigma=1"], {}, InvalidArgument, "cannot change initialization.sigma",
+        {}, ["initialization.sigma=1"], {}, InvalidArgument, "cannot change initialization.sigma",
     ),
     "form": ({}, ["lr"], {}, InvalidArgument, "expected section.field=value"),
     "momentum": ({}, ["optimizer.momentum=0.5"], {}, InvalidArgument, "momentum"),

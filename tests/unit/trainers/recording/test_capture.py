@@ -289,10 +289,10 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
         def forward(self, input_ids: Any, labels: Any = None) -> Any:
             return super().forward(input_ids)["logits"]
 
-    def run(path: Path, record: Any) -> None:
+    def run(path: Path, variables: Any) -> None:
         model = Silent()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with capture(model, optimizer, path, variables=record, strict=True):
+        with capture(model, optimizer, path, variables=variables, strict=True):
             for batch in batches(2):
                 model(**batch).sum().backward()
                 optimizer.step()
@@ -358,8 +358,8 @@ def test_mean_logits_and_mean_hidden_state(tiny: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
     tiny.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     lists = Lists(tiny.embedding.weight)
-    record = ("matrix", "hidden_mean")
-    with capture(tiny, optimizer, path, variables=record, logits_mode="mean"):
+    variables = ("matrix", "hidden_mean")
+    with capture(tiny, optimizer, path, variables=variables, logits_mode="mean"):
         for batch in batches(4):
             output = tiny(**batch)
             output["loss"].backward()
@@ -379,8 +379,8 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path:
     model = TinyModel(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     path = tmp_path / "run.zarr"
-    record = ("matrix", "grad_token_norm", "W_step_norm", "W_ulp_l1")
-    train(model, optimizer, path, variables=record, every=every)
+    variables = ("matrix", "grad_token_norm", "W_step_norm", "W_ulp_l1")
+    train(model, optimizer, path, variables=variables, every=every)
     ds = xr.open_zarr(path)
     W, grad = ds.W.values.astype("f8"), ds.grad.values.astype("f8")
     least, offset = {"float32": (-126, 23), "bfloat16": (-126, 7), "float16": (-14, 10)}[

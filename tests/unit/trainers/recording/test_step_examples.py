@@ -151,8 +151,8 @@ def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
     optimizer = optimizer_of(tiny)
     path = tmp_path / "run.zarr"
     notes: list[str] = []
-    record = ("W", "batch", "example_loss")
-    with capture(tiny, optimizer, path, variables=record, on_note=notes.append) as run:
+    variables = ("W", "batch", "example_loss")
+    with capture(tiny, optimizer, path, variables=variables, on_note=notes.append) as run:
         with pytest.raises(InvalidArgument, match=r"batch: got torch.float32 of shape"):
             run.observe(batch=torch.rand(3))
         with pytest.raises(InvalidArgument, match=r"example_loss: got .* of shape \(1, 1\)"):

@@ -202,15 +202,15 @@ class Odd(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-0.1)
 
 
-@pytest.mark.parametrize("record_", ["matrix", "everything"])
+@pytest.mark.parametrize("variables", ["matrix", "everything"])
 def test_optimizers_that_wrap_or_have_no_rate(
-    record_: str, tiny: Any, record: Any, notes: list[str], tmp_path: Path
+    variables: str, tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
     for optimizer in (Lookahead(adamw(tiny)), Odd(tiny.parameters()),
                       torch.optim.Adafactor(tiny.parameters())):  # fmt: skip
         lists = Lists(tiny.embedding.weight)
         notes.clear()
-        with record(optimizer, overwrite=True, variables=record_):
+        with record(optimizer, overwrite=True, variables=variables):
             for batch in batches(3):
                 optimizer.zero_grad()
                 tiny(**batch)["loss"].backward()

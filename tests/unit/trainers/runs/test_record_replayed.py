@@ -37,7 +37,7 @@ VARIANTS = {
     "float32 moments": (["gatsby", "optimizer.state_dtype=float32"], RULE_ARRAYS),
     "skipped steps": (
         ["gatsby-adam", "training.autocast=float16", "model.dtype=float32",
-         "initialisation.kind=normal", "initialisation.sigma=30", "optimizer.lr=1"], RULE_ARRAYS,
+         "initialization.kind=normal", "initialization.sigma=30", "optimizer.lr=1"], RULE_ARRAYS,
     ),
     "without moments": (["gatsby-gradients"], ()),
     "wordybird": (["wordybird-1b", *ASCII], RULE_ARRAYS),

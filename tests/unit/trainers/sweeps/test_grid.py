@@ -41,7 +41,7 @@ def test_one_value_written_in_two_ways_is_one_run() -> None:
     with pytest.raises(
         InvalidArgument, match=r"two runs have the name g_initialization.sigma=1e-5.zarr"
     ):
-        swept_runs(preset("gatsby"), "g", ["initialisation.sigma=1e-5,0.00001"])
+        swept_runs(preset("gatsby"), "g", ["initialization.sigma=1e-5,0.00001"])
 
 
 @pytest.mark.parametrize(

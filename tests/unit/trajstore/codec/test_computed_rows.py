@@ -163,16 +163,6 @@ def test_an_array_with_a_broken_index_is_named(run: Path, opened: Any) -> None:
         _ = opened(run).W.values
 
 
-def test_rows_of_another_version_are_named(run: Path) -> None:
-    for metadata in (run / "zarr.json", run / "W" / "zarr.json"):
-        text = metadata.read_text()
-        assert '"version": 2' in text
-        metadata.write_text(text.replace('"version": 2', '"version": 1'))
-    for opened in (open_run, xr.open_zarr):
-        with pytest.raises(FormatError, match=r"version 1, expected 2; .* --encoding delta"):
-            opened(run)
-
-
 def test_a_damaged_array_is_named(run: Path, history: xr.Dataset) -> None:
     damage(run, "grad", 1)
     ds = open_run(run)

@@ -16,8 +16,9 @@ from checkpoints import write_checkpoint
 from damage import contents, cut, edit, flip, shard_index
 from disk import Disk
 
-from trajstore import Repair, RunWriter, open_run, repair, verify
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, RunLocked, RunNotFound
+from trajstore.integrity.repair_plan import Repair
 
 DATA = Path(__file__).parents[3] / "data"
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
@@ -219,7 +220,7 @@ def test_a_lost_metadata_of_an_array_is_rebuilt(
     "change",
     [
         lambda root: root["attributes"].update(config={"why": "a tess", "lr": 1.5e-05}),
-        lambda root: root["attributes"].update(trajstore_format=3),
+        lambda root: root["attributes"].update(trajstore_format=9),
         lambda root: root["attributes"].update(creatdd=root["attributes"].pop("created")),
         lambda root: root["attributes"].update(committed_rows=15),
         lambda root: root["consolidated_metadata"].update(kind="inlone"),
@@ -485,3 +486,15 @@ def test_a_repair_survives_a_loss_of_power(run: Path, monkeypatch: pytest.Monkey
     assert disk.survives(run / "W")
     assert disk.survives(run / "grad")
     assert disk.early == []
+
+
+def test_rows_can_be_appended_after_a_repair(run: Path, whole: Path) -> None:
+    (run / "W" / "c.2.0.0").unlink()
+    mended(run)
+    source = open_run(whole)
+    with RunWriter.resume(run) as writer:
+        for row in range(8, 11):
+            values = {name: source[name].values[row] for name in SERIES if name != "step"}
+            writer.append(step=row, **values)
+    assert verify(run).clean
+    assert_first_rows(run, whole, 11)

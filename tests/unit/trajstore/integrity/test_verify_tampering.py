@@ -78,7 +78,7 @@ def is_noticed(path: Path) -> bool:
     try:
         return not trajstore.verify(path, threads=1).clean
     except FormatError as error:
-        return "of store format 1" in str(error)
+        return "has store format 1" in str(error)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -127,7 +127,7 @@ def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_goes_on(
     world = whole.world
     path = run(world)
     all_metadata(path, world.shorter)
-    assert any("older metadata files" in str(item) for item in trajstore.verify(path).problems)
+    assert any("older metadata" in str(item) for item in trajstore.verify(path).problems)
     with trajstore.RunWriter.resume(path, rows=9) as writer:
         assert trajstore.verify(path).clean
         writer.close("interrupted")

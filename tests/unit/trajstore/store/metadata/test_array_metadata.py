@@ -22,7 +22,7 @@ from trajstore.store.metadata.array_metadata import array_faults, facts_of, meta
 Small = tuple[Path, dict[str, np.ndarray]]
 
 GOLDEN = json.loads(
-    Path(__file__).parents[4].joinpath("data", "format2-delta.zarr", "zarr.json").read_bytes()
+    Path(__file__).parents[4].joinpath("data", "format3-delta.zarr", "zarr.json").read_bytes()
 )["consolidated_metadata"]["metadata"]
 
 

@@ -18,7 +18,7 @@ from trajstore.errors import FormatError
 from trajstore.store.metadata.metadata_form import REQUIRED, attribute_faults, root_faults
 
 ROOT = json.loads(
-    Path(__file__).parents[4].joinpath("data", "format2-delta.zarr", "zarr.json").read_bytes()
+    Path(__file__).parents[4].joinpath("data", "format3-delta.zarr", "zarr.json").read_bytes()
 )
 
 

@@ -110,13 +110,18 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
-def test_another_format_says_what_to_install(small_run: tuple[Path, Any], number: int) -> None:
+def test_another_format_names_the_version_that_reads_it(
+    small_run: tuple[Path, Any], number: int
+) -> None:
     path, _ = small_run
     root = json.loads((path / "zarr.json").read_bytes())
     root["attributes"] |= {"trajstore_format": number, "trajstore_version": "9.1"}
     (path / "zarr.json").write_text(json.dumps(root))
-    with pytest.raises(FormatError, match=rf"format {number}, .*install trajstore 9\.1"):
+    with pytest.raises(
+        FormatError, match=rf"format {number}, .*open it with trajstore 9\.1"
+    ) as told:
         open_run(path)
+    assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
 
 
 def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
@@ -131,3 +136,11 @@ def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> Non
         ds.traj.nonsense  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="is_dead"):
         ds.drop_vars("is_dead").traj.dead  # noqa: B018
+
+
+def test_a_truncated_root_is_no_run(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    root = path / "zarr.json"
+    root.write_bytes(root.read_bytes()[:100])
+    with pytest.raises(FormatError, match="not a Zarr v3 group"):
+        open_run(path)

@@ -53,15 +53,15 @@ class Reader:
     def __init__(self, path: Path) -> None:
         root = json.loads((path / "zarr.json").read_text())
         self.path, self.attributes = path, root["attributes"]
-        self.all_metadata = root["consolidated_metadata"]["metadata"]
+        self.arrays = root["consolidated_metadata"]["metadata"]
         self.rows, self.block_rows = (self.attributes[k] for k in ("committed_rows", "block_rows"))
-        self.series = sorted(self.all_metadata.keys() - set(COORDINATES))
-        if self.attributes["trajstore_format"] != 2:
-            raise ValueError("this reads format 2")
+        self.series = sorted(self.arrays.keys() - set(COORDINATES))
+        if self.attributes["trajstore_format"] != 3:
+            raise ValueError("this reads format 3")
 
     def settings(self, name: str) -> dict[str, Any]:
         """All that decides how bytes become values."""
-        metadata = self.all_metadata[name]
+        metadata = self.arrays[name]
         (codec,) = metadata["codecs"]
         configuration = dict(codec["configuration"])
         configuration.pop("runs", None)
@@ -70,7 +70,7 @@ class Reader:
 
     def parts(self, name: str) -> int:
         """Objects of a block."""
-        shape, chunk = self.all_metadata[name]["shape"], self.settings(name)["shape"]
+        shape, chunk = self.arrays[name]["shape"], self.settings(name)["shape"]
         return -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
 
     def load(self, name: str, block: int, part: int) -> tuple[list[bytes], int, bytes]:
@@ -162,7 +162,7 @@ class Reader:
 
     def bits(self, name: str) -> np.ndarray:
         """Bits of a whole array, as `decode` gives them."""
-        settings, shape = self.settings(name), self.all_metadata[name]["shape"]
+        settings, shape = self.settings(name), self.arrays[name]["shape"]
         blocks, parts, whole = -(-self.rows // self.block_rows), self.parts(name), settings["shape"]
         lengths = [blocks * whole[0], *([parts * whole[1], *whole[2:]] if whole[1:] else [])]
         out = np.empty(lengths, BITS[settings["native_dtype"]])
@@ -180,8 +180,8 @@ class Reader:
 
     def digests(self) -> tuple[str, str]:
         """Content digest and fingerprint."""
-        all_metadata, stored = json.loads(json.dumps(self.all_metadata)), {}
-        for name, metadata in all_metadata.items():
+        arrays, stored = json.loads(json.dumps(self.arrays)), {}
+        for name, metadata in arrays.items():
             metadata["attributes"].pop("root_attributes", None)
             for codec in metadata["codecs"]:
                 codec.get("configuration", {}).pop("runs", None)
@@ -189,7 +189,7 @@ class Reader:
                 metadata["shape"][0] = 0
             else:
                 stored[f"{name}/c.0"] = sha256((self.path / name / "c.0").read_bytes()).hex()
-        tip = sha256(canonical({"arrays": all_metadata, "coordinates": stored}))
+        tip = sha256(canonical({"arrays": arrays, "coordinates": stored}))
         for block in range(-(-self.rows // self.block_rows)):
             held = min(self.rows - block * self.block_rows, self.block_rows)
             entries = b""

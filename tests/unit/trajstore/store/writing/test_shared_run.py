@@ -134,7 +134,7 @@ def test_where_the_first_cannot_commit_all_stop(
     def commit(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("trajstore.store.writing.commit.Committer.put_documents", commit)
+    monkeypatch.setattr("trajstore.store.writing.commit.Committer.put_metadata", commit)
     first, second = all_together(
         2, lambda share: record(tmp_path / "run.zarr", share, range(3 * BLOCK))
     )

@@ -391,7 +391,6 @@ def test_the_root_says_what_the_format_promises(small_run: tuple[Path, Any]) -> 
     attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
     assert attributes["trajstore_format"] == FORMAT
     assert attributes["trajstore_version"] == trajstore.__version__
-    assert attributes["timeline"] == "post-step"
     assert attributes["committed_rows"] == 11
     assert attributes["status"] == "complete"
     assert attributes["created"] <= attributes["updated"]

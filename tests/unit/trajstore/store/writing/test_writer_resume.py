@@ -344,7 +344,7 @@ def _place(paths: Any) -> str:
         name = path.name.lstrip(".")
         in_run = path.parent.name == "run.zarr"
         if name.startswith("zarr.json"):
-            found.add("root" if in_run else "documents")
+            found.add("root" if in_run else "metadata files")
         elif path.is_dir():
             found.add("arrays" if in_run else "run")
         else:
