@@ -9,6 +9,9 @@ occur in the text. W starts at 1.5 for these, and at 0.75 for the dead tokens.
 
 from __future__ import annotations
 
+if __name__ == "analysis":  # in the root of a clone, where this folder lies beside the package
+    raise ImportError("analysis is a part of trajstore; import trajstore.analysis instead")
+
 TYPE_CHECKING = False  # importing typing would dominate the import time here
 if TYPE_CHECKING:
     from typing import Any

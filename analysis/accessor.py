@@ -5,26 +5,27 @@ xarray finds it through the entry point `traj` of the group `trajstore.accessors
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xarray as xr
 
+from trajstore.analysis import functions
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
+from trajstore.analysis.several.many_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 if TYPE_CHECKING:
-    from trajstore.analysis.figures import Figure
+    from matplotlib.axes import Axes
 
-__all__ = ["TrajAccessor"]
+    from trajstore.exchange.selection import Steps
 
-_OF_SEVERAL_RUNS = ("divergence", "each_run", "over_runs", "with_populations")
-"""Functions that take several runs at once. All others are applied to each run."""
+__all__ = ["Drawing", "Plots", "TrajAccessor"]
 
 
 class TrajAccessor:
@@ -33,6 +34,9 @@ class TrajAccessor:
     Every function of `analysis` that takes a Dataset is a method: ``ds.traj.freeze()`` is
     ``analysis.freeze(ds)``. For several runs (`trajstore.open_runs`), methods return the results
     of each run along ``run``.
+
+    Type checkers and editors do not know the attribute ``traj`` of a Dataset. They know all methods
+    of ``TrajAccessor(ds)``, which is the same.
 
     Parameters
     ----------
@@ -111,8 +115,6 @@ class TrajAccessor:
         **options
             Options of `analysis.by_population`.
         """
-        from trajstore import analysis
-
         self._is_dead()  # raises if missing
         if not isinstance(da, xr.DataArray) or "token" not in da.dims:
             got = getattr(da, "dims", type(da).__name__)
@@ -122,7 +124,7 @@ class TrajAccessor:
             for name, coordinate in self._ds.coords.items()
             if coordinate.dims == ("token",) and coordinate.dtype == bool
         }
-        return analysis.by_population(da.assign_coords(masks), **options)
+        return functions.by_population(da.assign_coords(masks), **options)
 
     def parameter(self, name: str) -> xr.Dataset:
         """History of one parameter of a run that was recorded with the tier ``everything``.
@@ -164,31 +166,89 @@ class TrajAccessor:
             )
         return self._ds["is_dead"].values
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        from trajstore import analysis
+    # One method for each function of analysis, so that type checkers and editors know them.
+    acceleration = as_method(functions.acceleration)
+    adam_update = as_method(functions.adam_update)
+    adjacency = as_method(functions.adjacency)
+    alignment = as_method(functions.alignment)
+    autocorrelation = as_method(functions.autocorrelation)
+    bulk_thermal = as_method(functions.bulk_thermal)
+    centroid = as_method(functions.centroid)
+    clusters = as_method(functions.clusters)
+    coherence = as_method(functions.coherence)
+    compare = as_method(functions.compare)
+    compute = as_method(functions.compute)
+    crossings = as_method(functions.crossings)
+    discontinuities = as_method(functions.discontinuities)
+    displacement = as_method(functions.displacement)
+    distinct = as_method(functions.distinct)
+    divergence = as_method(functions.divergence, each=False)
+    each_run = as_method(functions.each_run, each=False)
+    exact_moments = as_method(functions.exact_moments)
+    explain_gradient = as_method(functions.explain_gradient)
+    exponent_crossings = as_method(functions.exponent_crossings)
+    freeze = as_method(functions.freeze)
+    freeze_attribution = as_method(functions.freeze_attribution)
+    freeze_cause = as_method(functions.freeze_cause)
+    grad_norms = as_method(functions.grad_norms)
+    heatmap = as_method(functions.heatmap)
+    inertia = as_method(functions.inertia)
+    last_moving_element = as_method(functions.last_moving_element)
+    lattice_displacement = as_method(functions.lattice_displacement)
+    lifecycle = as_method(functions.lifecycle)
+    logit_stats = as_method(functions.logit_stats)
+    mean_logits = as_method(functions.mean_logits)
+    moment_error = as_method(functions.moment_error)
+    moment_plane = as_method(functions.moment_plane)
+    moment_sizes = as_method(functions.moment_sizes)
+    moment_stuck = as_method(functions.moment_stuck)
+    nearest_distance = as_method(functions.nearest_distance)
+    over_runs = as_method(functions.over_runs, each=False)
+    path_efficiency = as_method(functions.path_efficiency)
+    pca = as_method(functions.pca)
+    projection = as_method(functions.projection)
+    radial_tangential = as_method(functions.radial_tangential)
+    regimes = as_method(functions.regimes)
+    separation = as_method(functions.separation)
+    sky = as_method(functions.sky)
+    speed = as_method(functions.speed)
+    summary = as_method(functions.summary)
+    ulp = as_method(functions.ulp)
+    vectors = as_method(functions.vectors)
+    velocity = as_method(functions.velocity)
+    with_populations = as_method(functions.with_populations, each=False)
 
-        if callable(getattr(analysis, name, None)) and name in analysis.__all__:
-            wanted = getattr(analysis, name)
-            if "run" in self._ds.dims and name not in _OF_SEVERAL_RUNS:
-                return _method(wanted, functools.partial(analysis.over_runs, self._ds, wanted))
-            return _method(wanted, functools.partial(wanted, self._ds))
-        raise AttributeError(
-            f"ds.traj has no {name!r}{did_you_mean(name, dir(self))}; it has {', '.join(dir(self))}"
-        )
+    if not TYPE_CHECKING:
 
-    def __dir__(self) -> list[str]:
-        from trajstore import analysis
+        def __getattr__(self, name: str) -> Any:
+            known = [one for one in dir(type(self)) if not one.startswith("_")]
+            raise AttributeError(
+                f"ds.traj has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}"
+            )
 
-        return sorted(
-            {
-                "dead",
-                "live",
-                "parameter",
-                "plot",
-                "to_netcdf",
-                *(name for name in analysis.__all__ if name.islower()),
-            }
-        )
+
+class Drawing(Protocol):
+    """A method of ``ds.traj.plot``; figures lack the options that they do not depend on."""
+
+    def __call__(
+        self,
+        ax: Axes | None = None,
+        *,
+        other: xr.Dataset | None = None,
+        style: str = "light",
+        log: str | None = None,
+        labels: Sequence[str] | None = None,
+        title: str | None = None,
+        size: tuple[float, float] | None = None,
+        population: str | None = None,
+        lattice: str = "native",
+        color: str = "regime",
+        plane: str = "principal",
+        steps: Steps = None,
+        within: bool = False,
+        min_unchanged: int = MIN_UNCHANGED,
+    ) -> Axes:
+        """Draw the figure, as `analysis.figures.Figure` does."""
 
 
 class Plots:
@@ -207,57 +267,65 @@ class Plots:
     'optimizer step of the last motion'
     """
 
+    # For type checkers and editors. Results of an evaluation have figures with other names.
+    autocorrelation: Drawing
+    bulk_thermal: Drawing
+    causes: Drawing
+    centroid: Drawing
+    clusters: Drawing
+    discontinuities: Drawing
+    displacement: Drawing
+    divergence: Drawing
+    freeze: Drawing
+    gradients: Drawing
+    heatmap: Drawing
+    hops: Drawing
+    last_motion: Drawing
+    lifecycle: Drawing
+    logits: Drawing
+    loss: Drawing
+    moment_sizes: Drawing
+    moment_tracks: Drawing
+    moments: Drawing
+    parameters: Drawing
+    regimes: Drawing
+    sky: Drawing
+    spectrum: Drawing
+    speed: Drawing
+    speed_density: Drawing
+    trajectory: Drawing
+
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Drawing:
         from trajstore.analysis.figures import figures_of
 
         known = figures_of(self._ds)
         figure = known.get(name.replace("_", "-")) or known.get(name)
         if figure is None:
             raise AttributeError(f"ds.traj.plot has no {name!r}; it has {', '.join(dir(self))}")
-        return _method(_described(figure), functools.partial(figure, self._ds))
+
+        def drawing(*arguments: Any, **options: Any) -> Axes:
+            return figure(self._ds, *arguments, **options)
+
+        described: Any = drawing
+        described.__name__ = described.__qualname__ = name
+        about = (figure.__call__.__doc__ or "").partition("\n")[2]
+        described.__doc__ = f"{figure.title}.\n{about}"
+        signature = inspect.signature(Drawing.__call__)
+        _, *options = signature.parameters.values()
+        described.__signature__ = signature.replace(
+            parameters=[
+                option
+                for option in options
+                if (option.name != "lattice" or figure.on_lattice)
+                and (option.name != "population" or figure.of_populations)
+            ]
+        )
+        return drawing
 
     def __dir__(self) -> list[str]:
         from trajstore.analysis.figures import figures_of
 
         return [name.replace("-", "_") for name in figures_of(self._ds)]
-
-
-def _method(described: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `call` with the help of `described`, without its first argument, the Dataset."""
-
-    @functools.wraps(described)
-    def method(*arguments: Any, **options: Any) -> Any:
-        return call(*arguments, **options)
-
-    signature = inspect.signature(described)
-    _, *others = signature.parameters.values()
-    annotated: Any = method
-    annotated.__signature__ = signature.replace(parameters=others)
-    return method
-
-
-def _described(figure: Figure) -> Callable[..., Any]:
-    """Function with the name, docstring and options of a figure."""
-    from trajstore.analysis.figures import Options
-
-    def described() -> None: ...
-
-    _, *known = inspect.signature(type(figure).__call__).parameters.values()
-    options = inspect.signature(Options).parameters.values()
-    named: Any = described
-    named.__name__ = named.__qualname__ = figure.name.replace("-", "_")
-    named.__doc__ = figure.title + ".\n" + (figure.__call__.__doc__ or "").partition("\n")[2]
-    named.__signature__ = inspect.Signature(
-        [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        + [
-            each
-            for each in options
-            if (each.name != "lattice" or figure.on_lattice)
-            and (each.name != "population" or figure.of_populations)
-        ],
-        return_annotation="Axes",
-    )
-    return described

@@ -43,7 +43,7 @@ from trajstore.analysis.optimizer.lost_updates import moment_stuck
 from trajstore.analysis.optimizer.moment_ratios import moment_error
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.optimizer.moments import exact_moments
-from trajstore.analysis.registry import QUANTITIES, answer, compute
+from trajstore.analysis.registry import QUANTITIES, compute
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.population_statistics import by_population
@@ -65,7 +65,6 @@ __all__ = [
     "adam_update",
     "adjacency",
     "alignment",
-    "answer",
     "autocorrelation",
     "bulk_thermal",
     "by_population",

@@ -120,6 +120,7 @@ def in_trajstore(path: Path, question: str) -> None:
 
     import trajstore
     from trajstore import analysis
+    from trajstore.analysis import registry
 
     ds = trajstore.open_run(path)
     ds = ds.drop_vars([name for name in ds if name not in ("W", "grad", "clip_coef")])
@@ -135,7 +136,7 @@ def in_trajstore(path: Path, question: str) -> None:
         analysis.compute(ds, ["grad_norms", "freeze", "regimes"]).compute()
     elif question.startswith("sum of "):
         name, *options = question.removeprefix("sum of ").split()
-        analysis.answer(ds, [name], options).sum().compute()
+        registry.answer(ds, [name], options).sum().compute()
     else:
         analysis.compute(ds, [question]).compute()
 

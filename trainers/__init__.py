@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "trainers":  # in the root of a clone, where this folder lies beside the package
+    raise ImportError("trainers is a part of trajstore; import trajstore.trainers instead")
+
 if TYPE_CHECKING:
+    from trajstore.trainers import evaluations
     from trajstore.trainers.config import RunConfig
     from trajstore.trainers.counterfactuals.what_if import what_if
     from trajstore.trainers.evaluations.evaluate import evaluate
@@ -16,7 +20,10 @@ if TYPE_CHECKING:
     from trajstore.trainers.products import float32_products
     from trajstore.trainers.recording.capture import capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
+    from trajstore.trainers.replays.replay import replay
+    from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
     from trajstore.trainers.runs.fork import fork
+    from trajstore.trainers.runs.proven_steps import prove
     from trajstore.trainers.runs.record import record
     from trajstore.trainers.runs.resume_checks import recorded_config
     from trajstore.trainers.runs.run_plan import plan
@@ -29,11 +36,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "RoundedAdam",
+    "RoundedAdamW",
+    "RoundedSGD",
     "RunConfig",
     "TrajectoryCallback",
     "capture",
     "checkout",
     "evaluate",
+    "evaluations",
     "fetch",
     "float32_products",
     "fork",
@@ -42,8 +53,10 @@ __all__ = [
     "optimizer_state_at",
     "plan",
     "preset",
+    "prove",
     "record",
     "recorded_config",
+    "replay",
     "restore",
     "time_steps",
     "what_if",
@@ -51,11 +64,15 @@ __all__ = [
 
 _HOME = {
     "PRESETS": "trajstore.trainers.presets",
+    "RoundedAdam": "trajstore.trainers.rounded_optimizer",
+    "RoundedAdamW": "trajstore.trainers.rounded_optimizer",
+    "RoundedSGD": "trajstore.trainers.rounded_optimizer",
     "RunConfig": "trajstore.trainers.config",
     "TrajectoryCallback": "trajstore.trainers.recording.hf_callback",
     "capture": "trajstore.trainers.recording.capture",
     "checkout": "trajstore.trainers.step_models.checkout",
     "evaluate": "trajstore.trainers.evaluations.evaluate",
+    "evaluations": "trajstore.trainers.evaluations",
     "fetch": "trajstore.trainers.texts.fetch",
     "float32_products": "trajstore.trainers.products",
     "fork": "trajstore.trainers.runs.fork",
@@ -64,8 +81,10 @@ _HOME = {
     "optimizer_state_at": "trajstore.trainers.step_models.optimizer_state",
     "plan": "trajstore.trainers.runs.run_plan",
     "preset": "trajstore.trainers.presets",
+    "prove": "trajstore.trainers.runs.proven_steps",
     "record": "trajstore.trainers.runs.record",
     "recorded_config": "trajstore.trainers.runs.resume_checks",
+    "replay": "trajstore.trainers.replays.replay",
     "restore": "trajstore.trainers.step_models.restore",
     "time_steps": "trajstore.trainers.runs.timed_steps",
     "what_if": "trajstore.trainers.counterfactuals.what_if",
@@ -75,16 +94,11 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(_HOME[name])
-    except ModuleNotFoundError as error:
-        from trajstore.errors import MissingExtra
+    from trajstore.extras import needs_extra
 
-        raise MissingExtra(
-            f"trajstore.trainers.{name} needs {error.name}, which is not installed; "
-            "install trajstore[train]"
-        ) from error
-    return getattr(module, name)
+    with needs_extra(f"trainers.{name}", "train"):
+        module = importlib.import_module(_HOME[name])
+    return module if name == "evaluations" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -65,9 +65,27 @@ class RunNotFound(TrajstoreError, FileNotFoundError):
 
 
 class MissingExtra(TrajstoreError, ImportError):
-    """An optional dependency is not installed; install the extra that the message names."""
+    """An optional dependency is not installed; install the extra that the message names.
+
+    Parameters
+    ----------
+    needing : str
+        What needs the extra, as the subject of a sentence.
+    extra : str
+        Name of the extra.
+    otherwise : str
+        What the user can do instead, if anything.
+    """
 
     exit_code = 2
+
+    def __init__(self, needing: str, extra: str, otherwise: str = "") -> None:
+        super().__init__(needing, extra, otherwise)
+
+    def __str__(self) -> str:
+        needing, extra, otherwise = self.args
+        command = f"pip install -c constraints.txt '.[{extra}]'"
+        return f"{needing} needs the extra {extra}: {command}" + (otherwise and f"; or {otherwise}")
 
 
 class FormatError(TrajstoreError, ValueError):

@@ -21,7 +21,8 @@ from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Count
-from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.errors import InvalidArgument
+from trajstore.extras import needs_extra
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import ordinal
 
@@ -59,11 +60,9 @@ _OF_TOKENS = {
 
 
 def _scipy() -> tuple[Any, Any]:
-    try:
+    with needs_extra("adjacency", "graph"):
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
-    except ImportError as error:
-        raise MissingExtra("adjacency requires scipy; install trajstore[graph]") from error
     return coo_array, connected_components
 
 

@@ -126,7 +126,7 @@ def analyze(
       trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
     from trajstore import analysis
-    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
+    from trajstore.analysis.registry import ACROSS_RUNS, ALONE, answer
     from trajstore.analysis.results.write_results import (
         check_result_target,
         describe,
@@ -147,7 +147,7 @@ def analyze(
         given_populations(populations),
     )
     ds = select_part(ds, tokens=selected.get("tokens"))
-    result = analysis.answer(ds, quantities, steps=selected.get("steps"), **options)
+    result = answer(ds, quantities, steps=selected.get("steps"), **options)
     result = _of_populations(result, selected.get("population"))
     with AnalysisProgress(scheduler) as progress:
         if output is not None:

@@ -31,9 +31,8 @@ def check_panel() -> None:
     MissingExtra
         Without Panel, HoloViews, Datashader, Bokeh or pandas.
     """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise MissingExtra(f"explore needs {', '.join(missing)}; install trajstore[explore]")
+    if any(find_spec(name) is None for name in _NEEDED):
+        raise MissingExtra("explore", "explore")
 
 
 def free_port(host: str, port: int) -> int:

@@ -23,7 +23,8 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.analysis.scan.window import windowed_scan
 from trajstore.analysis.several.many_runs import each_run
-from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.errors import InvalidArgument
+from trajstore.extras import needs_extra
 from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import check_dataset, populations
 
@@ -450,10 +451,8 @@ def check_matplotlib() -> None:
     MissingExtra
         Without matplotlib.
     """
-    try:
+    with needs_extra("a figure", "plot"):
         import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("figures need matplotlib; install trajstore[plot]") from error
 
 
 def in_style(name: str) -> Any:

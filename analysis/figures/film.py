@@ -24,7 +24,7 @@ from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.scan.task_progress import Report
 from trajstore.analysis.scan.window import windowed_scan
-from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.populations.masks import chosen_populations
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import staged_folder
@@ -275,9 +275,7 @@ def save_film(
     Raises
     ------
     InvalidArgument
-        For another extension.
-    MissingExtra
-        For .mp4 without the program ffmpeg.
+        For another extension, or .mp4 without the program ffmpeg.
     RunExists
         If the target exists.
     """
@@ -296,7 +294,7 @@ def check_film_target(path: Path, *, overwrite: bool) -> None:
 
     Raises
     ------
-    InvalidArgument, MissingExtra, RunExists
+    InvalidArgument, RunExists
         As `save_film`.
     """
     from matplotlib.animation import FFMpegWriter
@@ -307,7 +305,7 @@ def check_film_target(path: Path, *, overwrite: bool) -> None:
             "a folder without extension"
         )
     if path.suffix.lower() == ".mp4" and not FFMpegWriter.isAvailable():
-        raise MissingExtra(
+        raise InvalidArgument(
             f"{path} needs the program ffmpeg, which is not installed; install it, or write .gif "
             "or .webp"
         )

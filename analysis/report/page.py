@@ -23,7 +23,8 @@ from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import Table, summary_tables
 from trajstore.analysis.scan.scan import Scan
 from trajstore.byte_sizes import format_bytes
-from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
+from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+from trajstore.extras import needs_extra
 from trajstore.integrity.verify import verify
 from trajstore.populations.masks import populations
 from trajstore.store.reading.open_run import open_run
@@ -150,10 +151,9 @@ def seen(text: object) -> str:
 
 
 def _template() -> Any:
-    try:
+    with needs_extra("a report", "report"):
+        import matplotlib  # noqa: F401
         from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise MissingExtra("reports need Jinja2; install trajstore[report]") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["seen"] = seen
     return environment.from_string(

@@ -17,7 +17,8 @@ import xarray as xr
 
 from trajstore.analysis.scan.flags import flags_of, is_category
 from trajstore.analysis.scan.task_progress import Report, compute_all
-from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+from trajstore.errors import InvalidArgument, RunExists
+from trajstore.extras import needs_extra
 from trajstore.formats.safetensors import begin_safetensors
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
@@ -210,12 +211,8 @@ def check_result_target(path: str | os.PathLike[str], *, overwrite: bool = False
             f"got {target}, expected a file name with one of the extensions {', '.join(ENDINGS)}"
         )
     if target.suffix == ".nc":
-        try:
+        with needs_extra("a NetCDF file", "hdf5", "write .zarr or .csv"):
             import h5netcdf  # noqa: F401
-        except ImportError as error:
-            raise MissingExtra(
-                "writing NetCDF requires h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
-            ) from error
     if target.suffix != ".csv":
         _check_parts([target], overwrite=overwrite)
     return target

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xarray as xr
 
@@ -11,7 +12,10 @@ from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
-__all__ = ["each_run", "over_runs"]
+__all__ = ["as_method", "each_run", "over_runs"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ARRAY = "result"
 
@@ -101,3 +105,27 @@ def over_runs(
     along = {name: c for name, c in ds.coords.items() if c.dims == (RUN,)}
     joined = joined.assign_coords(along)
     return joined[_ARRAY].rename(results[0].name) if arrays else joined
+
+
+def as_method(
+    function: Callable[Concatenate[xr.Dataset, P], R], *, each: bool = True
+) -> Callable[Concatenate[Any, P], R]:
+    """Return a function of a Dataset as a method of an accessor.
+
+    Parameters
+    ----------
+    function : callable
+        Its first argument is a Dataset.
+    each : bool
+        Apply it to each of several runs; False for functions that take them together.
+    """
+
+    def method(self: Any, /, *arguments: P.args, **options: P.kwargs) -> R:
+        if each and RUN in self._ds.dims:
+            of_run: Any = function
+            result: R = over_runs(self._ds, of_run, *arguments, **options)
+            return result
+        return function(self._ds, *arguments, **options)
+
+    functools.update_wrapper(method, function)
+    return method

@@ -10,6 +10,7 @@ import click
 from trajstore.cli.options import RUN
 from trajstore.cli.tables import out
 from trajstore.errors import CorpusError, InvalidArgument
+from trajstore.extras import needs_extra
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -25,6 +26,7 @@ __all__ = ["annotate"]
     "--masks", type=click.Path(), metavar="FILE", help="Masks, ids or counts of tokens, any format."
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing coordinates.")
+@needs_extra("annotate", "train")
 def annotate(
     run: str,
     corpus: str | None,

@@ -9,6 +9,7 @@ import click
 from trajstore.cli.options import RUN
 from trajstore.cli.progress import stopped_by_signals
 from trajstore.cli.tables import out, print_notes
+from trajstore.extras import needs_extra
 from trajstore.trainers.commands.model_options import TOKENIZER
 
 __all__ = ["checkout"]
@@ -30,6 +31,7 @@ __all__ = ["checkout"]
 )
 @TOKENIZER
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
+@needs_extra("checkout", "train")
 def checkout(run: str, output: str, **options: Any) -> None:
     """Write the model of a recorded step to a folder that transformers loads.
 

@@ -11,6 +11,7 @@ from trajstore.cli.options import JSON
 from trajstore.cli.tables import counted, err, out, print_json, print_notes, print_table
 from trajstore.durations import format_duration
 from trajstore.errors import InvalidArgument, TrajstoreError
+from trajstore.extras import needs_extra
 from trajstore.schema import ENCODINGS, TIERS
 from trajstore.trainers.commands.configuration import configuration, configured
 
@@ -27,6 +28,7 @@ _SIZES = ("native", *(f"expected, {encoding}" for encoding in ENCODINGS))
     help="Skip the time estimate, which trains a few steps on this machine.",
 )
 @JSON
+@needs_extra("plan", "train")
 def plan(no_timing: bool, as_json: bool, **options: Any) -> None:
     """Print the cost of a run before it starts: rows, chunks, bytes, memory, files, time.
 

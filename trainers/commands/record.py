@@ -17,6 +17,7 @@ from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out
 from trajstore.durations import format_duration
 from trajstore.errors import InvalidArgument
+from trajstore.extras import needs_extra
 from trajstore.trainers.commands.configuration import (
     CORPUS,
     FSYNC,
@@ -56,6 +57,7 @@ _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @THREADS
+@needs_extra("record", "train")
 def record(output: str | None, resume: bool, **options: Any) -> None:
     """Train a model and record every optimizer step.
 

@@ -15,10 +15,10 @@ from trajstore.trainers.counterfactuals.planned_counterfactual import (
     PlannedCounterfactual,
 )
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
-from trajstore.trainers.replay.parameter_placement import tensor_of
-from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer
-from trajstore.trainers.replay.recorded_rows import RecordedRow
-from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.replays.parameter_placement import tensor_of
+from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer
+from trajstore.trainers.replays.recorded_rows import RecordedRow
+from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import as_bits, native_type
 from trajstore.values.optimizer_rule import MOMENTS
 

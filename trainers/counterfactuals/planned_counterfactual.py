@@ -22,10 +22,10 @@ from trajstore.trainers.counterfactuals.changed_rates import (
 from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
 from trajstore.trainers.recording.provenance import provenance
 from trajstore.trainers.recording.token_selection import Tokens, select_tokens
-from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
-from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, recorded_optimizer
-from trajstore.trainers.replay.recorded_rows import RecordedRows, check_inputs
-from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.replays.parameter_placement import Placement, recorded_placement, tensor_of
+from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer, recorded_optimizer
+from trajstore.trainers.replays.recorded_rows import RecordedRows, check_inputs
+from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 from trajstore.values.optimizer_rule import MOMENTS
 

@@ -20,8 +20,8 @@ from trajstore.trainers.counterfactuals.counterfactual_rows import Counterfactua
 from trajstore.trainers.counterfactuals.planned_counterfactual import PlannedCounterfactual
 from trajstore.trainers.recording.token_selection import Tokens
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.replay.recorded_rows import RecordedRows
-from trajstore.trainers.replay.replay_device import replay_device
+from trajstore.trainers.replays.recorded_rows import RecordedRows
+from trajstore.trainers.replays.replay_device import replay_device
 
 __all__ = ["WhatIf", "what_if"]
 

@@ -30,9 +30,9 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.recording.compared_run import RowDifference
-from trajstore.trainers.replay.findings import UnreplayedSteps, ulp_distance
-from trajstore.trainers.replay.replay_device import replay_device
-from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Unreplayed
+from trajstore.trainers.replays.findings import UnreplayedSteps, ulp_distance
+from trajstore.trainers.replays.replay_device import replay_device
+from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Unreplayed
 from trajstore.trainers.runs.record import text_sources
 from trajstore.trainers.runs.resume_checks import check_text, recorded_config
 from trajstore.trainers.runs.retraining import train_again
@@ -40,7 +40,7 @@ from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
-__all__ = ["Difference", "Proof", "prove_steps"]
+__all__ = ["Difference", "Proof", "prove"]
 
 _SEGMENT = 256
 """Maximum number of rows that are trained without a new start from a recorded row."""
@@ -71,7 +71,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """Result of `prove_steps`.
+    """Result of `prove`.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class Proof:
         return asdict(self) | {"clean": self.clean, "unproven": unproven}
 
 
-def prove_steps(
+def prove(
     path: RunPath,
     *,
     steps: Steps = None,
@@ -164,7 +164,7 @@ def prove_steps(
     >>> config = preset("gatsby").with_values(
     ...     ["training.steps=3", "training.batch_size=4", "recording.variables=['everything']"]
     ... )
-    >>> found = prove_steps(record(config, "run.zarr"))
+    >>> found = prove(record(config, "run.zarr"))
     >>> found.clean, found.proven
     (True, 3)
     """

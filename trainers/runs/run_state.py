@@ -29,7 +29,7 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.step_models.optimizer_state import optimizer_state_at

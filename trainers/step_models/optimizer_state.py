@@ -11,7 +11,7 @@ import torch
 from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
 
 __all__ = ["optimizer_state_at", "state_of"]

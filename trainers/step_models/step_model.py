@@ -11,7 +11,7 @@ import transformers
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
 from trajstore.values.native_types import NativeType
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
-from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
+from trajstore.errors import CorpusError, InvalidArgument
+from trajstore.extras import needs_extra
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.storage.atomic import make_folder, put
 from trajstore.store.storage.hub_address import hub_endpoint
@@ -57,7 +56,9 @@ _ASCII = {
 def _cache_folder() -> Path:
     """Return the user's cache; it need not exist."""
     given = os.environ.get(CACHE_VARIABLE)
-    return Path(given) if given else platformdirs.user_cache_path("trajstore", appauthor=False)
+    if given:
+        return Path(given)
+    return Path(_hub("platformdirs").user_cache_dir("trajstore", appauthor=False))
 
 
 def cached(name: str) -> Path | None:
@@ -122,10 +123,10 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
         raise InvalidArgument(
             f"cannot fetch {name!r}{did_you_mean(name, FETCHED)}; choose from {', '.join(FETCHED)}"
         )
+    folder = _cache_folder()
     address = source or (_GATSBY if name == "gatsby" else hub_endpoint())
     if address.startswith(("http://", "https://")) and not _needs_no_request(name, source):
         _check_reachable(address)
-    folder = _cache_folder()
     make_folder(folder)
     target = folder / _CACHED[name]
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
@@ -145,6 +146,7 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
 def _needs_no_request(name: str, source: str | None) -> bool:
     """Return True if no request is needed or allowed: it is in the hub's cache, or offline."""
     if name == "gatsby":
+        _hub("pooch")  # before the request
         return False
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return True
@@ -276,12 +278,8 @@ def _write(path: Path, data: bytes, source: str) -> Fetched:
 
 
 def _hub(module: str) -> Any:
-    try:
+    with needs_extra("fetch", "hub"):
         return __import__(module)
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"fetching needs {module}, which is not installed; install trajstore[hub]"
-        ) from error
 
 
 FETCHED: dict[str, Callable[[Path, str | None], Fetched]] = {

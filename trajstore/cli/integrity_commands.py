@@ -13,7 +13,7 @@ from trajstore.byte_sizes import format_bytes
 from trajstore.cli.options import JSON, RUN, SELECT
 from trajstore.cli.progress import BytesProgress, StepsProgress
 from trajstore.cli.tables import counted, out, print_json, print_notes, print_table
-from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP
 
 if TYPE_CHECKING:
@@ -106,14 +106,8 @@ def verify(run: str, with_replay: bool, gradients: bool, as_json: bool, **option
 
 def _replayed(name: str, verb: str, run: str, **options: Any) -> Any:
     """Result of an installed replay, with ``clean`` and ``facts()``."""
-    try:
-        replay = next(iter(entry_points(group="trajstore.replays", name=name))).load()
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] == "trajstore":
-            raise
-        raise MissingExtra(
-            f"replay needs {error.name or error}, which is not installed; install trajstore[train]"
-        ) from error
+    (installed,) = entry_points(group="trajstore.replays", name=name)
+    replay = installed.load()
     with StepsProgress(verb) as progress:
         return replay(run, on_progress=progress.show, **options)
 

@@ -19,7 +19,8 @@ from rich.progress import (
 
 from trajstore.cli.stop_signals import working
 from trajstore.cli.tables import err
-from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.errors import InvalidArgument
+from trajstore.extras import needs_extra
 
 __all__ = [
     "AnalysisProgress",
@@ -134,12 +135,8 @@ class AnalysisProgress(Bar):
 
 
 def _client(address: str) -> Any:
-    try:
+    with needs_extra("computing on a cluster", "cluster"):
         from distributed import Client
-    except ImportError as error:
-        raise MissingExtra(
-            "computing on a cluster requires dask.distributed; install trajstore[cluster]"
-        ) from error
     try:
         return Client(address, timeout=10)
     except (OSError, ValueError) as error:

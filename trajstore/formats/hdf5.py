@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
-from trajstore.errors import FormatError, InvalidArgument, MissingExtra
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.extras import needs_extra
 from trajstore.formats.array_file import ArrayFile, check_expansion
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -280,10 +281,6 @@ def load_h5py() -> Any:
     MissingExtra
         If it is not installed.
     """
-    try:
+    with needs_extra("an HDF5 file", "hdf5"):
         import h5py
-    except ImportError:
-        raise MissingExtra(
-            "HDF5 files need h5py, which is not installed; install trajstore[hdf5]"
-        ) from None
     return h5py

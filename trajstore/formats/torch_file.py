@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, MissingExtra
+from trajstore.errors import FormatError
+from trajstore.extras import needs_extra
 from trajstore.formats.array_file import ArrayFile
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -48,13 +49,9 @@ class TorchFile(ArrayFile):
     format = "torch"
 
     def _open(self) -> None:
-        try:
+        subject = f"{self.path}, a file of torch.save,"
+        with needs_extra(subject, "train", "save the tensors as safetensors"):
             import torch
-        except ImportError:
-            raise MissingExtra(
-                f"{self.path} was written by torch.save, but torch is not installed; install "
-                "trajstore[train], or save the tensors as safetensors"
-            ) from None
         self._tensors: dict[str, torch.Tensor] = {}
         self._rows: dict[str, list[torch.Tensor]] = {}
         self._files.callback(self._tensors.clear)

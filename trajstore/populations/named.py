@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 
 def with_populations(
-    ds: xr.Dataset, populations: Mapping[str, Any] | None = None, **named: Any
+    ds: xr.Dataset, /, populations: Mapping[str, Any] | None = None, **named: Any
 ) -> xr.Dataset:
     """Add populations to a Dataset. Every analysis then accepts and reports them.
 

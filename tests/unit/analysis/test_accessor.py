@@ -12,7 +12,8 @@ import pytest
 import xarray as xr
 
 import trajstore.analysis.figures
-from trajstore import open_run
+from trajstore import analysis, open_run
+from trajstore.analysis.accessor import Drawing, Plots, TrajAccessor
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
@@ -54,6 +55,26 @@ def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
     assert f"min_unchanged: 'int' = {MIN_UNCHANGED}" in shown
     assert "Step at which each token moved last." in shown
     assert "lattice" not in str(inspect.signature(ds.traj.plot.loss))
+
+
+def test_type_checkers_see_every_method() -> None:
+    functions = {name for name in analysis.__all__ if name.islower()}
+    assert functions - {*vars(TrajAccessor)} == set(), "add them to TrajAccessor"
+    for name in functions - {"by_population"}:
+        method, function = getattr(TrajAccessor, name), getattr(analysis, name)
+        assert method.__wrapped__ is function
+    figures = {name.replace("-", "_") for name in trajstore.analysis.figures.FIGURES}
+    assert {*Plots.__annotations__} == figures, "change the list in Plots"
+
+
+def test_a_drawing_has_the_options_of_figures() -> None:
+    figure = inspect.signature(trajstore.analysis.figures.Figure.__call__).parameters
+    options = inspect.signature(trajstore.analysis.figures.Options).parameters
+    known = {name: one.default for name, one in (figure | options).items()}
+    drawing = inspect.signature(Drawing.__call__).parameters
+    assert {name: one.default for name, one in drawing.items()} | {
+        name: known[name] for name in ("ds", "options")
+    } == known
 
 
 def test_every_kind_is_a_method() -> None:

@@ -13,7 +13,7 @@ import xarray as xr
 from bits_and_calls import nightly_but
 
 from trajstore import analysis
-from trajstore.analysis.registry import QUANTITIES
+from trajstore.analysis.registry import QUANTITIES, answer
 from trajstore.analysis.results.write_results import describe
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flags_of, with_flag
 from trajstore.analysis.scan.scan import Scan
@@ -111,19 +111,19 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
         found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
         for key, array in found.items():
             check_with_every_step(together[key], array)
-        assert analysis.answer(run, [name], lattice="float16").identical(
-            analysis.answer(run, [name], ["lattice=float16"])
+        assert answer(run, [name], lattice="float16").identical(
+            answer(run, [name], ["lattice=float16"])
         )
 
 
 def test_a_lattice_without_a_quantity_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
         with pytest.raises(InvalidArgument, match=r"lattice='float16' for speed.*freeze_cause"):
-            analysis.answer(run, names, lattice="float16")
+            answer(run, names, lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
-        analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
+        answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice='int8'"):
-        analysis.answer(run, ["freeze"], ["lattice=int8"])
+        answer(run, ["freeze"], ["lattice=int8"])
 
 
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
@@ -143,7 +143,7 @@ def test_where_there_is_no_row_before_nothing_is_claimed(run):
 
 def test_categories_are_counted_by_population(run):
     cause = analysis.freeze_cause(run).values
-    tokens = analysis.answer(run, ["freeze_cause"], by_population=True).tokens
+    tokens = answer(run, ["freeze_cause"], by_population=True).tokens
     for number, name in enumerate(analysis.CAUSES):
         counted = tokens.sel(population="dead", category=name)
         np.testing.assert_array_equal(counted, (cause[:, run.is_dead] == number).sum(1))
@@ -275,7 +275,7 @@ def test_within_a_window_there_are_no_other_rows(name, run):
 
 def test_within_needs_a_window(run):
     with pytest.raises(InvalidArgument, match="within without steps"):
-        analysis.answer(run, ["freeze"], within=True)
+        answer(run, ["freeze"], within=True)
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
@@ -284,5 +284,5 @@ def test_a_single_row_has_no_motion_and_is_no_accident(name, run):
     for array in analysis.compute(one, [name]).data_vars.values():
         if "step" in array.dims:
             assert array.sizes["step"] == 1
-    found = analysis.answer(one, [name])
+    found = answer(one, [name])
     assert describe(found).keys() == set(map(str, found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trajstore import analysis
-from trajstore.analysis.registry import ALONE, QUANTITIES
+from trajstore.analysis.registry import ALONE, QUANTITIES, answer
 from trajstore.errors import InvalidArgument, TrajstoreError
 
 
@@ -32,9 +32,9 @@ def test_from_the_accessor_and_as_text(run):
     with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
         run.traj.clusters("dead", ranks="a")
     with pytest.raises(InvalidArgument, match="got optimizer='adam', expected a mapping or None"):
-        analysis.answer(run, ["adam_update"], ["optimizer=adam"])
+        answer(run, ["adam_update"], ["optimizer=adam"])
     with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
-        analysis.answer(run, ["clusters"], ["population=dead,live"])
+        answer(run, ["clusters"], ["population=dead,live"])
     with pytest.raises(InvalidArgument, match=r"got k=1.5, expected a whole number"):
         run.traj.adjacency(k=1.5)
 

@@ -26,8 +26,8 @@ from trajstore.trainers import (  # noqa: E402
 )
 from trajstore.trainers.config import RunConfig  # noqa: E402
 from trajstore.trainers.products import modes_of_products  # noqa: E402
-from trajstore.trainers.replay.replay import replay  # noqa: E402
-from trajstore.trainers.runs.proven_steps import prove_steps  # noqa: E402
+from trajstore.trainers.replays.replay import replay  # noqa: E402
+from trajstore.trainers.runs.proven_steps import prove  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -135,7 +135,7 @@ def test_a_run_keeps_its_products(
         for other in (part, forked):
             assert np.array_equal(open_run(other).W.values[-3:], W[-3:]), other
         assert not replay(whole).findings
-        proof = prove_steps(whole)
+        proof = prove(whole)
         assert proof.clean
         runs[chosen] = W
     assert not np.array_equal(runs["float32"], runs["native"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import trajstore
 
+ROOT = Path(__file__).parents[3]
 HEAVY = ("xarray", "dask", "pandas", "zarr", "numpy", "torch")
 
 
@@ -25,6 +27,21 @@ def test_every_promised_name_is_there_and_is_found_only_once() -> None:
     assert set(trajstore.__all__) <= set(dir(trajstore))
     with pytest.raises(AttributeError, match="'trajstore' has no attribute 'opn_run'"):
         trajstore.opn_run  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["trainers", "analysis"])
+def test_a_folder_of_the_clone_is_no_second_copy(name: str) -> None:
+    code = f"""
+try:
+    import {name}
+except ImportError as error:
+    print(error)
+import trajstore.{name}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert f"import trajstore.{name} instead" in done.stdout
 
 
 def test_importing_it_is_light() -> None:

@@ -22,7 +22,7 @@ def test_the_sample_run_shows_the_freeze_of_dead_tokens(sample: Path) -> None:
 @pytest.mark.torch
 def test_the_sample_run_replays(sample: Path) -> None:
     pytest.importorskip("torch")
-    from trajstore.trainers.replay.replay import replay
+    from trajstore.trainers.replays.replay import replay
 
     assert verify(sample).clean
     found = replay(sample)

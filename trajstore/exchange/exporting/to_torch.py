@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from trajstore.errors import MissingExtra
 from trajstore.exchange.selection import Steps, Tokens, select
+from trajstore.extras import needs_extra
 from trajstore.store.reading.tiled_reader import open_tiled
 
 if TYPE_CHECKING:
@@ -60,10 +60,8 @@ def to_torch(
     >>> W.dtype, W.shape
     (torch.bfloat16, torch.Size([3, 118, 4]))
     """
-    try:
+    with needs_extra("to_torch", "train"):
         import torch
-    except ImportError:
-        raise MissingExtra("torch is not installed; install trajstore[train]") from None
     selection = select(open_tiled(run), steps=steps, tokens=tokens, variables=variables)
     tensors = {
         "step": torch.tensor(selection.steps, dtype=torch.int64),

@@ -11,7 +11,8 @@ from zarr.abc.buffer import Buffer
 from zarr.abc.store import ByteRequest, SuffixByteRequest
 from zarr.storage import ObjectStore as ZarrObjectStore
 
-from trajstore.errors import MissingExtra, ObjectStoreError
+from trajstore.errors import ObjectStoreError
+from trajstore.extras import needs_extra
 
 __all__ = ["ReadStore", "is_empty_range", "obstore", "readable_errors", "retried_once"]
 
@@ -127,8 +128,6 @@ def obstore() -> ModuleType:
     MissingExtra
         If it is not installed.
     """
-    try:
+    with needs_extra("an address", "s3"):
         import obstore as package
-    except ImportError as error:
-        raise MissingExtra("addresses need the package obstore; install trajstore[s3]") from error
     return package

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import os
 
 import numpy as np
@@ -13,7 +12,8 @@ from near_histories import near_histories
 
 from trajstore import analysis
 from trajstore.analysis.cloud import near_cells
-from trajstore.errors import InvalidArgument, MissingExtra, StepNotFound
+from trajstore.analysis.registry import answer
+from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.values.ulp_lattice import ordinal
 
 pytest.importorskip("scipy")
@@ -134,24 +134,14 @@ def test_steps_of_choice(make_run, walk) -> None:
     xr.testing.assert_identical(analysis.adjacency(ds, steps=4).compute(), whole.sel(step=[4]))
     with pytest.raises(StepNotFound):
         analysis.adjacency(ds, steps=[2, 3])
-    again = analysis.answer(ds, ["adjacency"], ["steps=2,10", "k=2"])
+    again = answer(ds, ["adjacency"], ["steps=2,10", "k=2"])
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
 
-def test_invalid_options(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="k=0"):
         analysis.adjacency(ds, 0)
     wide = make_run(np.zeros((1, 2, 2)), native="float64")
     with pytest.raises(InvalidArgument, match="lattice='float32'"):
         analysis.adjacency(wide)
-    real = builtins.__import__
-
-    def without_scipy(name: str, *arguments, **options):
-        if name.startswith("scipy"):
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_scipy)
-    with pytest.raises(MissingExtra, match=r"trajstore\[graph\]"):
-        analysis.adjacency(ds).compute(scheduler="sync")

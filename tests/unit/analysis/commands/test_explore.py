@@ -1,22 +1,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from trajstore.cli.main import main
-
-
-def test_without_the_extra_a_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "datashader", None)
-    done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr")])
-    assert done.exit_code == 2
-    assert "install trajstore[explore]" in done.stderr
 
 
 @pytest.mark.parametrize("options", [["--host", "::1"], ["--host", "no.such.host.invalid"]])

@@ -13,6 +13,7 @@ from held_arrays import BLOCK, held_at_most, made_of_blocks
 
 from trajstore import analysis, open_run
 from trajstore.analysis import COUNTERFACTUALS, OUTCOMES
+from trajstore.analysis.registry import answer
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 pytest.importorskip("torch")
@@ -185,7 +186,7 @@ def test_other_lattices_are_refused():
     for compute in (
         lambda: analysis.freeze_attribution(ds, lattice="float16"),
         lambda: analysis.compute(ds, ["freeze_cause", "freeze_attribution"], "float16"),
-        lambda: analysis.answer(ds, ["freeze_attribution"], lattice="float16"),
+        lambda: answer(ds, ["freeze_attribution"], lattice="float16"),
     ):
         with pytest.raises(InvalidArgument, match=r"lattice='float16'; use freeze_cause"):
             compute()

@@ -8,7 +8,7 @@ import xarray as xr
 from example_run import write_example_run
 
 from trajstore import analysis, open_run, open_runs
-from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES
+from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES, answer
 from trajstore.errors import InvalidArgument
 
 
@@ -30,12 +30,12 @@ def test_the_results_are_those_of_each_run(name: str, paths: list[Path]) -> None
 
 def test_several_together(paths: list[Path]) -> None:
     ds = open_runs(paths)
-    got = analysis.answer(ds, ["speed", "freeze"])
+    got = answer(ds, ["speed", "freeze"])
     xr.testing.assert_equal(
         got.isel(run=0, drop=True).load(),
         analysis.compute(open_run(paths[0]), ["speed", "freeze"]).load(),
     )
-    bands = analysis.answer(ds, ["speed"], by_population=True)
+    bands = answer(ds, ["speed"], by_population=True)
     assert bands["mean"].dims == ("run", "step", "population")
 
 
@@ -46,9 +46,9 @@ def test_errors(paths: list[Path]) -> None:
     with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
         analysis.divergence(one)
     with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
-        analysis.answer(one, ["divergence"])
+        answer(one, ["divergence"])
     with pytest.raises(InvalidArgument, match="cannot be combined"):
-        analysis.answer(several, ["divergence", "speed"])
+        answer(several, ["divergence", "speed"])
     sizes = iter((3, 4))
     with pytest.raises(InvalidArgument, match="cannot be joined"):
         several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))

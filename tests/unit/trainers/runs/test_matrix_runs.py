@@ -16,7 +16,7 @@ from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, RunExists  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import fork, plan, record, recorded_config  # noqa: E402
-from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.sweeps.sweep_folder import committed_rows, is_done  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -18,7 +18,7 @@ from trajstore.cli.integrity_commands import print_proof  # noqa: E402
 from trajstore.cli.main import main  # noqa: E402
 from trajstore.errors import InvalidArgument, VariableNotRecorded  # noqa: E402
 from trajstore.trainers import fork, record  # noqa: E402
-from trajstore.trainers.runs.proven_steps import prove_steps  # noqa: E402
+from trajstore.trainers.runs.proven_steps import prove  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -44,7 +44,7 @@ def offsets(path: Path) -> dict[str, int]:
 )
 def test_steps_follow_from_the_data(run: Path, steps: str | None, proven: int) -> None:
     seen: list[tuple[int, int]] = []
-    found = prove_steps(run, steps=steps, on_progress=lambda *pair: seen.append(pair))
+    found = prove(run, steps=steps, on_progress=lambda *pair: seen.append(pair))
     assert found.clean
     assert (found.steps, found.proven, found.unproven) == (proven, proven, ())
     assert {"loss", "logits", "grad", "params_grad", "W", "params", "batch"} <= {*found.variables}
@@ -54,7 +54,7 @@ def test_steps_follow_from_the_data(run: Path, steps: str | None, proven: int) -
 @pytest.mark.nightly
 def test_steps_of_the_plain_loop_with_gaps_follow_from_the_data(text: Path, tmp_path: Path) -> None:
     config = small_config(["gatsby-adam"], EVERYTHING, "recording.every=4", steps=STEPS)
-    found = prove_steps(record(config, tmp_path / "run.zarr", corpus=text))
+    found = prove(record(config, tmp_path / "run.zarr", corpus=text))
     assert (found.steps, found.proven, found.unproven) == (3, 3, ())  # 4, 8 and 9
 
 
@@ -65,7 +65,7 @@ def test_an_altered_gradient_is_found_with_its_parameter(
     name = "transformer.h.0.mlp.c_fc.weight"
     rewrite(path, "params_grad", (5, offsets(path)[name] + 17))
     assert verify(path).clean
-    found = prove_steps(path)
+    found = prove(path)
     (one,) = found.differences
     assert (one.step, one.variable, one.parameter) == (5, "params_grad", name)
     assert (one.elements, one.ulps) == (1, 1)
@@ -80,7 +80,7 @@ def test_an_altered_gradient_is_found_with_its_parameter(
 
 def test_what_cannot_be_proven_is_listed(run: Path, tmp_path: Path) -> None:
     other = fork(run, tmp_path / "fork.zarr", at=6, settings=["model.dtype=float32"])
-    found = prove_steps(other)
+    found = prove(other)
     assert found.clean
     assert found.proven == STEPS - 6
     (reason,) = found.unproven
@@ -101,9 +101,9 @@ def test_options_of_the_proof_need_it() -> None:
 def test_runs_without_the_state_are_refused(run: Path, text: Path, tmp_path: Path) -> None:
     path = record(small_config(["gatsby"], steps=1), tmp_path / "all.zarr", corpus=text)
     with pytest.raises(VariableNotRecorded, match="record everything"):
-        prove_steps(path)
+        prove(path)
     own = tmp_path / "own.zarr"
     with RunWriter.create(own, token=[0], hidden=1, variables={"W": "float32"}):
         pass
     with pytest.raises(InvalidArgument, match="was not recorded by `trajstore record`"):
-        prove_steps(own)
+        prove(own)

@@ -21,7 +21,7 @@ from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, fork, record  # noqa: E402
 from trajstore.trainers.counterfactuals.what_if import what_if  # noqa: E402
-from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replays.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

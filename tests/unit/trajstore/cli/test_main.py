@@ -1,17 +1,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import click
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trajstore import RunWriter
 from trajstore.cli.main import main
 from trajstore.cli.tables import print_json
 from trajstore.schema import RECORDED, TIERS
@@ -83,26 +78,6 @@ def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert result.output.startswith("trajstore: there is no run at ")
         assert result.output.count("\n") == 1
-
-
-@pytest.mark.parametrize("missing", ["torch", "accelerate"])
-def test_a_replay_without_its_packages_names_the_extra(
-    tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            raise ImportError(f"No module named {missing!r}", name=missing)
-
-    path = tmp_path / "run.zarr"
-    with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}) as run:
-        run.append(step=0, W=np.zeros((1, 1), "float32"))
-    monkeypatch.setitem(
-        sys.modules, "trajstore.trainers.replay.replay", Failing("trajstore.trainers.replay.replay")
-    )
-    result = CliRunner().invoke(main, ["verify", str(path), "--replay"])
-    assert result.exit_code == 2
-    assert missing in result.stderr
-    assert "trajstore[train]" in result.stderr.replace("\n", "")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

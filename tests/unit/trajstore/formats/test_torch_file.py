@@ -124,5 +124,5 @@ def test_damaged_files_and_a_missing_torch(tmp_path: Path, monkeypatch: pytest.M
         except FormatError:
             pass
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MissingExtra, match=r"torch is not installed; .* trajstore\[train\]"):
+    with pytest.raises(MissingExtra, match=r"extra train: .*; or save the tensors as saf"):
         open_file(tmp_path / "f.pt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from trajstore import RunWriter, open_run, verify
 from trajstore.errors import (
     FormatError,
     InvalidArgument,
-    MissingExtra,
     ObjectStoreError,
     RunNotFound,
 )
@@ -64,12 +62,6 @@ def test_what_is_no_run_is_said(small_run: tuple[Path, Any]) -> None:
 def test_addresses_that_cannot_be(address: str, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         open_group(address)
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MissingExtra, match=r"install trajstore\[s3\]$"):
-        open_group("s3://bucket/run.zarr")
 
 
 def _run(path: Path) -> Path:

@@ -18,13 +18,13 @@ from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.replay.findings import Comparisons, UnreplayedSteps, finding_at
-from trajstore.trainers.replay.parameter_placement import recorded_placement, tensor_of
-from trajstore.trainers.replay.recorded_optimizer import State, recorded_optimizer
-from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows, check_inputs
-from trajstore.trainers.replay.replay_device import ReplayDevice, replay_device
-from trajstore.trainers.replay.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
-from trajstore.trainers.replay.row_checks import (
+from trajstore.trainers.replays.findings import Comparisons, UnreplayedSteps, finding_at
+from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
+from trajstore.trainers.replays.recorded_optimizer import State, recorded_optimizer
+from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, check_inputs
+from trajstore.trainers.replays.replay_device import ReplayDevice, replay_device
+from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
+from trajstore.trainers.replays.row_checks import (
     SummaryChecks,
     check_cells,
     check_clipping,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
 __all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]

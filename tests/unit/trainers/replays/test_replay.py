@@ -19,8 +19,8 @@ from tiny_runs import scaled_run, tiny_run  # noqa: E402
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.cli.integrity_commands import print_replay  # noqa: E402
 from trajstore.trainers import capture, preset, record  # noqa: E402
-from trajstore.trainers.replay.replay import replay  # noqa: E402
-from trajstore.trainers.replay.replay_result import Replay  # noqa: E402
+from trajstore.trainers.replays.replay import replay  # noqa: E402
+from trajstore.trainers.replays.replay_result import Replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -157,7 +157,7 @@ def test_autocast(tmp_path: Path) -> None:
 
 def test_large_blocks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_run(tmp_path / "run.zarr", block_rows=16)
-    monkeypatch.setattr("trajstore.trainers.replay.recorded_rows._WINDOW", 5 * 4 * 17 * 8 * 4)
+    monkeypatch.setattr("trajstore.trainers.replays.recorded_rows._WINDOW", 5 * 4 * 17 * 8 * 4)
     proven(path, 20, "W", "exp_avg")
 
 

@@ -17,10 +17,10 @@ import torch
 
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
 from trajstore.trainers.recording.step_hooks import clip_coefficient
-from trajstore.trainers.replay.findings import Comparisons, finding_at
-from trajstore.trainers.replay.parameter_placement import tensor_of
-from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trajstore.trainers.replay.replay_result import Finding
+from trajstore.trainers.replays.findings import Comparisons, finding_at
+from trajstore.trainers.replays.parameter_placement import tensor_of
+from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows
+from trajstore.trainers.replays.replay_result import Finding
 from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
 from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.rounding import convert

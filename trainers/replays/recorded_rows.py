@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.store.reading.tiled_reader import TiledRun
-from trajstore.trainers.replay.parameter_placement import tensor_of
-from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.replays.parameter_placement import tensor_of
+from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType
 
 __all__ = ["RecordedRow", "RecordedRows", "check_inputs"]

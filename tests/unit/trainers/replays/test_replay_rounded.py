@@ -17,8 +17,8 @@ from tiny_runs import tiny_run  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import capture, preset, record  # noqa: E402
-from trajstore.trainers.replay.replay import replay  # noqa: E402
-from trajstore.trainers.replay.replay_result import Replay  # noqa: E402
+from trajstore.trainers.replays.replay import replay  # noqa: E402
+from trajstore.trainers.replays.replay_result import Replay  # noqa: E402
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
 
 pytestmark = pytest.mark.torch

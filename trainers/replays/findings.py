@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.trainers.replay.replay_result import (
+from trajstore.trainers.replays.replay_result import (
     CannotReplay,
     Compared,
     Finding,

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from altered_runs import flip  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
-from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replays.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -120,7 +120,7 @@ class Unreplayed:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Result of `trajstore.trainers.replay.replay.replay`.
+    """Result of `trajstore.trainers.replays.replay.replay`.
 
     Attributes
     ----------

@@ -1,0 +1,166 @@
+"""Script: call every command and public function once in an environment without the extras.
+
+It works in the current folder, which must be empty, and prints a JSON table of calls: what is
+called, the extra that its error must name, or "" if it must work, and what happened. `--block`
+makes the packages of the extras missing in an environment that has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+EXTRAS = """
+accelerate bokeh datasets datashader distributed h5netcdf h5py holoviews huggingface_hub jinja2
+matplotlib numba obstore panel platformdirs pooch pydantic scipy tokenizers tomli_w torch
+transformers
+"""
+
+COMMANDS = {
+    "analyze gatsby.zarr speed": "",
+    "analyze gatsby.zarr speed -o speed.nc": "hdf5",
+    "analyze gatsby.zarr adjacency": "graph",
+    "analyze gatsby.zarr speed --scheduler tcp://127.0.0.1:1": "cluster",
+    "annotate gatsby.zarr --tokenizer ascii --overwrite": "train",
+    "checkout gatsby.zarr --step 1 -o checkout": "train",
+    "compare gatsby.zarr gatsby.zarr": "",
+    "evaluate gatsby.zarr loss --text text.txt -o loss.zarr": "train",
+    "explore gatsby.zarr": "explore",
+    "export gatsby.zarr -o gatsby.safetensors": "",
+    "export gatsby.zarr -o gatsby.h5": "hdf5",
+    "fetch gatsby": "hub",
+    "fetch fineweb": "hub",
+    "fetch gpt2": "hub",
+    "import gatsby.safetensors -o imported.zarr": "",
+    "import file.h5 -o imported.zarr": "hdf5",
+    "import file.pt -o imported.zarr": "train",
+    "info gatsby.zarr": "",
+    "info s3://bucket/run.zarr": "s3",
+    "plan --preset gatsby --no-timing": "train",
+    "plot gatsby.zarr loss -o loss.png": "plot",
+    "presets": "train",
+    "presets gatsby": "train",
+    "record --preset gatsby -o new.zarr": "train",
+    "repair gatsby.zarr": "",
+    "report gatsby.zarr": "report",
+    "summary gatsby.zarr": "",
+    "sweep --preset gatsby --seeds 0:2 -o runs": "train",
+    "verify gatsby.zarr": "",
+    "verify gatsby.zarr --replay": "train",
+    "verify gatsby.zarr --replay --gradients": "train",
+    "watch gatsby.zarr --once": "",
+    "what-if gatsby.zarr -o new.zarr": "train",
+}
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "compute": (["speed"],),
+    "vectors": ("grad",),
+}
+"""Arguments of analyses after the Dataset."""
+
+OTHERS = {"by_population", "compare", "divergence", "each_run", "explain_gradient", "over_runs"}
+"""Analyses of something else than one run with the default variables."""
+
+
+NAMED = re.compile(r"needs the extra (\w+): pip install -c constraints\.txt '\.\[\1\]'")
+
+
+def called(call: Callable[[], Any]) -> str:
+    """The extra that the error of a call names, "" without an error, or another error."""
+    from trajstore.errors import MissingExtra
+
+    try:
+        call()
+    except Exception as error:
+        found = NAMED.search(str(error))
+        return found[1] if found and isinstance(error, MissingExtra) else repr(error)
+    return ""
+
+
+def command(line: str) -> str:
+    """As `called`, for a command."""
+    from click.testing import CliRunner
+
+    from trajstore.cli.main import main
+
+    done = CliRunner().invoke(main, shlex.split(line))
+    found = NAMED.search(done.stderr)
+    if done.exit_code == 2 and found and done.stderr.count("\n") == 1:
+        return found[1]
+    return "" if done.exit_code == 0 else f"{done.exception!r}: {done.output}"
+
+
+def functions() -> Iterator[tuple[str, str, str]]:
+    """Name, expected and found answer of each public function, and of what needs an extra."""
+    import trajstore
+    from trajstore import analysis, trainers
+    from trajstore.analysis import figures
+
+    ds = trajstore.open_run("gatsby.zarr").isel(step=slice(3))
+    calls: dict[str, tuple[Callable[[], Any], str]] = {
+        "open_run": (lambda: trajstore.open_run("gatsby.zarr"), ""),
+        "open_run s3": (lambda: trajstore.open_run("s3://bucket/run.zarr"), "s3"),
+        "open_runs": (lambda: trajstore.open_runs("gatsby.zarr"), ""),
+        "export": (lambda: trajstore.export("gatsby.zarr", "a.safetensors"), ""),
+        "export hdf5": (lambda: trajstore.export("gatsby.zarr", "a.h5", format="hdf5"), "hdf5"),
+        "import_file": (lambda: trajstore.import_file("a.safetensors", "a.zarr"), ""),
+        "import_file hdf5": (lambda: trajstore.import_file("file.h5", "b.zarr"), "hdf5"),
+        "import_file torch": (lambda: trajstore.import_file("file.pt", "b.zarr"), "train"),
+        "verify": (lambda: trajstore.verify("gatsby.zarr"), ""),
+        "repair": (lambda: trajstore.repair("gatsby.zarr"), ""),
+        "sample_run": (lambda: trajstore.sample_run("gatsby.zarr"), ""),
+        "to_torch": (lambda: trajstore.to_torch("gatsby.zarr"), "train"),
+        "RunWriter": (
+            lambda: trajstore.RunWriter.create(
+                "w.zarr", token=[0], hidden=1, variables={"W": "float32"}
+            ).close(),
+            "",
+        ),
+        "to_netcdf": (lambda: ds.traj.to_netcdf("a.nc"), "hdf5"),
+        "trainers.fetch": (lambda: trainers.fetch("gatsby"), "hub"),
+    }
+    for name in {*trainers.__all__} - {"fetch"}:
+        calls[f"trainers.{name}"] = (lambda name=name: getattr(trainers, name), "train")
+    for name in {name for name in analysis.__all__ if name.islower()}:
+        if name in OTHERS:
+            continue
+        calls[f"analysis.{name}"] = (
+            lambda name=name: getattr(analysis, name)(ds, *ARGUMENTS.get(name, ())).compute(),
+            "graph" if name == "adjacency" else "",
+        )
+    for name, figure in figures.FIGURES.items():
+        calls[f"plot.{name}"] = (lambda figure=figure: figure(ds), "plot")
+    left = {*trajstore.__all__} - {"__version__", "errors", *calls}
+    assert not left, left
+    for name, (call, expected) in calls.items():
+        yield name, expected, called(call)
+
+
+def main() -> None:
+    """Print the table."""
+    if "--block" in sys.argv:
+        sys.modules.update(dict.fromkeys(EXTRAS.split()))  # type: ignore[arg-type]
+    import trajstore
+
+    trajstore.sample_run("gatsby.zarr")
+    Path("text.txt").write_text("a text\n")
+    Path("file.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
+    with zipfile.ZipFile("file.pt", "w") as file:
+        file.writestr("file/data.pkl", b"")
+    table = [(f"trajstore {line}", extra, command(line)) for line, extra in COMMANDS.items()]
+    table += functions()
+    tried = {line.partition(" ")[0] for line in COMMANDS}
+    for name in {point.name for point in entry_points(group="trajstore.commands")} - tried:
+        table.append((f"trajstore {name}", "", "not called"))
+    print(json.dumps(table))
+
+
+if __name__ == "__main__":
+    main()
