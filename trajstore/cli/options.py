@@ -80,7 +80,7 @@ def _recordable() -> str:
     )
 
 
-RECORD = click.option("--variables", "variables", metavar="all,batch,…", help=_recordable())
+RECORD = click.option("--variables", "variables", metavar="matrix,batch,…", help=_recordable())
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,
