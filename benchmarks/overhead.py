@@ -307,7 +307,7 @@ def main() -> None:
     if models:
         columns_of_models = ["model", "ms with it", "without", "processor ms with it", "without"]
         columns_of_models += ["ratio", "ratio of processor time"]
-        text += table("Steps of one training, tier model", columns_of_models, models)
+        text += table("Steps of one training, tier norms", columns_of_models, models)
     if rows:
         text += table("Training with and without recording", columns, rows)
     save("overhead", text, results)

@@ -106,6 +106,7 @@ def record(output: str | None, resume: bool, **options: Any) -> None:
 @FSYNC
 @click.option("--overwrite", is_flag=True, help="Replace an existing run.")
 @THREADS
+@needs_extra("fork", "train")
 def fork(run: str, at: int, output: str, **options: Any) -> None:
     """Continue a run from one of its steps with other settings, as a new run.
 

@@ -130,7 +130,7 @@ def _selected(given: Sequence[str], dims: Sequence[str]) -> dict[str, str]:
     return found
 
 
-RECORD = click.option("--variables", "variables", metavar="all,batch,…", help=_recordable())
+RECORD = click.option("--variables", "variables", metavar="matrix,batch,…", help=_recordable())
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
-from trajstore.store.metadata.object_keys import METADATA_KEY  # noqa: E402
 from trajstore.trainers import (  # noqa: E402
     capture,
     evaluate,
@@ -24,7 +22,6 @@ from trajstore.trainers import (  # noqa: E402
     record,
     recorded_config,
 )
-from trajstore.trainers.config import RunConfig  # noqa: E402
 from trajstore.trainers.products import modes_of_products  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.runs.proven_steps import prove  # noqa: E402
@@ -152,15 +149,6 @@ def test_an_evaluation_uses_the_products_of_its_run(products: str, tmp_path: Pat
     evaluate(run, products_in_use, tmp_path / "results.zarr", steps=[2])
     found = xr.open_zarr(tmp_path / "results.zarr")
     assert found.blocks.values.tolist() == [products == "float32"]
-
-
-def test_runs_from_before_the_choice_have_native_products(tmp_path: Path) -> None:
-    path = record(preset("gatsby").with_values([*TINY, "training.products=native"]), tmp_path / "r")
-    metadata = json.loads((path / METADATA_KEY).read_bytes())
-    del metadata["attributes"]["config"]["training"]["products"]
-    config = RunConfig.parse(metadata["attributes"]["config"])
-    assert config == recorded_config(path)
-    assert RunConfig.parse({}).training.products == "auto"
 
 
 def test_a_loop_of_ones_own_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

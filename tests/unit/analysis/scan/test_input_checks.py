@@ -12,9 +12,9 @@ from trajstore.errors import StepNotFound, VariableNotRecorded
     ("missing", "recorded"),
     [
         (["grad"], "weights\\+grads"),
-        (["exp_avg", "lr"], "all"),
-        (["param_norm"], "model"),
-        (["hidden_mean"], "all,hidden_mean"),
+        (["exp_avg", "lr"], "matrix"),
+        (["param_norm"], "norms"),
+        (["hidden_mean"], "matrix,hidden_mean"),
         (["grad", "hidden_states", "batch"], "weights\\+grads,hidden_states,batch"),
         (["exp_avg", "param_norm"], "matrix,norms"),
     ],

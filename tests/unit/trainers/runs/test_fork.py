@@ -40,7 +40,7 @@ pytestmark = pytest.mark.torch
 
 STEPS = 12
 VARIANTS = {
-    "trainer": ["gatsby", "recording.variables=['all','batch','example_loss','hidden_states']"],
+    "trainer": ["gatsby", "recording.variables=['matrix','batch','example_loss','hidden_states']"],
     "plain": ["gatsby-adam", "schedule.name=linear"],
 }
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.torch
 
 STEPS, EPOCH = 16, 6
 SUMMARIES = (
-    "recording.variables=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean',"
+    "recording.variables=['matrix','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean',"
     "'hidden_trace','hidden_cosine','batch','example_loss','hidden_states']"
 )
 VARIANTS = {

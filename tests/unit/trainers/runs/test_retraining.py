@@ -25,7 +25,7 @@ VARIANTS = {
     "trainer": ["gatsby"],
     "trainer, every 3, accumulated": [
         "gatsby", "recording.every=3", "training.accumulation=2", "recording.tokens=live",
-        "recording.variables=['all','W_step_norm','hidden_mean','batch','hidden_states']",
+        "recording.variables=['matrix','W_step_norm','hidden_mean','batch','hidden_states']",
     ],
     "plain": ["gatsby-adam", "schedule.name=linear"],
     "plain, float16, first steps skipped": [

@@ -30,7 +30,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
 
 @pytest.fixture(scope="module")
 def written(history: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("replay") / "run.zarr"
+    path = tmp_path_factory.mktemp("compact") / "run.zarr"
     names = [str(name) for name in history.data_vars]
     with RunWriter.create(
         path,

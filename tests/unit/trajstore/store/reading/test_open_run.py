@@ -124,6 +124,18 @@ def test_another_format_names_the_version_that_reads_it(
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
 
 
+@pytest.mark.parametrize("opened", [open_run, xr.open_zarr])
+def test_each_variable_says_which_state_its_rows_belong_to(
+    small_run: tuple[Path, Any], opened: Any
+) -> None:
+    ds = opened(small_run[0])
+    found = {name: ds[name].attrs["state"] for name in ("W", "exp_avg", "grad", "loss")}
+    assert found == {
+        "W": "after the step", "exp_avg": "after the step",
+        "grad": "before the step", "loss": "before the step",
+    }  # fmt: skip
+
+
 def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
     ds = open_run(small_run[0])
     assert ds.traj.dead.token.values.tolist() == [0, 21, 42, 63]
