@@ -149,7 +149,7 @@ class TrajAccessor:
 
     @property
     def plot(self) -> Plots:
-        """Figures of this run: ``ds.traj.plot.gradients()`` draws one and returns its Axes."""
+        """Figures of this run: ``ds.traj.plot.grad_norms()`` draws one and returns its Axes."""
         return Plots(self._ds)
 
     def _is_dead(self) -> Any:
@@ -214,10 +214,9 @@ class Plots:
         from trajstore.analysis.figures import figures_of
 
         known = figures_of(self._ds)
-        figure = known.get(name.replace("_", "-")) or known.get(name)
-        if figure is None:
+        if name not in known:
             raise AttributeError(f"ds.traj.plot has no {name!r}; it has {', '.join(dir(self))}")
-        return _method(_described(figure), functools.partial(figure, self._ds))
+        return _method(_described(known[name]), functools.partial(known[name], self._ds))
 
     def __dir__(self) -> list[str]:
         from trajstore.analysis.figures import figures_of

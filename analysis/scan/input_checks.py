@@ -123,7 +123,7 @@ def _recording_of(names: Sequence[str]) -> str:
         (tier for tier, held in TIERS.items() if set(names) - set(by_name) <= set(held)),
         "matrix,norms",
     )
-    return ",".join([tier if len(by_name) < len(names) else "all", *by_name])
+    return ",".join([tier if len(by_name) < len(names) else "matrix", *by_name])
 
 
 def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
