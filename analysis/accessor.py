@@ -151,7 +151,7 @@ class TrajAccessor:
 
     @property
     def plot(self) -> Plots:
-        """Figures of this run: ``ds.traj.plot.gradients()`` draws one and returns its Axes."""
+        """Figures of this run: ``ds.traj.plot.grad_norms()`` draws one and returns its Axes."""
         return Plots(self._ds)
 
     def _is_dead(self) -> Any:
@@ -302,9 +302,9 @@ class Plots:
         from trajstore.analysis.figures import figures_of
 
         known = figures_of(self._ds)
-        figure = known.get(name.replace("_", "-")) or known.get(name)
-        if figure is None:
+        if name not in known:
             raise AttributeError(f"ds.traj.plot has no {name!r}; it has {', '.join(dir(self))}")
+        figure = known[name]
 
         def drawing(*arguments: Any, **options: Any) -> Axes:
             return figure(self._ds, *arguments, **options)

@@ -30,16 +30,16 @@ from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
-SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --select population=dead"}
+SEVERAL = {"gallery-several.png": "trajstore plot runs/ grad_norms --select population=dead"}
 COLORS = 64
 MAPS = (
     "heatmap",
-    "speed-density",
+    "speed_density",
     "moments",
-    "parameters",
-    "moment-tracks",
+    "param_update_lost",
+    "moment_tracks",
     "trajectory",
-    "bulk-thermal",
+    "bulk_thermal",
 )
 
 

@@ -65,7 +65,7 @@ def _statistics(
 @quantity()
 def alignment(
     scan: Scan,
-    with_: str = "centroid",
+    other: str = "centroid",
     of: str = "W",
     population: str | None = None,
     quantiles: Sequence[float] | float = QUANTILES,
@@ -76,8 +76,8 @@ def alignment(
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), and the selected variables.
-    with_ : {'hidden_mean', 'centroid', 'bulk', 'grad', 'delta', 'previous'}
-        The other vector: the recorded h̄ of the step; the mean of W over `population` (default: all
+    other : {'hidden_mean', 'centroid', 'bulk', 'grad', 'delta', 'previous'}
+        The second vector: the recorded h̄ of the step; the mean of W over `population` (default: all
         tokens); the bulk motion, which is the mean of ΔW over it; the token's gradient; its change
         ΔW; or `of` itself in the previous row.
     of : {'W', 'delta', 'grad'}
@@ -106,21 +106,21 @@ def alignment(
 
     Examples
     --------
-    >>> turns = alignment(ds, with_="previous", of="delta")
+    >>> turns = alignment(ds, other="previous", of="delta")
     >>> turns.alignment.sel(population="dead", step=[2, 3]).values
     array([1., 1.])
     """
-    if of not in VECTORS or with_ not in PARTNERS or of == with_:
+    if of not in VECTORS or other not in PARTNERS or of == other:
         raise InvalidArgument(
-            f"got of={of!r} and with_={with_!r}, expected two different vectors: of from "
-            f"{', '.join(VECTORS)}; with_ from {', '.join(PARTNERS)}"
+            f"got of={of!r} and other={other!r}, expected two different vectors: of from "
+            f"{', '.join(VECTORS)}; other from {', '.join(PARTNERS)}"
         )
     levels = input_checks.quantile_levels(quantiles)
     names, groups = chosen_populations(scan.ds, population)
     like = "grad" if of == "grad" else "W"
     vectors = _of_tokens(scan, of, like)
-    cosines = _with_partner(scan, vectors, with_, like, population)
-    label = f"cosine of {of} and {with_}"
+    cosines = _with_partner(scan, vectors, other, like, population)
+    label = f"cosine of {of} and {other}"
     facts = {
         "alignment": Fact("f8", f"mean {label}"),
         "alignment_quantiles": Fact(f"({levels.size},)f8", f"quantiles of the {label}"),
@@ -138,7 +138,7 @@ def alignment(
     )
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     angle = own.copy(data=da.rad2deg(da.arccos(cosines))).assign_attrs(
-        long_name=f"angle between {of} and {with_}", units="degree"
+        long_name=f"angle between {of} and {other}", units="degree"
     )
     coords = {"step": scan.ds["step"], "population": names, "quantile": levels}
     statistics = table(found, facts, ("step", "population", "quantile"), coords)
@@ -160,16 +160,16 @@ def _with_rows_before(blocks: da.Array) -> tuple[Any, ...]:
 
 
 def _with_partner(
-    scan: Scan, vectors: da.Array, with_: str, like: str, population: str | None
+    scan: Scan, vectors: da.Array, name: str, like: str, population: str | None
 ) -> da.Array:
     """Cosines, (step, token)."""
-    if with_ in ("grad", "delta"):
-        other: Any = _of_tokens(scan, with_, like)
-    elif with_ == "previous":
+    if name in ("grad", "delta"):
+        other: Any = _of_tokens(scan, name, like)
+    elif name == "previous":
         sources = _with_rows_before(vectors)
         other = measure(_earlier, "sth", *sources, dtype=vectors.dtype, by_row=True)
     else:
-        other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1)), "sh"
+        other = _of_steps(scan, name, population).rechunk((vectors.chunks[0], -1)), "sh"
     return measure(_cosines, "st", vectors, other, dtype=np.float64, by_row=True)
 
 

@@ -133,22 +133,22 @@ def plot(
     eight runs, those that differ only in their seeds are shown as mean and spread. Kinds without
     lines show each run in its own panel.
 
-    Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
-    hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, moment-sizes, moment-tracks, sky, clusters, logits, parameters,
-    discontinuities;
+    Kinds: loss, grad_norms, displacement, speed, freeze, last_motion, lifecycle, regimes,
+    freeze_cause, lattice_displacement, heatmap, bulk_thermal, speed_density, centroid, trajectory,
+    spectrum, autocorrelation, moments, moment_sizes, moment_tracks, sky, clusters, logit_stats,
+    param_update_lost, discontinuities;
     for several runs also divergence. For the results of `evaluate`: the names of the results.
 
     \b
     Example:
-      trajstore plot gatsby.zarr gradients
-      trajstore plot gatsby.zarr freeze last-motion causes -o freeze.pdf
+      trajstore plot gatsby.zarr grad_norms
+      trajstore plot gatsby.zarr freeze last_motion freeze_cause -o freeze.pdf
       trajstore plot gatsby.zarr all --style dark
       trajstore plot gatsby.zarr other.zarr displacement --select step=0:500 -o both.svg
       trajstore plot gatsby.zarr autocorrelation --vectors hidden_mean -o mean.png
       trajstore plot whole.zarr heatmap --parameter transformer.wpe.weight -o positions.png
-      trajstore plot runs/*.zarr gradients --select population=dead -o dead.png
-      trajstore plot gatsby.zarr gradients --population 'rare=token_count < 10' -o rare.png
+      trajstore plot runs/*.zarr grad_norms --select population=dead -o dead.png
+      trajstore plot gatsby.zarr grad_norms --population 'rare=token_count < 10' -o rare.png
       trajstore plot loss.zarr text_loss
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib

@@ -20,7 +20,7 @@ __all__ = ["Page"]
 
 _CURVES = {
     "training loss": ("loss", "loss"),
-    "gradient norms (L2)": ("gradients", "mean"),
+    "gradient norms (L2)": ("grad_norms", "mean"),
     "displacement from the first step (L2)": ("displacement", "mean"),
     "fraction of unchanged tokens": ("freeze", "unchanged_fraction"),
     "fraction of frozen tokens": ("freeze", "frozen_fraction"),
@@ -182,7 +182,7 @@ class Page:
             lambda number: plots.curve_plot(self._seen.history.data[figure], name),
             streams=[self._renewed],
         )
-        return self._along_steps(drawn, logy=figure == "gradients")
+        return self._along_steps(drawn, logy=figure == "grad_norms")
 
     def _token_curve(self, name: str) -> Any:
         import holoviews as hv

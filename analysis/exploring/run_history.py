@@ -128,7 +128,7 @@ def _measure(
         "tokens": lambda: freeze(scan)[["last_motion", "moves"]],
         "cause": lambda: freeze_cause(scan).to_dataset(name="cause"),
     }
-    for name in ("heatmap", "freeze", "loss", "gradients", "displacement"):
+    for name in ("heatmap", "freeze", "loss", "grad_norms", "displacement"):
         questions[name] = partial(FIGURES[name].collect, scan, Options())
     lazy: dict[str, xr.Dataset] = {}
     unknown: dict[str, str] = {}

@@ -5,14 +5,12 @@ all that it draws. ``figure`` separates lazy data from drawing. ``across_runs`` 
 ``registry`` holds all figures by name. ``sheet`` draws several figures in one pass. ``style`` holds
 the colors, ``titles`` the names, and ``axes_marks`` the parts that figures share.
 
-The figures are in ``training`` (logits, moments), ``variables`` (loss, parameters, and results of
-evaluations), ``motion`` (gradients, displacement, speed, bulk-thermal, autocorrelation,
-discontinuities), ``densities`` (hops, speed-density), ``freezing`` (freeze, last-motion, lifecycle,
-heatmap), ``regimes`` (regimes, causes), ``cloud`` (centroid, spectrum, clusters), ``trajectory``
-and ``divergence``. A new figure goes into one of these modules, and into the registry.
+Modules group the figures by subject: ``training``, ``variables``, ``motion``, ``densities``,
+``freezing``, ``regimes``, ``cloud``, ``trajectory``, ``divergence``. A new figure goes into one of
+them and into the registry. It has the name of the quantity that it draws.
 
 >>> from trajstore.analysis.figures import FIGURES
->>> FIGURES["gradients"](ds).get_ylabel()
+>>> FIGURES["grad_norms"](ds).get_ylabel()
 'L2 norm of the gradient / nat per unit of W'
 """
 

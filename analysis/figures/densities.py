@@ -27,7 +27,7 @@ from trajstore.populations.masks import populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["hops", "log_histogram", "pooled_steps", "speed_density"]
+__all__ = ["lattice_displacement", "log_histogram", "pooled_steps", "speed_density"]
 
 _COLUMNS = 1000
 """Most columns of a map: about one per dot."""
@@ -99,15 +99,15 @@ def log_histogram(
     return xr.Dataset({"count": counts, **kinds})
 
 
-def _hops(scan: Scan, options: Options) -> xr.Dataset:
+def _lattice_displacement(scan: Scan, options: Options) -> xr.Dataset:
     distance = ulp_motion.lattice_displacement(scan, ord=1, lattice=options.lattice)
     shown = options.populations(scan)
     counts = log_histogram(distance, -1, 12, _HOP_CLASSES).sel(population=shown).sum("step")
     return counts.assign_attrs(units=distance.attrs["units"])
 
 
-@figure(_hops, measures=("ulp_1",), on_lattice=True, overlays=True)
-def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_lattice_displacement, measures=("ulp_1",), on_lattice=True, overlays=True)
+def lattice_displacement(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Lengths of the hops between consecutive steps."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
     populations = data["population"].values.tolist()

@@ -127,7 +127,7 @@ class Options:
 class Figure:
     """One kind of figure.
 
-    Call it to draw: ``gradients(ds, ax)`` draws into an Axes and returns it.
+    Call it to draw: ``grad_norms(ds, ax)`` draws into an Axes and returns it.
 
     Attributes
     ----------
@@ -372,8 +372,8 @@ def figure(
     """
 
     def decorate(draw: Callable[[Axes, xr.Dataset, Look], None]) -> Figure:
-        name, title = draw.__name__.replace("_", "-"), (draw.__doc__ or "").rstrip(".")
-        return Figure(name=name, title=title, collect=collect, draw=draw, **traits)
+        title = (draw.__doc__ or "").rstrip(".")
+        return Figure(name=draw.__name__, title=title, collect=collect, draw=draw, **traits)
 
     return decorate
 

@@ -32,7 +32,7 @@ __all__ = [
     "bulk_thermal",
     "discontinuities",
     "displacement",
-    "gradients",
+    "grad_norms",
     "speed",
 ]
 
@@ -78,7 +78,7 @@ def _zeros(data: xr.Dataset, look: Look) -> str:
     return run + "; ".join(notes)
 
 
-def _gradients(scan: Scan, options: Options) -> xr.Dataset:
+def _grad_norms(scan: Scan, options: Options) -> xr.Dataset:
     lengths = norms.grad_norms(scan)
     lengths = lengths.assign_attrs(units=f"{lengths.attrs['units']} per unit of W")
     return after_first_row(_bands(lengths, scan, options), scan)
@@ -220,8 +220,8 @@ def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 
 _of_bands = partial(Figure, draw=_draw_bands, overlays=True, averages=True)
-gradients = _of_bands(
-    name="gradients", title="Gradient norm per token", collect=_gradients, reading="moments"
+grad_norms = _of_bands(
+    name="grad_norms", title="Gradient norm per token", collect=_grad_norms, reading="moments"
 )
 displacement = _of_bands(
     name="displacement", title="Distance of the tokens from their start", collect=_displacement

@@ -18,7 +18,7 @@ from trajstore.analysis.scan.scan import Scan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["causes", "regimes"]
+__all__ = ["freeze_cause", "regimes"]
 
 
 def _counts(counts: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
@@ -65,15 +65,15 @@ def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     _draw(ax, data, REGIME_COLORS, REGIME_MEANINGS)
 
 
-def _causes(scan: Scan, options: Options) -> xr.Dataset:
+def _freeze_cause(scan: Scan, options: Options) -> xr.Dataset:
     causes_of = freeze_causes.freeze_cause(scan, lattice=options.lattice)
     counts = count_by_population(causes_of, len(freeze_causes.CAUSES), "cause")
     found = _counts(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
     return found.assign({"lr": scan.ds["lr"].sel(step=found["step"])})
 
 
-@figure(_causes, on_lattice=True, reading="moments", scales=False)
-def causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_freeze_cause, on_lattice=True, reading="moments", scales=False)
+def freeze_cause(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Tokens by cause of an unchanged step."""
     _draw(ax, data, CAUSE_COLORS, {})
     right = ax.twinx()

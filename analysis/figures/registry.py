@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import xarray as xr
 
 from trajstore.analysis.figures.cloud import centroid, clusters, spectrum
-from trajstore.analysis.figures.densities import hops, speed_density
+from trajstore.analysis.figures.densities import lattice_displacement, speed_density
 from trajstore.analysis.figures.divergence import divergence
 from trajstore.analysis.figures.figure import Figure
 from trajstore.analysis.figures.freezing import freeze, heatmap, last_motion, lifecycle
@@ -16,32 +16,52 @@ from trajstore.analysis.figures.motion import (
     bulk_thermal,
     discontinuities,
     displacement,
-    gradients,
+    grad_norms,
     speed,
 )
-from trajstore.analysis.figures.regimes import causes, regimes
-from trajstore.analysis.figures.training import logits, moment_sizes, moments
+from trajstore.analysis.figures.regimes import freeze_cause, regimes
+from trajstore.analysis.figures.training import logit_stats, moment_sizes, moments
 from trajstore.analysis.figures.trajectory import moment_tracks, sky, trajectory
-from trajstore.analysis.figures.variables import loss, parameters, variable
+from trajstore.analysis.figures.variables import loss, param_update_lost, variable
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import EVALUATION, VARIABLES
 
-__all__ = ["FIGURES", "figures_named", "figures_of"]
+__all__ = ["FIGURES", "Figures", "figures_named", "figures_of"]
 
-FIGURES: dict[str, Figure] = {
-    figure.name: figure
-    for figure in (
+
+class Figures(dict[str, Figure]):
+    """Figures by name. A hyphen finds the same figure as an underscore."""
+
+    def __init__(self, figures: Iterable[Figure]) -> None:
+        super().__init__((figure.name, figure) for figure in figures)
+
+    def __missing__(self, name: str) -> Figure:
+        for figure in self.values():
+            if _spelled(figure.name) == _spelled(name):
+                return figure
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _spelled(name) in map(_spelled, self)
+
+
+def _spelled(name: str) -> str:
+    return name.replace("-", "_")
+
+
+FIGURES = Figures(
+    (
         loss,
-        gradients,
+        grad_norms,
         displacement,
         speed,
         freeze,
         last_motion,
         lifecycle,
         regimes,
-        causes,
-        hops,
+        freeze_cause,
+        lattice_displacement,
         heatmap,
         bulk_thermal,
         speed_density,
@@ -54,28 +74,26 @@ FIGURES: dict[str, Figure] = {
         moment_sizes,
         moment_tracks,
         clusters,
-        logits,
-        parameters,
+        logit_stats,
+        param_update_lost,
         discontinuities,
         divergence,
     )
-}
+)
 """Figures of ``trajstore plot`` and ``ds.traj.plot``, in the order of a sheet."""
 
 
-def figures_of(ds: xr.Dataset) -> dict[str, Figure]:
+def figures_of(ds: xr.Dataset) -> Figures:
     """Figures of a Dataset by name: those of a run, and a figure of each variable of no run.
 
     The results of `trajstore evaluate` have only the latter.
     """
-    known = {} if EVALUATION in ds.attrs else FIGURES
+    known = Figures(() if EVALUATION in ds.attrs else FIGURES.values())
     others = [str(name) for name in ds.data_vars if name not in VARIABLES and name not in known]
-    return {**known, **{name: variable(name, ds) for name in others}}
+    return Figures([*known.values(), *(variable(name, ds) for name in others)])
 
 
-def figures_named(
-    names: Sequence[str], runs: int = 1, known: Mapping[str, Figure] = FIGURES
-) -> list[Figure]:
+def figures_named(names: Sequence[str], runs: int = 1, known: Figures = FIGURES) -> list[Figure]:
     """Figures of these names, each once; ``all`` means every known figure of so many runs.
 
     Raises
@@ -91,5 +109,5 @@ def figures_named(
             f"expected one or more of all, {', '.join(known)}"
         )
     every = [name for name, figure in known.items() if runs > 1 or not figure.between]
-    wanted = dict.fromkeys(every if "all" in names else names)
-    return [known[name] for name in wanted]
+    wanted = (known[name] for name in (every if "all" in names else names))
+    return list({figure.name: figure for figure in wanted}.values())

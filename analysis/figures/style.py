@@ -42,7 +42,7 @@ POPULATION_COLORS = {
 }
 
 REGIME_COLORS = {
-    "frozen": "#46327E",
+    "unchanged": "#46327E",
     "single": "#365C8D",
     "neighbor": "#1FA187",
     "local": "#7AD151",
@@ -50,7 +50,7 @@ REGIME_COLORS = {
 }
 
 REGIME_MEANINGS = {
-    "frozen": "no element left its cell",
+    "unchanged": "no element left its cell",
     "single": "one element moved, by one cell",
     "neighbor": "several, each by one cell at most",
     "local": "some further, in all up to √D cells (L2)",

@@ -27,10 +27,10 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["logits", "moment_sizes", "moments"]
+__all__ = ["logit_stats", "moment_sizes", "moments"]
 
 
-def _logits(scan: Scan, options: Options) -> xr.Dataset:
+def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
     whole = (scan.ds.attrs.get("recording") or {}).get("vocabulary")
     here = scan.ds.sizes["token"]
     if "logits" in scan.ds and whole is not None and here != whole:
@@ -41,8 +41,8 @@ def _logits(scan: Scan, options: Options) -> xr.Dataset:
     return after_first_row(logit_statistics.logit_stats(scan), scan)
 
 
-@figure(_logits, scales=False, of_populations=False)
-def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_logit_stats, scales=False, of_populations=False)
+def logit_stats(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Range of the logits, and the entropy of their softmax."""
     steps = data["step"].values
     ax.fill_between(

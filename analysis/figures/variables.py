@@ -24,7 +24,7 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["loss", "parameters", "variable"]
+__all__ = ["loss", "param_update_lost", "variable"]
 
 _CELLS = 1 << 21
 _NAMES = 40
@@ -130,7 +130,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
         look.note(f"1 of every {data.attrs['every']} steps")
 
 
-def _parameters(scan: Scan, options: Options) -> xr.Dataset:
+def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
     input_checks.variables(scan.ds, "param_update_lost")
     lost = after_first_row(scan.in_window(scan.ds[["param_update_lost"]]), scan)[
         "param_update_lost"
@@ -140,8 +140,8 @@ def _parameters(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
 
-@figure(_parameters, scales=False, of_populations=False)
-def parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_param_update_lost, scales=False, of_populations=False)
+def param_update_lost(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Fraction of each parameter's elements that a step left unchanged."""
     _map(ax, data, look, "lost", "fraction of unchanged elements (lost updates)", vmin=0, vmax=1)
     ax.set_ylabel("parameter")

@@ -217,7 +217,7 @@ def regimes(
     """Regime of each token at each step, by norms of its hops ΔW/ulp(W_{t−1}) over hidden.
 
     =========  ===========================================================================
-    frozen     L1 = 0: no bit changed
+    unchanged  L1 = 0: no bit changed
     single     0 < L1 ≤ 1: one element moved by one spacing, or by half a spacing down across a
                power of two
     neighbor   L∞ ≤ 1, L1 > 1: no element moved further than to its neighbor
@@ -256,9 +256,9 @@ def regimes(
     Examples
     --------
     >>> counts = regimes(ds).counts.sel(population="dead")
-    >>> counts.sel(step=1, regime_name=["frozen", "neighbor", "jump"]).values
+    >>> counts.sel(step=1, regime_name=["unchanged", "neighbor", "jump"]).values
     array([  0,   0, 118])
-    >>> counts.sel(step=18, regime_name=["frozen", "neighbor", "jump"]).values
+    >>> counts.sel(step=18, regime_name=["unchanged", "neighbor", "jump"]).values
     array([118,   0,   0])
     """
     regime, names = _regime(scan, lattice), list(REGIMES)

@@ -78,7 +78,7 @@ def speed(scan: Scan) -> xr.DataArray:
 
     Examples
     --------
-    >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # frozen at step 14
+    >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # unchanged at step 14
     array([0.015625, 0.      ], dtype=float32)
     """
     norm = scan.step_norm()

@@ -149,7 +149,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     Examples
     --------
     >>> wanted = abs(adam_update(ds).adam_update_ulp).sel(token=ord("z")).max("hidden")
-    >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half: frozen
+    >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half: unchanged
     array([0.63, 0.37], dtype=float32)
     """
     input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")

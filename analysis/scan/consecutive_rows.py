@@ -55,7 +55,7 @@ MEASURES = (
 lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
 """
 
-REGIMES = ("frozen", "single", "neighbor", "local", "jump")
+REGIMES = ("unchanged", "single", "neighbor", "local", "jump")
 """In the order of their flag values, from unchanged to the longest hops."""
 
 # A tile and its temporaries fit in the last-level cache. Smaller tiles are not faster, and threads
@@ -133,7 +133,7 @@ def _measure_tile(
     if "regime" in measures:
         out["regime"], known = _regime(earlier, later, native)
         if "moved" in measures:
-            out["moved"] = out["regime"] != REGIMES.index("frozen")
+            out["moved"] = out["regime"] != REGIMES.index("unchanged")
         if all(measure in ("moved", "regime") for measure in measures):
             return
     changed = changed_vectors(earlier, later)
@@ -244,7 +244,7 @@ def _regime(
     # The fast path needs a stored form that is wider than the type.
     if lattice_type(native).itemsize == later.itemsize or hidden > _LONGEST_VECTOR:
         unknown = changed_vectors(earlier, later)
-        regime = np.full(unknown.shape, REGIMES.index("frozen"), np.int8)
+        regime = np.full(unknown.shape, REGIMES.index("unchanged"), np.int8)
     else:
         regime, unknown, lengths = _regime_of_short_hops(earlier, later, native)
     at = np.nonzero(unknown)
@@ -265,13 +265,13 @@ def regime_of_hops(
     Beyond `far`, the index is one more than that of a jump.
     """
     l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
-    # From jump to frozen, so that NaN, for which every comparison is false, stays a jump.
+    # From jump to unchanged, so that NaN, for which every comparison is false, stays a jump.
     found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
     found[l2 > far] += 1
     found[l2 <= (np.sqrt(hops.shape[-1]) if jump is None else jump)] = REGIMES.index("local")
     found[linf <= neighbor] = REGIMES.index("neighbor")
     found[l1 <= 1] = REGIMES.index("single")
-    found[l1 == 0] = REGIMES.index("frozen")
+    found[l1 == 0] = REGIMES.index("unchanged")
     return found
 
 
@@ -307,7 +307,7 @@ def _regime_of_short_hops(
     regime[squares <= later.shape[-1] * spacing**2] = REGIMES.index("local")
     regime[near] = REGIMES.index("neighbor")
     regime[near & (sums <= spacing)] = REGIMES.index("single")
-    regime[squares == 0] = REGIMES.index("frozen")
+    regime[squares == 0] = REGIMES.index("unchanged")
     sums[regime == REGIMES.index("jump")] = np.nan
     lengths = sums / spacing
     return regime, unknown, lengths

@@ -59,7 +59,7 @@ def test_freeze_regimes_and_causes_agree(ds: xr.Dataset) -> None:
     )
     last = np.maximum.reduce([got[name] for name in ("last_jump", "last_local", "last_hop")])
     np.testing.assert_array_equal(last, got.last_motion)
-    dead = after.counts.sel(population="dead", regime_name="frozen") / int(ds.is_dead.sum())
+    dead = after.counts.sel(population="dead", regime_name="unchanged") / int(ds.is_dead.sum())
     np.testing.assert_allclose(dead, after.unchanged_fraction.sel(population="dead"))
 
 

@@ -25,17 +25,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
-    one = tmp_path / "gradients.svg"
-    out = trajstore_cli("plot", run, "gradients", "-o", one, "--style", "dark").stdout
-    assert "gradients.svg: gradients." in out
+    one = tmp_path / "norms.svg"
+    out = trajstore_cli("plot", run, "grad-norms", "-o", one, "--style", "dark").stdout
+    assert "norms.svg: grad_norms." in out
     text = one.read_text()
     assert "letters.zarr · W 128 × 4, AdamW, bfloat16" in text
     assert "L2 norm of the gradient / nat" in text
     sheet = tmp_path / "sheet.png"
     parts = ("step=2:", "token=live", "population=live")
     options = [word for part in parts for word in ("--select", part)]
-    out = trajstore_cli("plot", run, "gradients", "freeze", "-o", sheet, *options).stdout
-    assert "sheet.png: gradients, freeze." in out
+    out = trajstore_cli("plot", run, "grad_norms", "freeze", "-o", sheet, *options).stdout
+    assert "sheet.png: grad_norms, freeze." in out
     assert sheet.stat().st_size > 10_000
     both = tmp_path / "both.png"
     trajstore_cli("plot", run, run, "loss", "freeze", "-o", both, "--lattice", "native")

@@ -142,17 +142,17 @@ def test_autocorrelation(ds: xr.Dataset, of: Any) -> None:
 
 @several
 @given(histories(), st.sampled_from(["centroid", "previous", "delta"]))
-def test_alignment(ds: xr.Dataset, with_: str) -> None:
-    got = analysis.alignment(ds, with_).compute(scheduler="sync")
+def test_alignment(ds: xr.Dataset, other: str) -> None:
+    got = analysis.alignment(ds, other).compute(scheduler="sync")
     W, masks = values_of(ds)
     nothing = np.full((1, *W.shape[1:]), np.nan)
-    other = {
+    second = {
         "centroid": np.broadcast_to(W.mean(1, keepdims=True), W.shape),
         "previous": np.concatenate([nothing, W[:-1]]),
         "delta": np.concatenate([nothing, np.diff(W, axis=0)]),
-    }[with_]
-    cosine = (W * other).sum(-1) / np.linalg.norm(W, axis=-1) / np.linalg.norm(other, axis=-1)
-    clear = ~(np.linalg.norm(other, axis=-1) < 1e-9)
+    }[other]
+    cosine = (W * second).sum(-1) / np.linalg.norm(W, axis=-1) / np.linalg.norm(second, axis=-1)
+    clear = ~(np.linalg.norm(second, axis=-1) < 1e-9)
     np.testing.assert_allclose(got.cosine.values[clear], cosine[clear], rtol=1e-9, atol=1e-12)
     if not clear.all():
         return

@@ -314,7 +314,7 @@ def check_command(words: list[str], where: str) -> None:
         value = given.get(name)
         several = value if isinstance(value, (tuple, list)) else [value]
         if name == "words":
-            _, several = runs_and_names(several, known)
+            several = runs_and_names([one for one in several if isinstance(one, str)], known)[1]
         for one in several:
             assert one in known or not isinstance(one, str), f"{line}: {one}"
 

@@ -176,4 +176,4 @@ def _record(
         )
         sys.exit(1)
     pattern = shlex.quote(str(folder / "*.zarr"))
-    out.print(f"Next command: trajstore plot {pattern} gradients")
+    out.print(f"Next command: trajstore plot {pattern} grad_norms")

@@ -527,7 +527,7 @@ _REMEDIES = (
     ),
     (
         {"grad", "grad_token_norm"},
-        "the parameter has no gradient: it is frozen or unused, or its gradient was discarded",
+        "the parameter has no gradient: it is not trained or unused, or its gradient was discarded",
     ),
     (
         {*MOMENTS, *OPTIMIZER_STATE},

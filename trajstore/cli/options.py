@@ -139,7 +139,7 @@ COMMON_STEPS = click.option(
 
 
 def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into runs and the names that follow them.
+    """Split arguments into runs and the names that follow them, in which a hyphen is an underscore.
 
     Parameters
     ----------
@@ -149,10 +149,11 @@ def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[s
     known : collection of str
         Known names.
     """
+    spelled = [word if (name := word.replace("-", "_")) not in known else name for word in words]
     runs = 1
-    while runs < len(words) and words[runs] not in known and _is_path(words[runs]):
+    while runs < len(words) and spelled[runs] not in known and _is_path(words[runs]):
         runs += 1
-    return [*words[:runs]], [*words[runs:]]
+    return [*words[:runs]], spelled[runs:]
 
 
 def _is_path(word: str) -> bool:

@@ -36,17 +36,17 @@ def vectors(ds, name, of=None):
 
 
 @pytest.mark.parametrize("of", ["W", "delta", "grad"])
-@pytest.mark.parametrize("with_", ["hidden_mean", "centroid", "bulk", "grad", "delta", "previous"])
-def test_against_cosines(of, with_, run):
-    if of == with_:
+@pytest.mark.parametrize("other", ["hidden_mean", "centroid", "bulk", "grad", "delta", "previous"])
+def test_against_cosines(of, other, run):
+    if of == other:
         with pytest.raises(InvalidArgument, match="two different vectors"):
-            analysis.alignment(run, with_, of)
+            analysis.alignment(run, other, of)
         return
-    got = analysis.alignment(run, with_, of, quantiles=[0.5, 1]).compute(scheduler="sync")
-    one, other = vectors(run, of), vectors(run, with_, of)
+    got = analysis.alignment(run, other, of, quantiles=[0.5, 1]).compute(scheduler="sync")
+    one, second = vectors(run, of), vectors(run, other, of)
     with np.errstate(all="ignore"):
-        expected = (one * other).sum(-1) / np.linalg.norm(one, axis=-1)
-        expected /= np.linalg.norm(other, axis=-1)
+        expected = (one * second).sum(-1) / np.linalg.norm(one, axis=-1)
+        expected /= np.linalg.norm(second, axis=-1)
     np.testing.assert_allclose(got.cosine, expected, rtol=1e-9, atol=1e-12)
     turned = np.degrees(np.arccos(np.clip(expected, -1, 1)))
     np.testing.assert_allclose(got.angle, turned, atol=1e-5)
@@ -76,7 +76,7 @@ def test_the_centroid_of_a_population(run):
 
 
 def test_invalid_options(run):
-    with pytest.raises(InvalidArgument, match="with_='sun'"):
+    with pytest.raises(InvalidArgument, match="other='sun'"):
         analysis.alignment(run, "sun")
     with pytest.raises(InvalidArgument, match="quantiles"):
         analysis.alignment(run, quantiles=[2])

@@ -31,7 +31,7 @@ def test_what_is_held_is_what_the_analysis_finds(ds: xr.Dataset) -> None:
         assert data["freeze"][name].equals(rest[name].sel(population=shown))
     np.testing.assert_array_equal(data["loss"]["loss"], ds["loss"])
     for name, values in (
-        ("gradients", analysis.grad_norms(ds)),
+        ("grad_norms", analysis.grad_norms(ds)),
         ("displacement", analysis.displacement(ds)),
     ):
         table = analysis.by_population(values[1:], (0.05, 0.95)).sel(population=shown)
@@ -63,7 +63,7 @@ def test_what_a_run_does_not_hold_is_said(tmp_path: Path) -> None:
     assert list(history.unknown) == ["cause"]
     assert "exp_avg" in history.unknown["cause"]
     bare = prepare(ds.drop_vars(["grad", "loss", "is_dead"]))
-    assert set(bare.unknown) == {"cause", "gradients", "loss"}
+    assert set(bare.unknown) == {"cause", "grad_norms", "loss"}
     assert bare.populations == ["all"]
 
 

@@ -79,7 +79,7 @@ def test_runs_of_one_label_are_one_curve(several):
 def test_few_runs_have_a_line_each(several):
     runs = several(1, 3, 5)
     found = collect(
-        runs, [FIGURES["gradients"]], Options(population="dead"), labels=["a", "b", "c"]
+        runs, [FIGURES["grad_norms"]], Options(population="dead"), labels=["a", "b", "c"]
     )
     (ax,) = draw_sheet(found).axes
     norms = dead_norms(runs[0])
@@ -91,13 +91,13 @@ def test_few_runs_have_a_line_each(several):
 
 
 def test_labels_name_identical_lines(several):
-    (ax,) = draw_sheet(collect(several(1, 1), [FIGURES["gradients"]], Options())).axes
+    (ax,) = draw_sheet(collect(several(1, 1), [FIGURES["grad_norms"]], Options())).axes
     assert labels_of(ax) == ["seed=0", "seed=1 (same as no. 1)", "dead tokens", "live tokens"]
 
 
 def test_mean_and_spread_of_many_end_where_values_do(several):
     factors = (1, 3, 30)
-    found = collect(several(*factors), [FIGURES["gradients"]], Options(), labels=["x"] * 3)
+    found = collect(several(*factors), [FIGURES["grad_norms"]], Options(), labels=["x"] * 3)
     (ax,) = draw_sheet(found).axes
     norms = dead_norms(several(1)[0])
     np.testing.assert_allclose(ax.lines[0].get_ydata(), norms * np.mean(factors), rtol=1e-5)

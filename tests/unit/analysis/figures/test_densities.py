@@ -15,7 +15,7 @@ from trajstore.analysis.figures.densities import log_histogram, pooled_steps
 
 def test_hops(run):
     length = analysis.lattice_displacement(run, ord=1).values
-    ax = FIGURES["hops"](run, Canvas().subplots())
+    ax = FIGURES["lattice_displacement"](run, Canvas().subplots())
     for steps, members in zip(ax.patches, (run.is_dead.values, ~run.is_dead.values), strict=True):
         counts, edges, _ = steps.get_data()
         moving = length[:, members][length[:, members] > 0]
@@ -27,7 +27,7 @@ def test_hops(run):
 
 def test_speed_density(run):
     pace = analysis.speed(run).values
-    ax = FIGURES["speed-density"](run, Canvas().subplots())
+    ax = FIGURES["speed_density"](run, Canvas().subplots())
     (mesh,) = ax.collections
     shown = mesh.get_array().filled(0)
     np.testing.assert_array_equal(shown.sum(0), (pace > 0).sum(1))
@@ -44,7 +44,7 @@ def test_steps_are_pooled_and_none_left_out(run, monkeypatch):
     assert pooled.step.values.tolist() == [1, 6, 11, 16, 21]
     np.testing.assert_array_equal(pooled.sum("step"), counts.sum("step"))
     np.testing.assert_array_equal(pooled[0], counts[:5].sum("step"))
-    ax = FIGURES["speed-density"](run, Canvas().subplots())
+    ax = FIGURES["speed_density"](run, Canvas().subplots())
     bar = next(other for other in ax.figure.axes if other is not ax)
     assert bar.get_ylabel() == "tokens × steps, 5 steps per column"
 

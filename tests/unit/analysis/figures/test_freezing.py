@@ -32,7 +32,7 @@ def shaded(ax):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["freeze", "last-motion", "lifecycle"])
+@pytest.mark.parametrize("kind", ["freeze", "last_motion", "lifecycle"])
 def test_the_steps_that_the_end_decides_are_shaded(kind, run):
     draw = FIGURES[kind]
     first, last, label = shaded(draw(run, Canvas().subplots(), min_unchanged=5))
@@ -52,7 +52,7 @@ def test_a_window_shows_what_the_whole_run_gives(run):
     np.testing.assert_array_equal(line.get_xdata(), expected.step)
     np.testing.assert_array_equal(line.get_ydata(), expected)
     last = analysis.freeze(run).last_motion.values
-    ax = FIGURES["last-motion"](run, Canvas().subplots(), steps="8:15")
+    ax = FIGURES["last_motion"](run, Canvas().subplots(), steps="8:15")
     before, after = ((last >= 0) & (last < 8)).sum(), (last > 14).sum()
     assert (
         f"{before} tokens moved last before these steps, {after} after"
@@ -62,7 +62,7 @@ def test_a_window_shows_what_the_whole_run_gives(run):
 
 def test_last_motion(run):
     last = analysis.freeze(run).last_motion.values
-    ax = FIGURES["last-motion"](run, Canvas().subplots(), min_unchanged=4)
+    ax = FIGURES["last_motion"](run, Canvas().subplots(), min_unchanged=4)
     dead = run.is_dead.values
     edges = np.arange(24)
     bars = [container.patches for container in ax.containers]
@@ -78,7 +78,7 @@ def test_last_motion(run):
 
 def test_last_motion_of_several_runs_fits_the_axes(run):
     still = run.assign(W=run.W.where(run.step < 12, run.W.isel(step=11)).chunk(step=6))
-    ax = FIGURES["last-motion"](run, Canvas().subplots(), other=still)
+    ax = FIGURES["last_motion"](run, Canvas().subplots(), other=still)
     highest = max(p.get_data().values.max() for p in ax.patches if isinstance(p, StepPatch))
     assert ax.get_ylim()[1] >= highest
 
@@ -86,7 +86,7 @@ def test_last_motion_of_several_runs_fits_the_axes(run):
 def test_last_motion_without_any(run):
     moving = np.ones(run.W.shape, np.float32) * np.arange(23)[:, None, None]
     run = run.assign(W=(run.W.dims, moving))
-    ax = FIGURES["last-motion"](run, Canvas().subplots(), steps="0:9")
+    ax = FIGURES["last_motion"](run, Canvas().subplots(), steps="0:9")
     assert "no token moved last at these steps" in [text.get_text() for text in ax.texts]
     assert ax.get_ylim() == (0, 1)
 
@@ -120,7 +120,7 @@ def test_a_strip_marks_dead_tokens(run):
     shown = strip.collections[0].get_array()
     np.testing.assert_array_equal(shown[:, 0], run.is_dead.values[order])
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels[0].startswith("frozen: no element")
+    assert labels[0].startswith("unchanged: no element")
     assert labels[-2:] == ["strip at the right: live tokens", "strip at the right: dead tokens"]
     ax = FIGURES["heatmap"](run.drop_vars("is_dead"), Canvas().subplots())
     assert not ax.child_axes

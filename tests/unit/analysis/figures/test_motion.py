@@ -26,7 +26,7 @@ def test_discontinuities(run):
 
 
 QUANTITIES = {
-    "gradients": analysis.grad_norms,
+    "grad_norms": analysis.grad_norms,
     "displacement": analysis.displacement,
     "speed": analysis.speed,
 }
@@ -98,7 +98,7 @@ def test_each_run_has_a_color_and_each_population_a_line(run):
 
 def test_speeds(run):
     expected = analysis.bulk_thermal(run)
-    ax = FIGURES["bulk-thermal"](run, Canvas().subplots())
+    ax = FIGURES["bulk_thermal"](run, Canvas().subplots())
     for points, population in zip(ax.collections, ("dead", "live"), strict=True):
         part = expected.sel(population=population).compute()
         moving = (part.bulk_speed > 0) & (part.thermal_speed > 0)
@@ -115,7 +115,7 @@ def test_steps_without_a_point_are_counted(run):
     alike = int(((found.bulk_speed > 0) & (found.thermal_speed == 0)).sum())
     assert rest >= 10
     assert alike == 1
-    ax = FIGURES["bulk-thermal"](steps, Canvas().subplots())
+    ax = FIGURES["bulk_thermal"](steps, Canvas().subplots())
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     expected = f"{22 - rest - alike} shown, {rest} unchanged, 1 all moving alike"
     assert f"live tokens: {expected} of 22 steps" in labels

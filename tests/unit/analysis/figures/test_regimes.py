@@ -38,7 +38,7 @@ def test_regimes(run):
 
 def test_causes_of_a_population(run):
     cause = analysis.freeze_cause(run).sel(token=run.token[~run.is_dead.values]).values
-    ax = FIGURES["causes"](run, Canvas().subplots(), population="live")
+    ax = FIGURES["freeze_cause"](run, Canvas().subplots(), population="live")
     present = [name for at, name in enumerate(analysis.CAUSES) if (cause == at).any()]
     assert [layer.get_label() for layer in ax.collections] == [
         name.replace("_", " ") for name in present

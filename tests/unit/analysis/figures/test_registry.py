@@ -9,17 +9,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from trajstore.analysis.figures import FIGURES, figures_named
+from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.schema import VARIABLES
 
 NEEDS = {
     "loss": "loss",
-    "gradients": "grad",
-    "causes": "grad",
+    "grad_norms": "grad",
+    "freeze_cause": "grad",
     "moments": "exp_avg",
-    "moment-sizes": "exp_avg",
-    "moment-tracks": "exp_avg",
-    "logits": "logits",
-    "parameters": "param_update_lost",
+    "moment_sizes": "exp_avg",
+    "moment_tracks": "exp_avg",
+    "logit_stats": "logits",
+    "param_update_lost": "param_update_lost",
 }
 
 ALONE = [name for name, figure in FIGURES.items() if not figure.between]
@@ -123,8 +125,28 @@ def test_kinds_by_name():
     ]
     assert [figure.name for figure in figures_named(["loss", "all"])] == ALONE
     assert len(figures_named(["all"], runs=2)) == len(FIGURES)
+    assert [figure.name for figure in figures_named(["last-motion", "last_motion"])] == [
+        "last_motion"
+    ]
     with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.* one or more of all, loss"):
         figures_named(["lss"])
+
+
+def test_a_hyphen_is_an_underscore_in_names_of_figures(run):
+    assert FIGURES["freeze-cause"] is FIGURES["freeze_cause"]
+    assert "freeze-cause" in FIGURES
+    assert "freezecause" not in FIGURES
+    with pytest.raises(KeyError):
+        FIGURES["freezecause"]
+
+
+def test_a_figure_of_one_quantity_has_its_name():
+    drawn_otherwise = {
+        "heatmap", "last_motion", "moment_tracks", "moments", "spectrum", "speed_density",
+        "trajectory",
+    }  # fmt: skip
+    quantities = {*QUANTITIES, *ACROSS_RUNS, *VARIABLES}
+    assert {name for name in FIGURES if name not in quantities} == drawn_otherwise
 
 
 def test_the_first_figure_of_a_notebook_leaves_it_interactive(run, monkeypatch):

@@ -19,9 +19,9 @@ def test_all_at_once_show_what_each_shows_alone(run):
 def test_figures_without_their_variables_are_left_out_with_a_reason(run):
     run = run.drop_vars(["grad", "exp_avg"])
     found = collect([run], figures_named(["all"]), Options(), leave_out=True)
-    moments = {"moments", "moment-sizes", "moment-tracks"}
-    assert set(found.left_out) == {"gradients", "causes", *moments}
-    assert "grad" in found.left_out["gradients"]
+    moments = {"moments", "moment_sizes", "moment_tracks"}
+    assert set(found.left_out) == {"grad_norms", "freeze_cause", *moments}
+    assert "grad" in found.left_out["grad_norms"]
     axes = [ax for part in draw_sheet(found).subfigs for ax in part.axes if ax.get_title("left")]
     assert len(axes) == len(figures_named(["all"])) - len(found.left_out)
     with pytest.raises(InvalidArgument, match="none of these figures can be drawn: loss: loss nee"):

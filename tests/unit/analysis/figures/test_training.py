@@ -17,7 +17,7 @@ def drawn(name, ds, **options):
 
 def test_logits(run):
     expected = analysis.logit_stats(run).isel(step=slice(1, None))
-    ax = drawn("logits", run)
+    ax = drawn("logit_stats", run)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.entropy)
     (right,) = (other for other in ax.figure.axes if other is not ax)
     np.testing.assert_array_equal(right.lines[0].get_ydata(), expected.dead_mass)
@@ -31,9 +31,9 @@ def test_logits(run):
 
 def test_logits_of_some_tokens_are_refused(run):
     run = run.assign_attrs(recording={"vocabulary": 11})
-    drawn("logits", run)
+    drawn("logit_stats", run)
     with pytest.raises(InvalidArgument, match="all 11 tokens of the vocabulary, got 3"):
-        drawn("logits", run.isel(token=slice(0, 3)))
+        drawn("logit_stats", run.isel(token=slice(0, 3)))
 
 
 def test_moments(run):

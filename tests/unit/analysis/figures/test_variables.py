@@ -73,13 +73,13 @@ def test_loss(run):
 
 
 def test_every_parameter_at_every_step(run, monkeypatch):
-    ax = FIGURES["parameters"](run, Canvas().subplots())
+    ax = FIGURES["param_update_lost"](run, Canvas().subplots())
     (mesh,) = ax.collections
     shown = mesh.get_array().reshape(3, -1)
     np.testing.assert_array_equal(shown, run.param_update_lost.values[1:].T)
     assert [label.get_text() for label in ax.get_yticklabels()] == run.parameter.values.tolist()
     monkeypatch.setattr("trajstore.analysis.figures.variables._CELLS", 10)
-    ax = FIGURES["parameters"](run, Canvas().subplots())
+    ax = FIGURES["param_update_lost"](run, Canvas().subplots())
     thinned = ax.collections[0].get_array().reshape(3, -1)
     np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
     assert "1 of every 7 steps" in ax.get_legend().get_title().get_text()

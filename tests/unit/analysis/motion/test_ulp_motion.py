@@ -34,7 +34,7 @@ def regime_of(hops: np.ndarray) -> str:
     """Regime of one vector, from the definition."""
     size = np.abs(hops)
     if size.sum() == 0:
-        return "frozen"
+        return "unchanged"
     if size.sum() <= 1:
         return "single"
     if size.max() <= 1:

@@ -65,7 +65,7 @@ def small_run(path: Path, rows: int = 4, **attributes: Any) -> Path:
 @pytest.fixture(autouse=True)
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw four kinds only: the tests of the figures draw all of them."""
-    few = {name: FIGURES[name] for name in ("loss", "gradients", "freeze", "parameters")}
+    few = {name: FIGURES[name] for name in ("loss", "grad_norms", "freeze", "param_update_lost")}
     monkeypatch.setattr(report_page, "FIGURES", few)
 
 
@@ -102,7 +102,7 @@ def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> No
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"script", "link", "iframe", "object", "a"}
     sources = [a[key] for _, a in page.elements for key in ("src", "srcset") if key in a]
-    assert len(sources) == 2 * 3  # `parameters` of the model are not recorded
+    assert len(sources) == 2 * 3  # the run lacks param_update_lost
     assert all(str(source).startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"https?:|@import|url\(", html)
 
@@ -143,7 +143,7 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
     assert "␛[31mred␇" in page.text
     assert "This is a what-if run (a=1): These are open loop." in page.shown
     assert "Every stored byte was compared with its checksum: sound; 4 rows" in page.shown
-    assert "gradients: grad" in page.shown or "gradients: " in page.shown
+    assert "grad_norms: " in page.shown
     assert "This run begins with rows of another run" in page.shown
     assert "run.toml" not in page.shown
 
