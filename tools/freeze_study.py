@@ -1,9 +1,10 @@
-"""Tables and figure of docs/studies/freeze.md, from the folders of its sweeps.
+"""Table and figure of docs/studies/freeze.md, from the folders of its sweeps.
 
 python tools/freeze_study.py STUDY OPEN docs
 
-Complete runs are read, missing open loops computed. The tables are printed, and replace those of
-the page; the figure replaces docs/figures/freeze-last-motion.png.
+Complete runs are read, missing open loops computed. The tables of dead and live tokens are printed;
+that of dead tokens replaces the table of the page, and the figure
+docs/figures/freeze-last-motion.png.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def spread(values: Iterable[float]) -> str:
 
 
 def table(found: Found, population: str) -> str:
-    """A table of the page, a line per schedule and loop."""
-    heads = ["schedule", "loop", "seeds", "token", "element", "moving", "rank"]
+    """A table, a line per schedule and loop."""
+    heads = ["schedule", "loop", "token", "element", "moving", "rank"]
     lines = [heads, ["---"] * len(heads)]
     for schedule, title in SCHEDULES.items():
         for loop in LOOPS:
@@ -152,17 +153,16 @@ def table(found: Found, population: str) -> str:
                 [float(np.count_nonzero(run.moving)) for run in runs],
                 [run.rank_of_last for run in runs],
             )
-            lines.append([title, loop, str(len(runs)), *map(spread, cells)])
+            lines.append([title, loop, *map(spread, cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def replace_tables(page: Path, text: str) -> None:
-    """Replace the tables of the page, from the one of dead tokens to the figure."""
-    before, begin, rest = page.read_text().partition("Dead tokens:\n")
-    _, end, after = rest.partition("![Fraction of dead tokens")
-    if not (begin and end):
-        raise SystemExit(f"{page} has no tables before the figure")
-    page.write_text(f"{before}{text}\n\n{end}{after}")
+def replace_table(page: Path, text: str) -> None:
+    """Replace the table of the page."""
+    written, count = re.subn(r"(?:^\|.*\n)+", f"{text}\n", page.read_text(), flags=re.MULTILINE)
+    if count != 1:
+        raise SystemExit(f"{page} has {count} tables, expected 1")
+    page.write_text(written)
 
 
 def draw(found: Found, file: Path) -> None:
@@ -189,19 +189,16 @@ def draw(found: Found, file: Path) -> None:
 
 
 def main() -> None:
-    """Print the table, and write it and the figure into the documentation."""
+    """Print the tables, and write one and the figure into the documentation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("study", type=Path, help="folder of the sweeps")
     parser.add_argument("open", type=Path, help="folder for the open loops")
     parser.add_argument("docs", type=Path, help="folder of the documentation")
     options = parser.parse_args()
     found = study(options.study, options.open)
-    text = "\n\n".join(
-        f"{population.capitalize()} tokens:\n\n{table(found, population)}"
-        for population in ("dead", "live")
-    )
-    print(text)
-    replace_tables(options.docs / "studies" / "freeze.md", text)
+    for population in ("dead", "live"):
+        print(f"{population.capitalize()} tokens:\n\n{table(found, population)}\n")
+    replace_table(options.docs / "studies" / "freeze.md", table(found, "dead"))
     draw(found, options.docs / "figures" / "freeze-last-motion.png")
 
 

@@ -90,11 +90,15 @@ class ModelConfig(_Section):
     """A GPT-2 without dropout."""
 
     vocab_size: int = Field(default=128, ge=2)
+    """Tokens."""
     context: int = Field(default=128, ge=2)
     """Positions of one training example."""
     hidden: int = Field(default=64, ge=1)
+    """Hidden dimensions; a multiple of heads."""
     layers: int = Field(default=2, ge=1)
+    """Transformer layers."""
     heads: int = Field(default=2, ge=1)
+    """Attention heads of a layer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights, the gradients and, unless optimizer.state_dtype is set, the optimizer's
     state."""
@@ -131,17 +135,14 @@ class DataConfig(_Section):
     """One token per ASCII byte, the tokenizer of GPT-2, or no tokenizer. A path given to `record`
     replaces it."""
     target_offset: Literal[1, 2] = 1
-    """Distance in tokens from a position to its target. The notebooks shift their labels by one and
-    GPT-2 shifts them again inside its loss. So 2 predicts the token after next."""
+    """Distance in tokens from a position to its target: 1 is the next token, 2 the one after."""
     live_tokens: int = Field(default=30_590, ge=1)
-    """Distinct ids of the embedded stream of ids. The stream replaces a missing text if the
-    tokenizer is not ascii."""
+    """Distinct ids of the built-in stream of ids, which replaces a missing text if the tokenizer is
+    not ascii."""
     mostly_dead: int | None = Field(default=None, ge=1)
-    """Largest number of occurrences of a mostly dead token that is not dead. These tokens become a
-    population in every analysis. Without a value there is no such population."""
+    """Live tokens that occur at most so often form the population mostly_dead."""
     skipped_shuffles: int = Field(default=0, ge=0)
-    """Shuffles of the examples that the plain loop discards before it trains. Notebook 1.12a
-    discards one."""
+    """Shuffles of the examples that the plain loop discards before it trains."""
 
 
 class InitializationConfig(_Section):
@@ -164,6 +165,7 @@ class OptimizerConfig(_Section):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """adam adds the decay to the gradient; adamw subtracts it from the weights."""
     lr: float = Field(default=1e-3, gt=0)
+    """Learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
         0.9,
         0.999,
@@ -174,6 +176,7 @@ class OptimizerConfig(_Section):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Momentum of SGD."""
     weight_decay: float = Field(default=0.01, ge=0)
+    """Weight decay."""
     state_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of the optimizer's state; default: the type of the weights. If the types differ, each
     step is computed in float32, and weights and state are rounded once after it."""
@@ -208,6 +211,7 @@ class TrainingConfig(_Section):
     loop: Literal["trainer", "plain"] = "trainer"
     """The Hugging Face Trainer, or a plain PyTorch loop."""
     steps: int = Field(default=10_000, ge=1)
+    """Optimizer steps."""
     batch_size: int = Field(default=32, ge=1)
     """Examples of one micro-batch."""
     accumulation: int = Field(default=1, ge=1)
@@ -217,10 +221,12 @@ class TrainingConfig(_Section):
     autocast: Literal["none", "bfloat16", "float16"] = "bfloat16"
     """Mixed precision of the forward pass; float16 adds a gradient scaler."""
     products: Literal["auto", "native", "float32"] = "auto"
-    """Products of 16-bit matrices on the CPU: of torch, or in float32 and rounded once. auto times
-    one of each, and chooses float32 where torch is slower. A run records the choice."""
+    """Products of 16-bit matrices on the CPU: torch's own, or in float32 and rounded once. auto
+    times both and takes the faster one; the run records the choice."""
     seed: int = Field(default=42, ge=0)
+    """Random seed."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Device to train on."""
 
 
 class RecordingConfig(_Section):
