@@ -107,7 +107,7 @@ def test_skipped_steps_stay_skipped(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_those_of_the_run_change_nothing(tmp_path: Path) -> None:
-    seen = "recording.variables=['all','hidden_trace','batch','example_loss','hidden_states']"
+    seen = "recording.variables=['matrix','hidden_trace','batch','example_loss','hidden_states']"
     run = record(small_config(["gatsby"], seen, steps=12), tmp_path / "run.zarr")
     settings = [
         "optimizer.lr=1e-3", "optimizer.betas=[0.9, 0.999]", "optimizer.weight_decay=0.01",
