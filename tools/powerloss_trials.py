@@ -25,7 +25,7 @@ __all__ = ["TRIALS", "Trial", "again", "carry_out", "inspect", "is_run", "prepar
 ROWS = 6
 CUT = 3
 TRAINING = (
-    "--steps", "5", "--set", "recording.variables=[W,grad,lr,clip_coef]",
+    "--steps", "5", "--set", 'recording.variables="W,grad,lr,clip_coef"',
     "--set", "recording.block_rows=4", "--set", "recording.commit_every=0.001",
     "--set", "recording.checkpoint_every=3", "--set", "model.context=16",
     "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1",

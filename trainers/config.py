@@ -66,6 +66,11 @@ def _size(text: str) -> str:
     return text
 
 
+def _listed(names: Any) -> Any:
+    """Names in one text, separated by commas, as a list; other values as they are."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
 def _variables(names: tuple[str, ...]) -> tuple[str, ...]:
     # The names of tiers are kept: variables of a tier that a run lacks are left out later.
     resolve_variables(names)
@@ -232,10 +237,12 @@ class TrainingConfig(_Section):
 class RecordingConfig(_Section):
     """The recorded variables and their storage."""
 
-    variables: Annotated[tuple[str, ...], AfterValidator(_variables)] = Field(
-        default=("matrix",),
-        description=f"Tiers of variables ({', '.join(TIERS)}), or variables by name "
-        f"({', '.join(VARIABLES)}).",
+    variables: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_variables)] = (
+        Field(
+            default=("matrix",),
+            description=f"Tiers of variables ({', '.join(TIERS)}), or variables by name "
+            f"({', '.join(VARIABLES)}).",
+        )
     )
     every: int = Field(default=1, ge=1)
     """Steps from one row to the next; the last step is always recorded."""

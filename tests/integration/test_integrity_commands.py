@@ -65,7 +65,7 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     row = next(line for line in done.stdout.splitlines() if line.strip().startswith("W "))
     assert row.split()[:4] == ["W", "2", f"{offset}–{offset + length}", "run.zarr/W/c.2.0.0"]
     assert "run.zarr: 2 problems" in done.stdout
-    assert f"would do: trajstore repair {run}\n" in done.stdout
+    assert f"would do: trajstore repair {run} --dry-run\n" in done.stdout
     assert f"trajstore export {run} --format run --fill-damaged -o COPY.zarr\n" in done.stdout
     facts = json.loads(trajstore_cli("verify", run, "--json", rc=1).stdout)
     assert [problem["array"] for problem in facts["problems"]] == ["grad", "W"]
@@ -77,10 +77,10 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert facts["replay"] is None
 
     before = contents(run)
-    done = trajstore_cli("repair", run)
+    done = trajstore_cli("repair", run, "--dry-run")
     assert done.stdout.startswith(
         "Damaged: W, steps 8 to 10. Whole: step, grad, exp_avg, loss.\n"
-        "Planned repair:\n  3 of 11 rows are dropped, from row 8 on"
+        "Repair:\n  3 of 11 rows are dropped, from row 8 on"
     )
     assert "grad/zarr.json is rewritten" in done.stdout
     copy = f"  trajstore export {run} --format run"

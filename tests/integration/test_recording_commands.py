@@ -58,7 +58,7 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     call = [
         "--preset", "gatsby", "--steps", 10, "--set", "recording.every=4",
         "--set", f"recording.tokens={tokens}", "--set", "recording.block_rows=2",
-        "--set", 'recording.variables=["matrix","W_ulp_l1"]', *SMALL,
+        "--set", "recording.variables=matrix,W_ulp_l1", *SMALL,
     ]  # fmt: skip
     timed = trajstore_cli("plan", *call).stdout
     assert re.search(r"About [\d.]+ (m?s|min [\d ]+s) on this machine \(cpu\).*s per step", timed)
@@ -102,7 +102,7 @@ def test_a_configuration_file_records_the_same(
         (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
         (
             ["record", "--preset", "gatsby", "--variables", "loss"],
-            "record = loss: got 'loss' without W",
+            "recording.variables = 'loss': got 'loss' without W",
         ),
         (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "but the tokenizer"),
         (["plan", "--preset", "gatsby", "--set", "recording.memory=1KiB"], "memory budget"),

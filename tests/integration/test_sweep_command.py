@@ -35,15 +35,15 @@ def test_it_prints_commands_and_records_nothing(
 ) -> None:
     printed = trajstore_cli(
         "sweep", "--preset", "gatsby", "--seeds", "5:7", "--set", "optimizer.betas=[0.9,0.99]",
-        "--steps", 9, "--set", "recording.variables=[W,grad]", "-o", tmp_path / "my runs",
-        "--threads", 3, "--dry-run",
+        "--steps", 9, "--set", 'recording.variables="W,grad"', "-o", tmp_path / "my runs",
+        "--tokenizer", "own/", "--jobs", 2, "--threads", 3, "--dry-run",
     ).stdout  # fmt: skip
     lines = printed.splitlines()
-    name = "gatsby_optimizer.betas=0.9+0.99_seed=6.zarr"
+    name = "gatsby_optimizer.betas=0.9+0.99_recording.variables=W+grad_seed=6.zarr"
     assert len(lines) == 2
     assert lines[1] == (
-        "OMP_NUM_THREADS=3 trajstore record --preset gatsby --steps 9 "
-        "--set 'optimizer.betas=[0.9,0.99]' --set 'recording.variables=[W,grad]' "
+        "OMP_NUM_THREADS=3 trajstore record --preset gatsby --steps 9 --tokenizer own/ "
+        """--set 'optimizer.betas=[0.9,0.99]' --set 'recording.variables="W,grad"' """
         f"--seed 6 --resume -o '{tmp_path}/my runs/{name}'"
     )
     assert not list(tmp_path.iterdir())

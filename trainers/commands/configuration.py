@@ -122,6 +122,7 @@ PLACES = {
     "steps": "training.steps",
     "device": "training.device",
     "seed": "training.seed",
+    "variables": "recording.variables",
     "every": "recording.every",
     "tokens": "recording.tokens",
     "populations": "recording.populations",
@@ -181,8 +182,6 @@ def stem_of(options: Mapping[str, Any]) -> str:
 def settings_of(options: Mapping[str, Any]) -> list[str]:
     """Return all changes of the configuration that the options make; others are ignored."""
     given = {PLACES[name]: value for name, value in options.items() if name in PLACES}
-    if options.get("variables") is not None:
-        given["recording.variables"] = options["variables"].split(",")
     return [
         *options["assignments"],
         *(

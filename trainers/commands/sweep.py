@@ -65,7 +65,7 @@ def sweep(
     and resume the others. A failed run does not stop the others; the exit code is then 1. Ctrl-C
     and SIGTERM stop all runs after the current step.
 
-    --set recording.every=10, recording.variables=[W] and the like set what is recorded.
+    --set recording.every=10 and --set 'recording.variables="W,grad"' set what is recorded.
 
     \b
     Example:

@@ -49,3 +49,12 @@ def test_the_commands_evaluate_and_check_out_a_run(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "folder").iterdir()} >= {
         "config.json", "model.safetensors", "optimizer.pt", "tokenizer.json"
     }  # fmt: skip
+    done = CliRunner().invoke(main, words)
+    assert "already exists; choose another path, or overwrite it (--overwrite)" in done.stderr
+    words = ["checkout", str(run), "--at", "4", "-o", str(tmp_path / "folder"), "--overwrite"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "folder" / "optimizer.pt").exists()
+    (tmp_path / "folder" / "config.json").unlink()
+    done = CliRunner().invoke(main, words)
+    assert "is not a checkout and is not overwritten; choose another path" in done.stderr
