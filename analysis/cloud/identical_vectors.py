@@ -274,7 +274,7 @@ def _of_populations(
         "sp",
         pairs[0].blocks,
         groups=groups,
-        variables=record,
+        record=record,
         dtype=record,
         sizes=sizes,
         by_row=True,

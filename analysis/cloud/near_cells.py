@@ -278,7 +278,7 @@ def adjacency(
         groups=members,
         names=token_labels(scan.ds),
         k=k,
-        variables=record["facts"].base,
+        record=record["facts"].base,
         dtype=record,
         by_row=True,
     )

@@ -108,7 +108,7 @@ def per_population(
             *((halves, spacing) if motion else (halves.blocks,)),
             groups=members,
             kernel=kernel,
-            variables=record_of(facts),
+            record=record_of(facts),
             dtype=facts,
             sizes={"p": len(groups)},
             by_row=True,
