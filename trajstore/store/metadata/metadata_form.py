@@ -229,8 +229,8 @@ def other_format(path: object, attributes: JsonObject) -> FormatError | None:
         return None
     message = (
         f"{path} has store format {number}, and trajstore {__version__} reads format {FORMAT}; "
-        f"open it with trajstore {writer}, of the build that recorded it (development builds of "
-        "one version differ)"
+        f"open it with the trajstore {writer} that recorded it (development builds of one version "
+        "differ)"
     )
     if number < FORMAT:
         message += ", or export it there to a .safetensors file, and import that file here"

@@ -510,7 +510,7 @@ def test_another_format_is_not_judged(tmp_path: Path) -> None:
     edit(run / "zarr.json", lambda root: root["attributes"].update(newer))
     edit(run / "step" / "zarr.json", _in_copy(newer))
     edit(run / "zarr.json", lambda root: _in_copy(newer)(_arrays(root)["step"]))
-    with pytest.raises(FormatError, match=r"open it with trajstore 9\.1"):
+    with pytest.raises(FormatError, match=r"open it with the trajstore 9\.1"):
         verify(run)
 
 

@@ -118,7 +118,7 @@ def test_another_format_names_the_version_that_reads_it(
     root["attributes"] |= {"trajstore_format": number, "trajstore_version": "9.1"}
     (path / "zarr.json").write_text(json.dumps(root))
     with pytest.raises(
-        FormatError, match=rf"format {number}, .*open it with trajstore 9\.1"
+        FormatError, match=rf"format {number}, .*open it with the trajstore 9\.1"
     ) as told:
         open_run(path)
     assert ("export it there to a .safetensors file" in str(told.value)) == (number < FORMAT)
