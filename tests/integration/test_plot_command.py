@@ -52,7 +52,9 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     assert 'width="432pt" height="288pt"' in text
 
 
-def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_wrong_options_of_plot_are_errors(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
         (("divergence",), 2, "divergence compares runs, got one"),

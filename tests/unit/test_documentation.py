@@ -140,7 +140,7 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_contributing_has_a_line_for_every_room() -> None:
+def test_contributing_has_a_line_for_every_package() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     packages = {
         f"`{package}/{path.parent.name}/`"
@@ -182,7 +182,7 @@ def is_there(name: str) -> bool:
     return re.search(rf"\b{last}\b", Path(module.origin).read_text()) is not None
 
 
-def test_a_mark_stands_before_a_block() -> None:
+def test_every_comment_marks_a_block() -> None:
     for page in PAGES:
         marks = re.findall(r"<!--", (ROOT / page).read_text())
         assert len(marks) == sum(block.mark is not None for block in blocks(page)), page

@@ -167,7 +167,7 @@ def test_panels_of_one_label_have_the_names_of_their_runs(several):
     assert [title.splitlines()[1] for title in titles] == ["x (first)", "x (second)"]
 
 
-def test_what_is_refused(run, several):
+def test_runs_that_one_figure_cannot_show_are_an_error(run, several):
     runs = xr.concat([run, run], "run").assign_coords(run=["a", "b"])
     with pytest.raises(InvalidArgument, match=r"regimes cannot show these runs in one axes"):
         FIGURES["regimes"](runs, Canvas().subplots())
