@@ -21,11 +21,31 @@ __all__ = ["compare"]
 _SETTINGS = 12  # maximum differing settings to print
 
 
+class _Fraction(click.ParamType[float]):
+    """A percentage, or a fraction without the sign."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Parse a text such as 1% or 0.01."""
+        text = str(value)
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            self.fail(f"got {value!r}, expected a percentage such as 1%")
+
+
 @click.command()
 @RUN
 @click.argument("other", type=click.Path(), required=False)
+@click.option(
+    "--over",
+    type=_Fraction(),
+    metavar="PERCENT",
+    help="Print from which step on the losses differ by more than this, such as 1%.",
+)
 @JSON
-def compare(run: str, other: str | None, as_json: bool) -> None:
+def compare(run: str, other: str | None, over: float | None, as_json: bool) -> None:
     """Print the first step at which two runs differ in any bit, where, and how far they diverge.
 
     Runs with the same content digest hold the same rows and are not read. Exits with 0 even if the
@@ -35,6 +55,7 @@ def compare(run: str, other: str | None, as_json: bool) -> None:
     \b
     Example:
       trajstore compare straight.zarr resumed.zarr
+      trajstore compare gatsby.zarr slower.zarr --over 1%
       trajstore compare untied.zarr
     """
     import numpy as np
@@ -51,12 +72,19 @@ def compare(run: str, other: str | None, as_json: bool) -> None:
     first, second = map(open_run, paths)
     tokens = {"first": first.sizes["token"], "second": second.sizes["token"]}
     first, second = _of_common_tokens(first, second)
-    found = analysis.compare(first, second)
+    found = analysis.compare(first, second, over)
     digest = first.attrs.get(CONTENT)
     same_content = digest is not None and digest == second.attrs.get(CONTENT)
     if same_content:
-        found = xr.zeros_like(found.drop_vars("first_difference")).assign(
-            first_difference=("variable", np.full(found.sizes["variable"], -1))
+        never = {
+            name: found[name].dims for name in ("first_difference", "first_over") if name in found
+        }
+        zeros = xr.zeros_like(found.drop_vars(never))
+        found = zeros.assign(
+            {
+                name: (dims, np.full([found.sizes[dim] for dim in dims], -1))
+                for name, dims in never.items()
+            }
         )
     found = found.compute()
     facts = {
@@ -77,6 +105,14 @@ def compare(run: str, other: str | None, as_json: bool) -> None:
         },
         "step": found.step.values.tolist(),
     }  # fmt: skip
+    if over is not None:
+        differences = found.loss_difference.values
+        facts["loss"] = {
+            "over": over,
+            "first_over": int(found.first_over),
+            "steps_over": int((differences > over).sum()),
+            "difference": differences.tolist(),
+        }
     if as_json:
         print_json(facts)
     else:
@@ -103,6 +139,21 @@ def _of_common_tokens(first: xr.Dataset, second: xr.Dataset) -> tuple[xr.Dataset
     return first.isel(token=one), second.isel(token=other)
 
 
+def _print_loss(loss: dict[str, Any], steps: list[int]) -> None:
+    at, over = loss["first_over"], f"{loss['over']:.6%}".rstrip("%").rstrip("0").rstrip(".")
+    known = [(value, step) for value, step in zip(loss["difference"], steps, strict=True)
+             if math.isfinite(value)]  # fmt: skip
+    most = f"{max(known)[0]:.3%} at step {max(known)[1]:,}" if known else "unknown"
+    if at < 0:
+        out.print(f"The losses never differ by more than {over}%; the largest difference: {most}.")
+        return
+    since = sum(step >= at for step in steps)
+    out.print(
+        f"The losses differ by more than {over}% from step {at:,} on, at {loss['steps_over']:,} of "
+        f"{counted(since, 'step')}; the largest difference: {most}."
+    )
+
+
 def print_comparison(facts: dict[str, Any]) -> None:
     """Print the result of `analysis.compare`."""
     common, first, second = (facts["steps"][key] for key in ("common", "first", "second"))
@@ -125,6 +176,8 @@ def print_comparison(facts: dict[str, Any]) -> None:
     for which in ("first", "second"):
         if facts[f"only_{which}"]:
             out.print(f"Only the {which} run has {', '.join(facts[f'only_{which}'])}.")
+    if "loss" in facts:
+        _print_loss(facts["loss"], facts["step"])
     if facts["differing_settings"]:
         named, more = facts["differing_settings"][:_SETTINGS], ""
         if len(facts["differing_settings"]) > _SETTINGS:

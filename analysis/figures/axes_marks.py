@@ -6,13 +6,14 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
@@ -31,8 +32,18 @@ __all__ = [
     "set_title",
     "shade_region",
     "step_edges",
+    "widen_covered",
     "with_units",
 ]
+
+_COVERED = 0.9
+"""Part of its points from which on a curve is covered."""
+
+_CLOSE = 0.005
+"""Distance of two points that look like one, in heights of the axes."""
+
+_WIDER = 1.5
+"""Points that a curve is wider than the one on top of it."""
 
 _GAP = 38
 """Points between the axes and the legend below them, for ticks and the label of the axis."""
@@ -176,6 +187,66 @@ def draw_curves(
             **line,
         )
     name_kinds(ax, look, texts)
+
+
+def widen_covered(ax: Axes, drawn: Mapping[str, Sequence[Artist]]) -> list[str]:
+    """Draw each curve wider that later runs cover, and return a note that names both.
+
+    Parameters
+    ----------
+    ax : Axes
+    drawn : mapping
+        Artists of each run or mean of runs, by its label, in the order of drawing.
+    """
+    if len(drawn) < 2:
+        return []
+    ax.autoscale_view()
+    curves = [
+        [found for each in artists if (found := _curve(ax, each))] for artists in drawn.values()
+    ]
+    labels, covered = list(drawn), []
+    for number, label in enumerate(labels):
+        names: list[str] = []
+        for kind, curve in enumerate(curves[number]):
+            later = range(number + 1, len(labels))
+            above = [labels[at] for at in later if _covers(curves[at][kind : kind + 1], curve)]
+            curve.artist.set_linewidth(curve.artist.get_linewidth() + _WIDER * len(above))
+            names += above
+        if names:
+            covered.append(f"{label} under {', '.join(dict.fromkeys(names))}")
+    return [f"wider, as others cover it: {'; '.join(covered)}"] if covered else []
+
+
+class _Curve(NamedTuple):
+    artist: Any
+    places: npt.NDArray[Any]
+    heights: npt.NDArray[Any]
+
+
+def _curve(ax: Axes, artist: Artist) -> _Curve | None:
+    """A line or histogram with points, and their heights in those of the axes."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import StepPatch
+
+    if isinstance(artist, StepPatch):
+        values, edges, _ = artist.get_data()
+        x, y = edges[:-1], values
+    elif isinstance(artist, Line2D) and artist.get_transform() == ax.transData:
+        x, y = (np.asarray(each, np.float64) for each in artist.get_data(orig=False))
+    else:
+        return None
+    with np.errstate(all="ignore"):
+        points = (ax.transScale + ax.transLimits).transform(np.column_stack([x, y]))
+    return _Curve(artist, x, points[:, 1]) if np.isfinite(points[:, 1]).any() else None
+
+
+def _covers(above: Sequence[_Curve], curve: _Curve) -> bool:
+    for other in above:
+        _, here, there = np.intersect1d(curve.places, other.places, return_indices=True)
+        close = np.abs(curve.heights[here] - other.heights[there]) < _CLOSE
+        if close.sum() >= _COVERED * np.isfinite(curve.heights).sum():
+            return True
+    return False
 
 
 def name_kinds(ax: Axes, look: Look, kinds: Sequence[str]) -> None:

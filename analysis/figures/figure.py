@@ -15,7 +15,7 @@ from trajstore.analysis.figures.across_runs import (
     mean_and_spread,
     run_groups,
 )
-from trajstore.analysis.figures.axes_marks import add_legend, set_title
+from trajstore.analysis.figures.axes_marks import add_legend, set_title, widen_covered
 from trajstore.analysis.figures.style import STYLES, Look, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
@@ -29,6 +29,7 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import check_dataset, populations
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
     from trajstore.exchange.selection import Steps
@@ -327,6 +328,7 @@ class Figure:
         shown = _after_the_first(groups) if self.between else groups
         runs = len(groups) if len(shown) > 1 else 1
         curves: list[xr.Dataset] = []
+        drawn: dict[str, list[Artist]] = {}
         notes: list[str] = []
         for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
@@ -340,13 +342,16 @@ class Figure:
             )
             if band is not None:
                 look.note("line: mean over runs; band: ± one standard deviation between runs")
+            before = {*ax.get_children()}
             self.draw(ax, data, look)
+            drawn[group.label] = [each for each in ax.get_children() if each not in before]
             label, alone = ax.get_xlabel(), data.attrs.get(_ALONE, "")
             if alone and alone not in label:
                 ax.set_xlabel(f"{label} ({alone})")
         if log is not None:
             ax.set_xscale("log" if "x" in log else "linear")
             ax.set_yscale("log" if "y" in log else "linear")
+        notes += widen_covered(ax, drawn)
         add_legend(ax, notes)
 
 

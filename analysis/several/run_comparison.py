@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, measure
 from trajstore.analysis.several.differences import (
     DIFFERENCE,
@@ -61,9 +63,45 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     return measure(_over_rows, "s", (whole, letters), dtype=DIFFERENCE)
 
 
+def _without_empty_start(late: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
+    """Replace the first row by that of the other run if it is NaN: no step produced its values."""
+    start, rest = late.isel(step=[0]), late.isel(step=slice(1, None))
+    filled = start.where(~start.isnull().all(), other.isel(step=[0]))
+    return xr.concat([filled, rest], "step", combine_attrs="override").rename(late.name)
+
+
+def _relative(first: Array, second: Array) -> Array:
+    size = np.abs(second - first)
+    with np.errstate(divide="ignore"):
+        return np.asarray(size / np.where(size > 0, np.abs(first), 1))
+
+
+def _loss_difference(a: xr.Dataset, b: xr.Dataset, over: float) -> dict[str, xr.DataArray]:
+    """Relative difference of the losses, and the first step at which it exceeds `over`."""
+    if not 0 <= over < math.inf:
+        raise InvalidArgument(f"got over={over!r}, expected a fraction such as 0.01")
+    for run in (a, b):
+        input_checks.variables(run, "loss")
+    losses = (run["loss"].astype(np.float64) for run in (a, b))
+    relative = xr.apply_ufunc(
+        _relative, *losses, join="override", dask="parallelized", output_dtypes=[np.float64]
+    )
+    return {
+        "loss_difference": relative.assign_attrs(
+            long_name="difference of the losses, relative to that of the first run", units="1"
+        ),
+        "first_over": first_step(relative > over).assign_attrs(
+            long_name=f"first step at which the losses differ by more than {over:g} of the first"
+        ),
+    }
+
+
 @checks_types
-def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
+def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Dataset:
     """First step at which two runs differ in any bit, per variable, and their distance.
+
+    NaNs of the same bits are equal. If one run begins later than the other, the NaN of its first
+    row are not compared: no recorded step produced these values.
 
     Parameters
     ----------
@@ -72,6 +110,8 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         compared, those of two types in a type that holds both. Variables of single examples are
         left out if the number of examples differs, and variables of all parameters if the
         parameters differ.
+    over : float, optional
+        A fraction, such as 0.01: also return from which step on the losses differ by more.
 
     Returns
     -------
@@ -79,13 +119,17 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         ``first_difference``, int64 (variable): the first common step at which any bit differs, −1
         if none; ``differs``, bool (step, variable); ``distance``, float64 (step, variable): L2
         norm of the difference of all values of a row. The attribute ``differing_settings`` names
-        the fields of configuration and optimizer that differ.
+        the fields of configuration and optimizer that differ. With `over`, also
+        ``loss_difference``, float64 (step): |b − a| / |a| of the losses, and ``first_over``, int64:
+        the first step at which it is larger than `over`, −1 if there is none.
 
     Raises
     ------
     InvalidArgument
         If tokens or hidden dimensions differ, or there is no common step or variable. The message
-        names the difference.
+        names the difference. For a negative `over`.
+    VariableNotRecorded
+        With `over`, if a run does not hold ``loss``.
 
     Examples
     --------
@@ -104,8 +148,18 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     if not steps.size or not names:
         what = "step" if names else "variable"
         raise InvalidArgument(f"the runs have no common {what}; compare runs with a common {what}")
+    begins = int(a["step"][0]), int(b["step"][0])
     a, b = a.isel(step=rows_a), b.isel(step=rows_b)
-    table = da.stack([_difference(a[name], b[name]).rechunk(-1) for name in names], axis=1)
+    pairs = []
+    for name in names:
+        first, second = a[name], b[name]
+        if VARIABLES[name].row0 == "nan" and begins[0] != begins[1] and steps[0] == max(begins):
+            if begins[0] == steps[0]:
+                first = _without_empty_start(first, second)
+            else:
+                second = _without_empty_start(second, first)
+        pairs.append(_difference(first, second).rechunk(-1))
+    table = da.stack(pairs, axis=1)
 
     differs = xr.DataArray(
         field(table, "differing") > 0,
@@ -118,6 +172,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
             "first_difference": first_step(differs),
             "differs": differs.assign_attrs(long_name="any bit differs"),
             "distance": distance.assign_attrs(long_name="L2 norm of the difference"),
+            **({} if over is None else _loss_difference(a, b, over)),
         },
         attrs={"differing_settings": differing_names(a, b)},
     )

@@ -137,7 +137,7 @@ def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(path: Path, mov
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
-def test_killed_at_any_moment(path: Path, seed: int) -> None:
+def test_a_writer_killed_at_any_moment_leaves_whole_rows(path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
     rng = random.Random(seed)
     first = KillAt(rng.randrange(1, 3 * A_COMMIT), after=rng.random() < 0.5)

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_nothing_is_lost() -> None:
+def test_commands_survive_a_loss_of_power() -> None:
     command = [sys.executable, TOOL, "create", "cut", "annotate", "export zarr"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -53,7 +53,7 @@ def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         ("export {run} -o a.safetensors", ("a.safetensors",)),
     ],
 )
-def test_it_works_there(
+def test_commands_work_on_an_address(
     run: Callable[[str], Result],
     line: str,
     made: Any,
@@ -84,7 +84,7 @@ LOCAL = "only runs can be at addresses; pass a local path"
         ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
     ],
 )
-def test_it_says_what_to_do(
+def test_a_command_that_needs_a_folder_says_so(
     run: Callable[[str], Result], line: str, told: str, tmp_path: Path
 ) -> None:
     result = run(line)

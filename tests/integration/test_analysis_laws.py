@@ -85,7 +85,7 @@ def test_a_clean_run_has_no_seam_and_a_bad_one_has(ds: xr.Dataset) -> None:
     assert found.step.values[found.discontinuity.values].tolist()[0] == 60
 
 
-def test_half_the_chunks_say_the_same(ds: xr.Dataset, path: Path) -> None:
+def test_chunks_do_not_change_results(ds: xr.Dataset, path: Path) -> None:
     names = ["freeze", "lifecycle", "regimes", "freeze_cause", "centroid", "coherence"]
     expected = analysis.compute(ds, names).compute()
     halved = ds.chunk(step=16, token=64)

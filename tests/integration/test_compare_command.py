@@ -40,6 +40,23 @@ def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> No
     assert facts["variables"]["loss"]["first_difference"] == -1
 
 
+def test_over_names_the_step_from_which_losses_differ(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one, other = record(tmp_path / "a.zarr", 5), record(tmp_path / "b.zarr", 5)
+    text = trajstore_cli("compare", one, other, "--over", "1%").stdout
+    assert "The losses never differ by more than 1%; the largest difference: 0.000%" in text
+    with RunWriter.resume(other) as run:
+        run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5.1))
+    with RunWriter.resume(one) as run:
+        run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5))
+    text = " ".join(trajstore_cli("compare", one, other, "--over", "1%").stdout.split())
+    assert "differ by more than 1% from step 5 on, at 1 of 1 step; the largest" in text
+    facts = json.loads(trajstore_cli("compare", one, other, "--over", "0.5", "--json").stdout)
+    assert facts["loss"]["first_over"] == -1
+    assert (
+        "expected a percentage" in trajstore_cli("compare", one, other, "--over", "x", rc=2).stderr
+    )
+
+
 def test_a_name_stands_for_the_two_matrices_of_a_training(
     tmp_path: Path, trajstore_cli: Cli
 ) -> None:

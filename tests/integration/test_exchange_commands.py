@@ -125,7 +125,7 @@ def test_out_and_in(trajstore_cli: Cli, run: Path, tmp_path: Path, form: str) ->
     assert_same_run(run, back)
 
 
-def test_a_subset(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_a_subset_is_exported_and_imported(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
     options = ["--select", "step=0:30:10,5", "--select", "token=dead", "--variables", "W,loss"]
     trajstore_cli("export", run, *options, "-o", tmp_path / "f")
     trajstore_cli("import", tmp_path / "f", "-o", tmp_path / "back.zarr")

@@ -93,6 +93,11 @@ def test_a_run_is_explored_while_it_is_recorded(run: RunWriter, address: str) ->
         page.mouse.click(loss["x"] + loss["width"] - 12, loss["y"] + loss["height"] / 2)
         expect(page.get_by_text("step 7 of 7")).to_be_visible()
 
+        # At the end, playing starts from the first row.
+        page.get_by_title("Play", exact=True).click()
+        expect(page.get_by_text(re.compile("step [0-4] of 7"))).to_be_visible()
+        expect(page.get_by_text("step 7 of 7")).to_be_visible()
+
         # A token: found by its text, and clicked; shown as Python writes it.
         for text, shown, row in (
             ("<SCRIPT>", "'<script>alert(1)</script>' (0)", "'<script>alert(1)</script>'"),
@@ -105,6 +110,11 @@ def test_a_run_is_explored_while_it_is_recorded(run: RunWriter, address: str) ->
             expect(cell).to_have_text(row)
             cell.click()
             expect(page.get_by_text(shown, exact=True)).to_be_visible()
+        page.locator("input[type=text]").first.fill("red")
+        page.locator("input[type=text]").first.press("Enter")
+        expect(page.get_by_text(r"'\x1b[31mred\x1b]0;title\x07' (3)", exact=True)).to_be_visible()
+        page.locator("input[type=text]").first.fill("6")
+        page.locator("input[type=text]").first.press("Enter")
         expect(page.get_by_text("Never changed, in 7 rows: skipped.")).to_be_visible()
 
         # A token in the plane: to the right are those that moved.

@@ -53,7 +53,7 @@ def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
     assert ds.lr.dtype == "float64"
 
 
-def test_the_start_is_one_point(gatsby: Path) -> None:
+def test_all_tokens_start_near_one_point(gatsby: Path) -> None:
     start = xr.open_zarr(gatsby).W[0].values
     assert np.linalg.norm(start.mean(0)) == pytest.approx(1, abs=0.002)
     assert np.linalg.norm(start - start.mean(0), axis=-1).max() < 0.01
@@ -85,7 +85,7 @@ def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
         assert torch.equal(state["exp_avg_sq"], rows["exp_avg_sq"][t])
 
 
-def test_a_stranger_reads_it_with_nothing_of_ours(
+def test_xarray_alone_reads_an_export_to_zarr(
     gatsby: Path, trajstore_cli: Cli, tmp_path: Path
 ) -> None:
     """Exported as ordinary Zarr, in a process that imports nothing of ours; the same numbers."""

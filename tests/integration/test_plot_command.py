@@ -70,7 +70,9 @@ def test_an_added_population_is_drawn_besides_dead_and_live_tokens(
     assert "live tokens" not in alone.read_text()
 
 
-def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_wrong_options_of_plot_are_errors(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
         (("divergence",), 2, "divergence compares runs, got one"),

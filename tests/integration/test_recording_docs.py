@@ -25,7 +25,7 @@ SCRIPTS = {
 }
 
 
-def test_both_ways_are_there() -> None:
+def test_the_docs_have_a_script_for_trainer_and_loop() -> None:
     assert set(SCRIPTS) == {"trainer", "loop"}
 
 

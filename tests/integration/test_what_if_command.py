@@ -35,7 +35,7 @@ def cli(*arguments: object, rc: int = 0) -> str:
     return done.output if rc == 0 else done.stderr
 
 
-def test_with_nothing_set_it_is_the_run(run: Path, tmp_path: Path) -> None:
+def test_without_settings_the_result_equals_the_run(run: Path, tmp_path: Path) -> None:
     said = cli("what-if", run, "-o", tmp_path / "same.zarr")
     assert "13 rows, steps 0 to 12" in said
     assert "Note: no setting was changed; the result equals the recorded run, bit for bit" in said

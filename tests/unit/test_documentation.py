@@ -182,7 +182,7 @@ def is_there(name: str) -> bool:
     return re.search(rf"\b{last}\b", Path(module.origin).read_text()) is not None
 
 
-def test_a_mark_stands_before_a_block() -> None:
+def test_every_comment_marks_a_block() -> None:
     for page in PAGES:
         marks = re.findall(r"<!--", (ROOT / page).read_text())
         assert len(marks) == sum(block.mark is not None for block in blocks(page)), page

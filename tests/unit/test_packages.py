@@ -47,7 +47,7 @@ def test_a_package_says_what_each_of_its_files_does(package: Path) -> None:
     assert modules == set(re.findall(r"``(\w+)``", told))
 
 
-def test_every_folder_of_unit_tests_is_that_of_a_package() -> None:
+def test_every_test_folder_has_its_package() -> None:
     folders = {
         path.parent.relative_to(ROOT / "tests" / "unit")
         for path in (ROOT / "tests" / "unit").rglob("test_*.py")

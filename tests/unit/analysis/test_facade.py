@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_who_analyses_what_is_in_memory_does_not_load_zarr():
+def test_importing_analysis_does_not_import_zarr():
     loaded = (
         "import trajstore.analysis.functions, sys; "
         "print('xarray' in sys.modules, 'zarr' in sys.modules)"

@@ -20,7 +20,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_of_another_type(name, option, run):
+def test_quantities_refuse_an_option_of_a_wrong_type(name, option, run):
     needed = {"step": 1, "token": 0} if name in ALONE else {}
     with pytest.raises(TrajstoreError) as reported:
         getattr(analysis, name)(run, **{**needed, option: object()})
@@ -40,7 +40,7 @@ def test_from_the_accessor_and_as_text(run):
 
 
 @pytest.mark.parametrize("source", ["run.zarr", None, "W"])
-def test_of_no_dataset(source, run):
+def test_quantities_refuse_other_objects_than_datasets(source, run):
     given = run.W if source == "W" else source
     for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
         with pytest.raises(InvalidArgument, match="Dataset"):
@@ -48,7 +48,7 @@ def test_of_no_dataset(source, run):
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)
-def test_of_no_tokens(name, run):
+def test_quantities_refuse_a_dataset_without_tokens(name, run):
     with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
         getattr(run.isel(token=slice(0)).traj, name)()
 

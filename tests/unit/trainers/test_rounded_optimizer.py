@@ -372,7 +372,9 @@ def test_values_of_the_type_stay(wide: Any, dtype: Any) -> None:
 @pytest.mark.parametrize(("wide", "dtype"), NARROWINGS, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("where", ["one", "below one", "subnormal", "at zero", "largest"])
-def test_the_mean_of_many_is_the_value(wide: Any, dtype: Any, sign: int, where: str) -> None:
+def test_stochastic_rounding_has_the_right_mean(
+    wide: Any, dtype: Any, sign: int, where: str
+) -> None:
     signed = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
     def at(bits: int) -> Any:

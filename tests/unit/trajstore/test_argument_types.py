@@ -81,7 +81,7 @@ def ask(
     ],
     ids=str,
 )
-def test_what_fits(given):
+def test_arguments_of_the_annotated_types_pass(given):
     assert ask(**given) == given.get("k", 1)
 
 
@@ -118,7 +118,7 @@ def test_what_fits(given):
     ],
     ids=str,
 )
-def test_what_does_not(given, expected):
+def test_an_argument_of_a_wrong_type_is_an_error(given, expected):
     with pytest.raises(InvalidArgument, match=expected):
         ask(**given)
 

@@ -49,12 +49,12 @@ def doubled(loop: CompiledLoop, dtype: str = "f8") -> bool:
     return done
 
 
-def test_it_is_worth_it_when_enough_was_gone_through(loop: CompiledLoop) -> None:
+def test_a_loop_is_compiled_after_enough_elements(loop: CompiledLoop) -> None:
     assert not loop.is_worth(999)
     assert loop.is_worth(1)
 
 
-def test_it_is_loaded_when_it_is_run_first(loop: CompiledLoop) -> None:
+def test_a_loop_is_compiled_at_its_first_call(loop: CompiledLoop) -> None:
     pytest.importorskip("numba")
     assert loop.is_worth(1_000)
     assert "doubling" not in sys.modules
@@ -94,7 +94,7 @@ def test_while_one_thread_prepares_it_others_do_without(
     assert doubled(loop, "f4")
 
 
-def test_an_interruption_is_no_end_of_it(
+def test_a_loop_is_compiled_after_an_interruption(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("numba")
@@ -158,7 +158,7 @@ def test_a_damaged_cache_of_numba_is_said(loop: CompiledLoop, tmp_path: Path) ->
     never(again)
 
 
-def test_whoever_switches_numba_off_gets_no_loop_of_python(
+def test_without_jit_no_python_loop_runs(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numba = pytest.importorskip("numba")

@@ -38,7 +38,7 @@ def test_the_state_of_every_preset() -> None:
     assert advice.facts()["cannot_decay"] == 1
 
 
-def test_it_is_about_the_type_of_the_state() -> None:
+def test_advice_depends_on_the_type_of_the_state() -> None:
     assert texts(adam(), state="float32") == {}
     assert texts(adam(), state="float16", weights="float16").keys() == {"eps"}
     assert "exp_avg_sq" in texts(adam(), weights="float32")
@@ -95,7 +95,7 @@ def test_float32_whose_average_is_too_slow() -> None:
     assert found["exp_avg_sq"].endswith("only falls. Choose a smaller beta2")
 
 
-def test_who_rounds_once_or_at_random() -> None:
+def test_advice_for_an_optimizer_that_rounds_itself() -> None:
     name = "trajstore.trainers.rounded_optimizer.RoundedAdamW"
     rounded = adam(name, state_dtype="bfloat16", rounding="nearest", weight_decay=0.01)
     assert texts(rounded).keys() == {"exp_avg_sq"}

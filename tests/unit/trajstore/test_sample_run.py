@@ -37,7 +37,7 @@ def test_a_sample_run_is_returned_as_it_is(sample: Path) -> None:
     assert (sample / "zarr.json").stat().st_mtime_ns == before
 
 
-def test_anything_else_is_refused(tmp_path: Path) -> None:
+def test_sample_run_does_not_replace_other_paths(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with RunWriter.create(
         tmp_path / "run.zarr", token=[0], hidden=1, variables={"W": "float32"}

@@ -31,7 +31,7 @@ print(default_threads(), len(started))
     assert done.stdout.split() == ["1", "1"]
 
 
-def test_there_are_at_most_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_eight_threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(200)), raising=False)
     assert default_threads() == 8
     monkeypatch.delattr(os, "sched_getaffinity")

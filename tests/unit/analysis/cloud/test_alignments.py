@@ -37,7 +37,7 @@ def vectors(ds, name, of=None):
 
 @pytest.mark.parametrize("of", ["W", "delta", "grad"])
 @pytest.mark.parametrize("other", ["hidden_mean", "centroid", "bulk", "grad", "delta", "previous"])
-def test_against_cosines(of, other, run):
+def test_alignment_equals_a_plain_computation(of, other, run):
     if of == other:
         with pytest.raises(InvalidArgument, match="two different vectors"):
             analysis.alignment(run, other, of)

@@ -68,7 +68,7 @@ def moved(token: int, mine: list[set[int]], others: list[set[int]]) -> int:
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
 @given(tied_histories())
-def test_against_sets(ds: xr.Dataset) -> None:
+def test_clusters_equal_those_found_with_sets(ds: xr.Dataset) -> None:
     got = analysis.clusters(ds, ranks=3).compute(scheduler="sync")
     labels, W = ds.token.values, ds.W.values
     masks = {"dead": ds.is_dead.values, "live": ~ds.is_dead.values, "all": ds.is_dead.values | True}
@@ -111,12 +111,12 @@ def test_vectors_that_only_share_their_hash_are_distinguished(
     xr.testing.assert_identical(analysis.clusters(ds).compute(), expected)
 
 
-def test_signs_alone_change_the_hash() -> None:
+def test_vectors_that_differ_in_signs_are_distinct() -> None:
     W = np.array(list(itertools.product([1.0, -1.0], repeat=8)))
     assert identical_vectors.divide(W)[0].size == 256
 
 
-def test_of_no_steps_there_are_none(make_run, walk) -> None:
+def test_a_run_without_steps_has_no_clusters(make_run, walk) -> None:
     found = analysis.clusters(make_run(walk(4, 3, 2)).isel(step=[])).compute()
     assert (found.sizes["step"], found.sizes["token"]) == (0, 3)
 

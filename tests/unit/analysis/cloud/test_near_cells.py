@@ -115,7 +115,7 @@ def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: i
     assert sorted(found) == [tuple(pair) for pair in expected]
 
 
-def test_in_parts_it_is_the_same(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parts_give_the_same_graph(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
     bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
     ds = make_run(bits, is_dead=np.arange(60) % 3 == 0)
     graph = analysis.adjacency(ds).compute()

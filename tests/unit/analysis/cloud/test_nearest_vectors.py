@@ -44,7 +44,7 @@ def test_nearest_distance(ds: xr.Dataset) -> None:
             np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
 
 
-def test_in_parts_it_is_the_same(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parts_give_the_same_distances(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
     bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
     ds = make_run(bits)
     nearest = analysis.nearest_distance(ds).compute()

@@ -10,7 +10,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 @pytest.mark.parametrize(
     ("axis", "of"), [("centroid", "W"), ("hidden_mean", "W"), ("centroid", "displacement")]
 )
-def test_against_angles(axis, of, make_run, walk):
+def test_sky_equals_a_plain_computation(axis, of, make_run, walk):
     dead = np.arange(7) % 3 == 0
     bits = walk(9, 7, 5)
     bits[:, 6] = 0

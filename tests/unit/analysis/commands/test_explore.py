@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

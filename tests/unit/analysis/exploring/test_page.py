@@ -61,6 +61,15 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
     assert "Never changed" in page._token.object
 
 
+def test_enter_in_the_search_selects_the_first_match(page: Page) -> None:
+    page._search.value_input = "6"
+    page._search.enter_pressed = True
+    assert "(6)" in page._token.object
+    page._search.value_input = "no such token"
+    page._search.enter_pressed = True
+    assert "(6)" in page._token.object
+
+
 def test_the_axes_of_a_token_follow_it(page: Page) -> None:
     from bokeh.models import Plot
 

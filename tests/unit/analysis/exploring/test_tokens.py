@@ -62,7 +62,7 @@ def test_nothing_in_a_text_is_obeyed(tmp_path: Path) -> None:
     assert columns["changes"].tolist() == [0, 5]
 
 
-def test_the_nearest_is_so_on_the_screen() -> None:
+def test_the_nearest_token_is_measured_on_the_screen() -> None:
     position = np.array([[0, 0], [1, 30], [np.nan, 0]], np.float32)
     assert nearest(position, 1, 1, width=1, height=100) == 1
     assert nearest(position, 1, 1, width=100, height=1) == 0

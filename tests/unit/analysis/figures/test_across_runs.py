@@ -76,6 +76,21 @@ def test_runs_of_one_label_are_one_curve(several):
     ]  # fmt: skip
 
 
+def test_a_covered_curve_is_wider_and_a_note_names_what_covers_it(several, run):
+    runs = several(1, 1.0001, 3)
+    found = collect(
+        runs, [FIGURES["grad_norms"]], Options(population="dead"), labels=["a", "b", "c"]
+    )
+    (ax,) = draw_sheet(found).axes
+    widths = [line.get_linewidth() for line in ax.lines[:3]]
+    assert widths[0] > widths[1] == widths[2]
+    assert notes(ax).splitlines()[-1] == "wider, as others cover it: a under b"
+    copies = collect([run, run], [FIGURES["lattice_displacement"]], Options(), labels=["a", "b"])
+    (ax,) = draw_sheet(copies).axes
+    below, above = (patch.get_linewidth() for patch in ax.patches[::2])
+    assert below > above
+
+
 def test_few_runs_have_a_line_each(several):
     runs = several(1, 3, 5)
     found = collect(
@@ -152,7 +167,7 @@ def test_panels_of_one_label_have_the_names_of_their_runs(several):
     assert [title.splitlines()[1] for title in titles] == ["x (first)", "x (second)"]
 
 
-def test_what_is_refused(run, several):
+def test_runs_that_one_figure_cannot_show_are_an_error(run, several):
     runs = xr.concat([run, run], "run").assign_coords(run=["a", "b"])
     with pytest.raises(InvalidArgument, match=r"regimes cannot show these runs in one axes"):
         FIGURES["regimes"](runs, Canvas().subplots())

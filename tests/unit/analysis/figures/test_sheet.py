@@ -49,7 +49,7 @@ def test_a_custom_title_and_size(run):
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_files(ending, run, tmp_path):
+def test_a_sheet_is_saved_in_each_format(ending, run, tmp_path):
     canvas = draw_sheet(collect([run], figures_named(["loss"]), Options()), style="dark")
     path = save(canvas, tmp_path / f"loss.{ending}", dpi=50)
     assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm", b"%PDF")

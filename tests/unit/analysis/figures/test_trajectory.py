@@ -11,7 +11,7 @@ from trajstore.analysis.figures import FIGURES
 
 
 @pytest.mark.parametrize("plane", ["principal", "hidden_mean"])
-def test_lines_and_their_ends(plane, run):
+def test_trajectory_draws_the_scores_with_start_and_end(plane, run):
     rng = np.random.default_rng(1)
     run = run.assign(hidden_mean=(("step", "hidden"), rng.normal(size=(23, 6))))
     first = None if plane == "principal" else plane

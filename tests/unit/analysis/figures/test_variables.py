@@ -48,7 +48,7 @@ def test_results_of_an_evaluation(results):
     assert "W" not in figures_of(merged)
 
 
-def test_what_is_refused(results):
+def test_a_variable_without_a_figure_is_an_error(results):
     for name, error, message in (
         ("text", InvalidArgument, "text has texts, and figures show numbers"),
         ("attention", InvalidArgument, r"at most 2 others; .* ds.isel\(query=0\).traj.plot.att"),

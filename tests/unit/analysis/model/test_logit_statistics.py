@@ -37,7 +37,7 @@ def test_statistics_of_logits():
     assert "dead_mass" not in analysis.logit_stats(ds.drop_vars("is_dead"))
 
 
-def test_errors(make_run, walk):
+def test_logit_stats_need_logits_of_step_and_token(make_run, walk):
     ds = make_run(walk(3, 2, 2))
     with pytest.raises(VariableNotRecorded, match=r"logits.*weights"):
         analysis.logit_stats(ds)

@@ -8,7 +8,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
 @pytest.mark.parametrize("chunks", [None, (3, 2, 2)], ids=str)
-def test_against_the_product(chunks, make_run, walk):
+def test_mean_logits_equal_the_product_of_W_and_the_mean_state(chunks, make_run, walk):
     bits = walk(8, 5, 4)
     bits[:, 3] = bits[:, 1]
     mean = np.random.default_rng(3).normal(size=(8, 4)).astype("f4")

@@ -19,7 +19,7 @@ def by_hand(x: np.ndarray, lag: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("of", ["velocity", "position"])
-def test_against_pairs(of, bits, chunks, make_run):
+def test_autocorrelation_equals_a_loop_over_pairs(of, bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 != 1
     ds = make_run(bits, is_dead=dead, steps=np.arange(len(bits)) * 10, chunks=chunks)
     W = ds.W.values.astype(np.float64)
@@ -55,7 +55,7 @@ def test_against_pairs(of, bits, chunks, make_run):
                 assert np.isnan(one).all()
 
 
-def test_what_goes_straight_remembers(make_run):
+def test_straight_motion_has_autocorrelation_1(make_run):
     W = np.arange(6.0)[:, None, None] * np.ones((1, 2, 3), np.float32)
     got = analysis.autocorrelation(make_run(W.astype(np.float32), native="float32"), 2).compute()
     xr.testing.assert_equal(got.token_autocorrelation, xr.ones_like(got.token_autocorrelation))

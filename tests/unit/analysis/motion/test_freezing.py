@@ -83,7 +83,7 @@ def test_zero_unchanged_steps_are_refused(make_run, walk):
         analysis.freeze(make_run(walk(3, 2, 2)), min_unchanged=0)
 
 
-def test_of_each_element(bits, chunks, make_run):
+def test_freeze_of_each_element(bits, chunks, make_run):
     steps = np.arange(len(bits)) * 3 + 5
     dead = np.arange(bits.shape[1]) % 3 == 0
     ds = make_run(bits, steps=steps, is_dead=dead, chunks=chunks)

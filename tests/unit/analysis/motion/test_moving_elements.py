@@ -46,7 +46,7 @@ def test_against_a_walk_through_the_elements(bits, chunks, spread, make_run):
     xr.testing.assert_identical(analysis.last_moving_element(ds).last_motion, rest)
 
 
-def test_of_several_it_is_the_smallest_and_then_the_first(make_run):
+def test_ties_go_to_the_smallest_and_then_the_first_element(make_run):
     W = np.zeros((4, 5, 3), np.float32)
     W[:, 0] = [[4, 1, 2], [4, 1, 2], [5, 1, 3], [5, 1, 3]]
     W[:, 1] = [[1, -1, 1], [2, -2, 1], [2, -2, 1], [2, -2, 1]]

@@ -55,7 +55,7 @@ def test_radial_tangential(about, run):
         assert (error <= 1e-6 * size[known] + 1e-37).all()
 
 
-def test_outward_and_round(make_run):
+def test_radial_and_tangential_motion(make_run):
     W = np.array([[[1, 0], [1, 0]], [[3, 0], [1, 2]]], np.float32)
     got = analysis.radial_tangential(make_run(W, native="float32", steps=np.array([0, 2])))
     assert got.radial_speed.values.tolist() == [[1, 0]]

@@ -17,7 +17,7 @@ def model(values, last, rows, columns, pool):
     ]
 
 
-def test_groups(make_run, walk):
+def test_groups_of_the_heatmap(make_run, walk):
     ds = make_run(walk(23, 11, 6), is_dead=np.arange(11) % 3 == 0, chunks=(6, 4, 3))
     last = analysis.freeze(ds).last_motion.values
     rows, columns = [5, 11, 16], [3, 7]

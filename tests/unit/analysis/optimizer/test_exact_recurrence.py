@@ -39,7 +39,7 @@ def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (9, 7, 5), (16, 300, 64)], ids=str)
-def test_it_follows_as_numpy_does(moment, dtype, shape, monkeypatch):
+def test_the_compiled_recurrence_equals_that_of_numpy(moment, dtype, shape, monkeypatch):
     rng = np.random.default_rng(1)
     gradient = rng.standard_normal(shape).astype(dtype)
     gradient[rng.random(shape) < 0.01] = np.nan

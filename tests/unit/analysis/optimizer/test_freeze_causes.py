@@ -38,7 +38,7 @@ def story(make_run):
     return ds.assign_attrs(optimizer=ADAM)
 
 
-def test_causes(story):
+def test_every_cause_is_found(story):
     got = analysis.freeze_cause(story.chunk(step=3, token=2))
     names = np.array(got.attrs["flag_meanings"].split())
     assert names.tolist() == list(analysis.CAUSES)

@@ -49,7 +49,7 @@ def assert_as_by_hand(ds: xr.Dataset, got: xr.Dataset, window: int) -> None:
 
 
 @pytest.mark.parametrize("case", nightly_but(CASES, *QUICK))
-def test_it_is_that_by_hand(case):
+def test_attribution_equals_a_plain_computation(case):
     ds = resting(case)
     got = analysis.freeze_attribution(ds.chunk(step=5, token=4)).compute()
     assert_as_by_hand(ds, got, 100)

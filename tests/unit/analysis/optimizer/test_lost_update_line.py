@@ -32,7 +32,7 @@ def run(make_run):
     ).assign_attrs(optimizer=ADAM)
 
 
-def test_counts(run):
+def test_counts_of_the_moment_plane(run):
     found = analysis.moment_plane(run, step=5).compute()
     edges = np.append(found.lower, found.upper[-1])
     last = run.isel(step=-1)
@@ -61,7 +61,7 @@ def test_where_there_is_no_rate(run):
     assert np.isnan(analysis.moment_plane(run, step=0).threshold).all()
 
 
-def test_what_it_needs(run):
+def test_moment_plane_names_what_is_missing(run):
     with pytest.raises(StepNotFound, match="nearest recorded one is 5"):
         analysis.moment_plane(run, step=9)
     with pytest.raises(VariableNotRecorded, match="exp_avg"):

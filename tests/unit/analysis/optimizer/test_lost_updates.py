@@ -125,7 +125,7 @@ def test_every_bfloat16_second_moment_is_stuck_without_a_gradient():
         assert got.update_lost.isnull().all()
 
 
-def test_in_skipped_steps_nothing_was_meant():
+def test_skipped_steps_have_no_intended_updates():
     ds = trained("AdamW", {}, "bfloat16")
     skipped = np.isin(ds.step, [6, 7]).astype(np.float32)
     history = {name: ds[name].copy(deep=True) for name in ("W", "exp_avg", "exp_avg_sq")}
@@ -153,7 +153,7 @@ def test_a_sign_of_zero_is_no_change_and_what_is_not_finite_is_not_meant():
     assert got.stuck_fraction.sel(variable="W") >= 1 / 16
 
 
-def test_what_it_needs():
+def test_moment_stuck_names_the_missing_variable():
     ds = trained("AdamW", {}, "bfloat16", rows=4)
     for name in ("W", "exp_avg", "exp_avg_sq", "lr"):
         with pytest.raises(VariableNotRecorded, match=name):

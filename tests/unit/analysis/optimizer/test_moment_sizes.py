@@ -12,7 +12,7 @@ ADAM = {
 }
 
 
-def test_against_the_rule(make_run, walk):
+def test_moment_sizes_equal_a_plain_computation(make_run, walk):
     rng = np.random.default_rng(1)
     shape = (9, 5, 4)
     m, v = rng.normal(size=shape).astype("f4"), rng.random(shape).astype("f4")

@@ -68,7 +68,7 @@ def test_blocks_without_rows_are_passed_over():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("variant", ["AdamW", "maximize, coupled decay"])
-def test_they_are_those_by_hand(variant, dtype):
+def test_exact_moments_equal_a_plain_loop(variant, dtype):
     ds = trained(*VARIANTS[variant], dtype)
     got = analysis.exact_moments(chunked(ds, (4, 5, -1))).compute()
     for moment, expected in by_hand(ds).items():
@@ -91,7 +91,7 @@ def most_held(*arrays: xr.DataArray) -> int:
 
 
 @pytest.mark.parametrize("skipna", [True, False])
-def test_of_a_sum_few_blocks_of_them_are_held(skipna):
+def test_a_sum_of_exact_moments_holds_few_blocks(skipna):
     ds = trained("AdamW", {}, "bfloat16")
     ds = xr.concat([ds.assign_coords(step=ds.step + len(ds.step) * at) for at in range(6)], "step")
     ds = ds.assign(clip_coef=ds.clip_coef.fillna(1))

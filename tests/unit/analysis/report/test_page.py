@@ -178,7 +178,7 @@ def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
     assert "none of these figures can be drawn" in page.shown
 
 
-def test_what_is_refused(letters: Path, tmp_path: Path) -> None:
+def test_a_report_needs_a_run_and_a_new_html_file(letters: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"expected NAME\.html"):
         write_report(letters, tmp_path / "page.pdf")
     with pytest.raises(RunNotFound):

@@ -108,7 +108,7 @@ def test_blocks_are_not_copied() -> None:
     assert seen == [True, True]
 
 
-def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
+def test_blocks_are_read_one_after_the_other() -> None:
     read: list[int] = []
     measured: list[int] = []
 

@@ -129,7 +129,7 @@ def W(request):
 
 
 @pytest.mark.parametrize("lattice", ["bfloat16", "float16", "float32"])
-def test_against_the_definition(W, lattice, make_run):
+def test_motion_on_another_lattice_equals_its_definition(W, lattice, make_run):
     dead = np.arange(W.shape[1]) % 2 == 0
     ds = make_run(W, native="float32", is_dead=dead, chunks=(4, 3, -1))
     cells = nearest(W, lattice)

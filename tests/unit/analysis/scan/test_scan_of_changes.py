@@ -50,7 +50,9 @@ def both(start: int = 0) -> tuple[xr.Dataset, xr.Dataset]:
 
 @pytest.mark.parametrize("chunks", [None, {"step": 4, "token": 4}, {"step": 1}])
 @pytest.mark.parametrize("quantity", QUANTITIES)
-def test_the_same_as_of_W(quantity: str, chunks: dict[str, int] | None) -> None:
+def test_quantities_of_changes_equal_those_of_W(
+    quantity: str, chunks: dict[str, int] | None
+) -> None:
     with_W, changes = both()
     if chunks is not None:
         changes = changes.chunk(chunks)
@@ -58,7 +60,7 @@ def test_the_same_as_of_W(quantity: str, chunks: dict[str, int] | None) -> None:
     xr.testing.assert_identical(compute(changes).compute(), compute(with_W).compute())
 
 
-def test_it_stays_lazy() -> None:
+def test_quantities_of_changes_are_lazy() -> None:
     _, changes = both()
     for name in ("velocity", "speed", "displacement", "coherence"):
         assert getattr(analysis, name)(changes.chunk(step=4)).chunks is not None

@@ -28,7 +28,7 @@ def test_the_results_are_those_of_each_run(name: str, paths: list[Path]) -> None
     xr.testing.assert_identical(got.isel(run=1, drop=True).load(), expected.load())
 
 
-def test_several_together(paths: list[Path]) -> None:
+def test_several_quantities_of_several_runs(paths: list[Path]) -> None:
     ds = open_runs(paths)
     got = answer(ds, ["speed", "freeze"])
     xr.testing.assert_equal(
@@ -39,7 +39,7 @@ def test_several_together(paths: list[Path]) -> None:
     assert bands["mean"].dims == ("run", "step", "population")
 
 
-def test_errors(paths: list[Path]) -> None:
+def test_wrong_calls_with_several_runs_are_errors(paths: list[Path]) -> None:
     one, several = open_run(paths[0]), open_runs(paths)
     with pytest.raises(InvalidArgument, match="got several runs, expected one"):
         analysis.speed(several)

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from trajstore import analysis
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
 @pytest.fixture
@@ -47,6 +48,36 @@ def test_bits_count_not_values(make_run):
     different = analysis.compare(make_run(a), make_run(payload))
     assert different.first_difference == 0
     assert np.isnan(different.distance).all()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_nan_in_the_first_row_of_a_later_run_is_no_difference(pair, swapped):
+    a, b = pair
+    for run, part in ((b, 10), (a, -1)):
+        late = run.isel(step=slice(4, None))
+        later = late.step > late.step[0]
+        late = late.assign(loss=late.loss.where(later), grad=late.grad.where(later))
+        got = analysis.compare(*((late, a) if swapped else (a, late)))
+        assert got.first_difference.sel(variable=["grad", "loss"]).values.tolist() == [-1, part]
+        assert not got.differs.sel(step=4, variable=["grad", "loss"]).any()
+    late.loss[0] = 99
+    assert analysis.compare(a, late).first_difference.sel(variable="loss") == 4
+
+
+def test_the_first_step_at_which_losses_differ_by_more_than_a_fraction(pair):
+    a, b = pair
+    b = b.assign(loss=a.loss * xr.where(b.step < 6, 1.005, 1.02))
+    assert analysis.compare(a, b, over=0.01).first_over == 6
+    assert analysis.compare(a, b, over=0.001).first_over == 1
+    got = analysis.compare(a, b, over=0.05)
+    assert got.first_over == -1
+    assert np.isnan(got.loss_difference[0])
+    np.testing.assert_allclose(got.loss_difference[6:], 0.02, rtol=1e-5)
+    assert "loss_difference" not in analysis.compare(a, b)
+    with pytest.raises(InvalidArgument, match="got over=-1, expected a fraction such as"):
+        analysis.compare(a, b, over=-1)
+    with pytest.raises(VariableNotRecorded, match="loss"):
+        analysis.compare(a, b.drop_vars("loss"), over=0.01)
 
 
 def test_only_common_steps_and_variables_are_compared(pair):

@@ -260,7 +260,7 @@ def test_stochastic_rounding_is_seeded_and_unbiased(tmp_path: Path) -> None:
     assert np.abs((mean - exact) / spacing).max() < 0.3
 
 
-def test_tokens_go_their_own_way(tmp_path: Path) -> None:
+def test_selected_tokens_have_the_values_of_all_tokens(tmp_path: Path) -> None:
     dead = np.arange(VOCAB) >= 13
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, is_dead=dead)
     settings = ["optimizer.lr=0.003"]
@@ -290,7 +290,7 @@ def test_a_state_of_the_weights_type_that_is_rounded_once_stays_so(tmp_path: Pat
     same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
 
 
-def test_momentum_comes_and_goes(tmp_path: Path) -> None:
+def test_momentum_can_be_removed_but_not_added(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["sgd-momentum"])
     late = what_if(run, tmp_path / "late.zarr", ["optimizer.momentum=0"], at=2).path
     ds = open_run(run)
@@ -345,7 +345,7 @@ def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path
         what_if(run, tmp_path / "no.zarr", at="a")  # type: ignore[arg-type]
 
 
-def test_it_says_what_it_is(tmp_path: Path) -> None:
+def test_the_provenance_names_the_run_step_and_settings(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr")
     found = what_if(run, tmp_path / "other.zarr", ["optimizer.eps=1e-4"], at=3)
     said = open_run(found.path).attrs["provenance"]["what_if"]

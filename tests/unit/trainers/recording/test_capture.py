@@ -306,7 +306,7 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
     assert not (tmp_path / "named.zarr").exists()
 
 
-def test_every_third_row_and_the_last(tiny: Any, tmp_path: Path) -> None:
+def test_every_third_row_and_the_last_are_recorded(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
     lists = train(tiny, optimizer, path, steps=8, every=3)

@@ -152,7 +152,7 @@ def test_summaries_of_any_bits_agree(data: st.DataObject) -> None:
     assert_summaries_agree(before, now, native, lambda tensor: tensor)
 
 
-def test_a_way_from_infinity_has_no_length_on_the_lattice() -> None:
+def test_a_hop_from_infinity_is_nan() -> None:
     infinite, finite = torch.tensor([[float("inf")]]), torch.tensor([[1.0]])
     assert ulp_l1(finite, infinite).isnan().all()
     assert ulp_l1(infinite, finite).item() == float("inf")

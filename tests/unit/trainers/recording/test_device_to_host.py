@@ -129,7 +129,7 @@ def test_rows_are_right_on_late_streams(
     ("without", "lazy"),
     [("wait_event", "copying"), ("wait_stream", "training"), ("synchronize", "copying")],
 )
-def test_each_wait_is_needed(
+def test_rows_are_wrong_without_any_one_of_the_waits(
     without: str, lazy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As many rows as slots: the thread stores none before all are committed.

@@ -80,7 +80,7 @@ def trained(model: Any, path: Path, *, steps: int = 7, **arguments: Any) -> List
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_every_row(
+def test_every_row_equals_that_of_lists(
     dtype: Any, accumulation: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(1)

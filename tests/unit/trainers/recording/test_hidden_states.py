@@ -108,7 +108,7 @@ def test_states_are_what_the_loop_computes_itself(
             np.testing.assert_allclose(ds.hidden_cosine[row], cosine, rtol=1e-5)
 
 
-def test_they_explain_the_gradient_of_dead_tokens(tmp_path: Path) -> None:
+def test_hidden_states_explain_the_gradient_of_dead_tokens(tmp_path: Path) -> None:
     is_dead = np.isin(np.arange(VOCAB), DEAD)
     train(tmp_path / "run.zarr", observe=from_the_loop, is_dead=is_dead)
     ds = open_run(tmp_path / "run.zarr")

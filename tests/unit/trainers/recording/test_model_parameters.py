@@ -55,7 +55,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_number(optimizer: str, dtype: Any, tmp_path: Path) -> None:
+def test_every_value_of_every_parameter_is_recorded(
+    optimizer: str, dtype: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
     model = TinyModel(dtype)
     model.frozen = torch.nn.Parameter(torch.full((3,), 2.0, dtype=dtype), requires_grad=False)

@@ -64,7 +64,9 @@ def test_a_run_that_goes_on_is_not_told_again(tmp_path: Path) -> None:
     assert information(path)["committed_rows"] == 5
 
 
-def test_without_one_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_logged_without_a_function(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(TinyModel(torch.bfloat16), tmp_path / "run.zarr")
     (record,) = caplog.records
     assert record.name == "trajstore.trainers.recording.numeric_advice"

@@ -107,7 +107,7 @@ def test_what_is_no_population_is_refused(given: Any, message: str, tmp_path: Pa
     assert not (tmp_path / "run.zarr").exists()
 
 
-def test_those_of_a_configuration(tmp_path: Path) -> None:
+def test_populations_of_a_configuration_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("65\n66\n")
     (tmp_path / "text.txt").write_bytes(TEXT)
     given = ["rare=0 < token_count < 3", f"capitals={tmp_path / 'ids.txt'}"]

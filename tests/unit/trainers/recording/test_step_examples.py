@@ -133,7 +133,9 @@ def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
     [("batch", r"observe\(batch=…\), or add a tensor example_index"),
      ("example_loss", r"not a causal language model .* observe\(example_loss=…\)")],
 )  # fmt: skip
-def test_what_nobody_tells_is_an_error(name: str, remedy: str, tiny: Any, tmp_path: Path) -> None:
+def test_values_that_were_not_observed_are_errors(
+    name: str, remedy: str, tiny: Any, tmp_path: Path
+) -> None:
     optimizer = optimizer_of(tiny)
     path = tmp_path / "run.zarr"
 
@@ -147,7 +149,7 @@ def test_what_nobody_tells_is_an_error(name: str, remedy: str, tiny: Any, tmp_pa
     assert not path.exists()
 
 
-def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
+def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, tmp_path: Path) -> None:
     optimizer = optimizer_of(tiny)
     path = tmp_path / "run.zarr"
     notes: list[str] = []

@@ -128,7 +128,7 @@ def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
         RunState.load(tmp_path / "file")
 
 
-def test_of_the_committed_ones_only_the_newest_stays(tmp_path: Path) -> None:
+def test_only_the_newest_committed_checkpoint_stays(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run.zarr")
     for step, committed, left in (
         (3, 0, [3]),
@@ -263,7 +263,7 @@ def test_one_that_a_recording_removes_meanwhile_is_passed_over(
     assert found.step == 7
 
 
-def test_one_waits_until_its_rows_are_committed(tmp_path: Path) -> None:
+def test_a_checkpoint_waits_until_its_rows_are_committed(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run.zarr")
     assert not folder.has_uncommitted(0)
     folder.add(checkpoint(3, 4), 4)

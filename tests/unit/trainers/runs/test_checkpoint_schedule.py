@@ -98,7 +98,7 @@ def test_without_an_option_one_is_taken_every_ten_seconds(tmp_path: Path) -> Non
     assert all(len(steps) <= 2 for steps in seen)
 
 
-def test_they_take_a_hundredth_of_the_time_at_most(tmp_path: Path) -> None:
+def test_checkpoints_take_at_most_a_hundredth_of_the_time(tmp_path: Path) -> None:
     schedule = Schedule(tmp_path, cost=0.5)
     taken = []
     for step in range(1, 200):
@@ -107,7 +107,7 @@ def test_they_take_a_hundredth_of_the_time_at_most(tmp_path: Path) -> None:
     assert taken == [10, 60, 110, 160]
 
 
-def test_none_is_taken_while_the_last_one_is_of_no_use(tmp_path: Path) -> None:
+def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path) -> None:
     """Rows that are committed late, or in large blocks, do not fill the disk with checkpoints."""
     schedule = Schedule(tmp_path)
     seen = [schedule.step(step) for step in range(1, 101)]
@@ -147,7 +147,7 @@ def test_it_is_written_while_the_training_goes_on(
     schedule.checkpointing.close()
 
 
-def test_so_many_steps_are_so_many_whatever_the_time(tmp_path: Path) -> None:
+def test_a_number_of_steps_does_not_depend_on_time(tmp_path: Path) -> None:
     schedule = Schedule(tmp_path, every=5)
     schedule.now = 1e6
     seen = []

@@ -365,7 +365,7 @@ def test_an_extension_that_moves_the_decay_says_so(text: Path, tmp_path: Path) -
     assert ds.attrs["config"]["training"]["steps"] == 16
 
 
-def test_the_old_decay_can_be_kept(text: Path, tmp_path: Path) -> None:
+def test_an_extended_run_can_keep_its_schedule(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     record(config_of("trainer", "training.steps=8", "schedule.name=cosine"), path, corpus=text)
     notes: list[str] = []
@@ -397,7 +397,9 @@ def test_a_changed_configuration_is_refused(interrupted: Path, assignment: str, 
     assert checkpoints(interrupted) == [5]
 
 
-def test_what_may_change_may(interrupted: Path, straight: Callable[[str], Path]) -> None:
+def test_recording_settings_may_change_on_resume(
+    interrupted: Path, straight: Callable[[str], Path]
+) -> None:
     changes = ["recording.memory=64MiB", "recording.checkpoint_every=3", "recording.commit_every=3"]
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         changes.append("training.device=auto")  # which is the CPU here, as before
@@ -442,7 +444,7 @@ def test_another_tokenizer_is_refused(interrupted: Path, text: Path) -> None:
         record(recorded_config(interrupted), interrupted, resume=True)
 
 
-def test_there_is_nothing_to_go_on_with(interrupted: Path, text: Path, tmp_path: Path) -> None:
+def test_resume_needs_a_run_and_more_steps(interrupted: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match="there is no run at"):
         recorded_config(tmp_path / "nowhere.zarr")
     config = recorded_config(interrupted)

@@ -59,6 +59,6 @@ def test_what_the_device_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
         time_steps("gatsby")
 
 
-def test_no_time_is_no_time() -> None:
+def test_zero_seconds_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="got seconds=0, expected a number above 0"):
         time_steps(preset("gatsby"), seconds=0)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("step", [1, STEPS])
-def test_it_is_the_state_that_torch_kept(recorded: Any, step: int) -> None:
+def test_the_state_at_a_step_equals_that_of_torch(recorded: Any, step: int) -> None:
     assert same(optimizer_state_at(recorded.path, step), recorded.optimizers[step])
 
 

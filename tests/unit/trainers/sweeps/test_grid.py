@@ -9,7 +9,7 @@ from trajstore.trainers.sweeps.grid import parse_seeds, split_values, swept_runs
 
 
 @pytest.mark.parametrize("text", ["", "a", "1:2:3", "3:3", "1,1", "0:2,1", "-1:2", "1.5"])
-def test_what_are_no_seeds(text: str) -> None:
+def test_wrong_seeds_are_errors(text: str) -> None:
     with pytest.raises(InvalidArgument, match="seed"):
         parse_seeds(text)
 
@@ -22,7 +22,7 @@ def test_commas_within_a_value() -> None:
         split_values("1,,2")
 
 
-def test_the_product_and_its_names() -> None:
+def test_a_sweep_has_a_run_for_each_combination() -> None:
     sweeping = ["optimizer.betas=[0.9,0.99],[0.9,0.999]", "optimizer.lr=1e-3"]
     runs = swept_runs(preset("gatsby"), "gatsby", sweeping, [7, 8], ["training.steps=3"])
     assert [run.name for run in runs] == [
@@ -56,6 +56,6 @@ def test_one_value_written_in_two_ways_is_one_run() -> None:
         ([f"recording.tokens={'x' * 300}"], InvalidArgument, "too long for a file system"),
     ],
 )
-def test_what_is_wrong_is_told(assignments: list[str], error: type, message: str) -> None:
+def test_wrong_assignments_are_errors(assignments: list[str], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         swept_runs(preset("gatsby"), "g", assignments, [1])

@@ -104,7 +104,7 @@ run_jobs(jobs, at_once=2, environment=os.environ, stop=lambda: False, report=rep
 """
 
 
-def test_none_is_left_when_the_queue_is_killed(tmp_path: Path) -> None:
+def test_children_end_when_the_queue_is_killed(tmp_path: Path) -> None:
     queue = subprocess.Popen(
         [sys.executable, "-c", QUEUE], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )

@@ -30,7 +30,7 @@ def write(path: Path, rows: int = 4, status: str = "complete") -> Path:
     return path
 
 
-def test_when_a_run_is_done(tmp_path: Path) -> None:
+def test_a_run_with_all_its_steps_is_done(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     assert not is_done(path, CONFIG, steps_given=True)
     write(path)

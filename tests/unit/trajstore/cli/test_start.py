@@ -42,7 +42,7 @@ print([name for name in ("typing", "contextlib", "threading", "click") if name i
     assert subprocess.run(bare, capture_output=True, text=True, timeout=60).stdout == "[]\n"
 
 
-def test_whoever_works_can_tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_command_gets_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def command(**options: str) -> None:

@@ -33,7 +33,7 @@ def test_a_run_that_has_ended_is_shown_once_and_that_is_all(run: Path) -> None:
     assert (reported["status"], reported["rows"], reported["lr"]) == ("complete", 10, 0.1)
 
 
-def test_it_looks_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_follows_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.zarr"
     made = []
 

@@ -193,7 +193,9 @@ def test_each_axis_by_itself(stored: Stored, kind: str, key: tuple[Any, ...]) ->
 @every_store
 @many
 @given(st.lists(st.tuples(*(st.integers(-n, n - 1) for n in SHAPE)), min_size=1, max_size=8))
-def test_points(stored: Stored, kind: str, points: list[tuple[int, ...]]) -> None:
+def test_points_equal_those_of_numpy(
+    stored: Stored, kind: str, points: list[tuple[int, ...]]
+) -> None:
     path, values = stored
     key = tuple(np.array(points).T)
     array = opened(path, kind)
@@ -212,7 +214,7 @@ def test_points_by_a_mask(stored: Stored, kind: str) -> None:
     same(array.vindex[np.zeros(SHAPE, bool)], values[:0, 0, 0])
 
 
-def test_it_travels_to_other_processes(stored: Stored) -> None:
+def test_an_array_can_be_pickled(stored: Stored) -> None:
     path, values = stored
     array = opened(path, "local")
     same(array[3], values[3])
@@ -335,7 +337,7 @@ def test_a_small_object_is_read_by_one_request(stored: Stored) -> None:
     assert sorted(keys) == sorted(set(keys))
 
 
-def test_of_an_empty_selection_nothing_is_read(stored: Stored) -> None:
+def test_an_empty_selection_reads_nothing(stored: Stored) -> None:
     path, values = stored
     array = opened(path, "ranges")
     asked = array.store.asked  # type: ignore[attr-defined]

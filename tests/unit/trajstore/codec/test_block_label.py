@@ -68,7 +68,7 @@ def test_what_is_no_label_is_refused_though_its_checksum_fits() -> None:
         BlockLabel.unpack(data, INDEX)
 
 
-def test_a_place_is_told_in_words() -> None:
+def test_a_label_describes_its_place() -> None:
     assert A_LABEL.place() == "exp_avg_sq, block 70000, part 3 of run 01234567"
     assert replace(A_LABEL, block=ANYWHERE).place() == (
         "exp_avg_sq, some block, part 3 of run 01234567"

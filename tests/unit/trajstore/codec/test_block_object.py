@@ -37,7 +37,7 @@ async def read(kind: str, file: Path) -> tuple[bytes, list[bytes], bytes]:
     return found.end(9), parts, (await found.sibling("grad/c.0", 4)).end(4)
 
 
-def test_all_kinds_read_the_same(file: Path) -> None:
+def test_all_sources_read_the_same_bytes(file: Path) -> None:
     expected = DATA[-9:], [DATA[start:stop] for start, stop in RANGES], b"ling"
     assert at_once(read("local", file)) == expected
     assert asyncio.run(read("store", file)) == expected
@@ -53,14 +53,14 @@ def test_a_coroutine_that_waits_needs_a_loop(file: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", [len(DATA), 1 << 62, (1 << 64) - 1])
-def test_nothing_lies_past_the_end(file: Path, offset: int) -> None:
+def test_reading_past_the_end_returns_no_bytes(file: Path, offset: int) -> None:
     with LocalObject(file) as local:
         assert local.read(offset, 10) == b""
         assert local.read(10, 1 << 64) == DATA[10:]
     assert BytesObject(DATA).read(offset, 10) == b""
 
 
-def test_what_is_missing(file: Path) -> None:
+def test_a_missing_object_is_an_error(file: Path) -> None:
     with LocalObject(file) as local:
         for source in (local, BytesObject(DATA)):
             with pytest.raises(FileNotFoundError):

@@ -105,7 +105,7 @@ def test_plain_xarray_computes_the_rows(
         assert ds[name].values.tobytes() == history[name].values.tobytes()
 
 
-def test_tokens_read_one_by_one_are_those_of_the_whole(written: Path, history: xr.Dataset) -> None:
+def test_single_tokens_equal_those_of_the_whole_array(written: Path, history: xr.Dataset) -> None:
     ds = open_run(written, chunks=None)
     for steps, tokens in (
         (slice(3), 5),

@@ -43,7 +43,9 @@ SHAPES = [(1, 1), (5,), (7, 3), (16, 30, 64), (3, 2, 5, 4), (4, 3, 1), (5, 1, 1,
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", NATIVE_TYPES)
-def test_it_adds_up_as_numpy_does(name: str, shape: tuple[int, ...], calls: list[int]) -> None:
+def test_the_compiled_unfold_equals_that_of_numpy(
+    name: str, shape: tuple[int, ...], calls: list[int]
+) -> None:
     native = NATIVE_TYPES[name]
     axes = range(len(shape))
     for order in itertools.permutations(axes):

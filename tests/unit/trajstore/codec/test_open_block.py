@@ -82,7 +82,7 @@ def test_chunks_that_are_not_there_or_broken_are_named() -> None:
         read_from(short, whole)
 
 
-def test_an_index_that_lies_is_an_error_and_no_crash() -> None:
+def test_a_forged_index_is_an_error() -> None:
     """Its checksums fit, as somebody has made them."""
     label = FORM.label(block=5, part=1, rows=8, digest=b"d" * 32)
     chunks = written()[: -FORM.tail_length]

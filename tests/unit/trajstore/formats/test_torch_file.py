@@ -71,7 +71,7 @@ def test_lists_that_grew_by_one_entry_a_step(tmp_path: Path) -> None:
         assert np.array_equal(ds.loss.values, losses, equal_nan=True)
 
 
-def test_ids_and_numbers_in_lists(tmp_path: Path) -> None:
+def test_lists_in_a_torch_file_become_masks_and_settings(tmp_path: Path) -> None:
     rule = {"betas": [0.9, 0.95], "lr": 0.5}
     content = {"W": torch.randn(4, 5, 3), "dead_token_ids": [1, 4], "config": rule}
     torch.save(content, tmp_path / "f.pt")

@@ -27,7 +27,7 @@ def messages(path: Path) -> list[str]:
     return [problem.message for problem in found]
 
 
-def test_they_lie_beside_the_run() -> None:
+def test_checkpoints_are_in_a_folder_beside_the_run() -> None:
     assert checkpoint_folder(Path("/a/b.c.zarr")) == Path("/a/b.c.ckpt")
     assert checkpoint_folder(Path("/a/b.c")) == Path("/a/b.c.ckpt")
 
@@ -63,7 +63,7 @@ def test_tensors_must_be_as_described(
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
-def test_one_cut_short_is_found(checkpoint: Path, size: int) -> None:
+def test_a_truncated_checkpoint_is_found(checkpoint: Path, size: int) -> None:
     cut(checkpoint, size)
     assert len(messages(checkpoint)) == 1
 
@@ -89,7 +89,7 @@ def test_files_of_somebody_else_are_no_checkpoints(checkpoint: Path, name: str) 
     assert messages(checkpoint) == []
 
 
-def test_one_that_goes_while_it_is_looked_at_is_none(
+def test_a_checkpoint_that_vanishes_during_the_check_is_ignored(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it is opened, and afterwards, as a recording removes the older ones."""

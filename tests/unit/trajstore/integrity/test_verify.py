@@ -135,7 +135,7 @@ def test_a_missing_shard_is_named(run: Path) -> None:
     assert (problem.array, problem.block, problem.message) == ("loss", 1, "the shard is missing")
 
 
-def test_it_goes_on_after_what_is_broken(run: Path) -> None:
+def test_verify_names_every_broken_block(run: Path) -> None:
     flip(shard_index(run, "W", 0)[0], 100)
     flip(shard_index(run, "exp_avg", 1)[0], 100)
     (run / "step" / "c.2").unlink()

@@ -71,7 +71,7 @@ QUICK = ("nothing", "a chunk", "the root")
         for name, damage in DAMAGES.items()
     ],
 )
-def test_it_is_found_and_mended_as_in_a_folder(
+def test_damage_at_an_address_is_found_and_repaired_as_in_a_folder(
     run: Path, address: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_checks, "_WINDOW", 500)  # so that a shard is read in many pieces

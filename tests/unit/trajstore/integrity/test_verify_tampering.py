@@ -83,7 +83,7 @@ def is_noticed(path: Path) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("item", CASES)
-def test_it_is_noticed_and_read_as_is_said(
+def test_verify_notices_each_tampering_and_readers_are_misled_as_documented(
     item: Tampering, whole: Whole, run: Callable[[World], Path]
 ) -> None:
     path = run(whole.world)

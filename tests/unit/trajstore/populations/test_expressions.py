@@ -45,7 +45,9 @@ def ds() -> xr.Dataset:
         ("is_dead == (0 == 1)", None),
     ],
 )
-def test_what_is_chosen(expression: str, expected: np.ndarray | None, ds: xr.Dataset) -> None:
+def test_an_expression_selects_tokens(
+    expression: str, expected: np.ndarray | None, ds: xr.Dataset
+) -> None:
     if expected is None:
         with pytest.raises(InvalidArgument):
             select_tokens(ds, expression)
@@ -83,6 +85,6 @@ def test_what_is_chosen(expression: str, expected: np.ndarray | None, ds: xr.Dat
         "(" * 300 + "1" + ")" * 300,
     ],
 )
-def test_what_is_refused(expression: str, ds: xr.Dataset) -> None:
+def test_a_wrong_expression_names_the_population(expression: str, ds: xr.Dataset) -> None:
     with pytest.raises(InvalidArgument, match="population"):
         select_tokens(ds, expression)

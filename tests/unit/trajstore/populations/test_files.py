@@ -9,7 +9,7 @@ from trajstore.errors import FormatError, InvalidArgument
 from trajstore.populations.files import populations_from
 
 
-def test_files(tmp_path: Path) -> None:
+def test_populations_from_files(tmp_path: Path) -> None:
     mask = np.arange(8) == 2
     np.save(tmp_path / "mask.npy", mask)
     np.savez(tmp_path / "ids.npz", ids=np.array([4, 9]))

@@ -58,14 +58,14 @@ def test_labels_make_a_population_each(run):
     assert "is_cohort_" not in ds.coords
 
 
-def test_any_truth_values_along_token_are_one(run):
+def test_any_mask_along_token_is_a_population(run):
     ds = run.assign_coords(reachable=("token", np.arange(8) > 5))
     assert "reachable" in analysis.distinct(ds).population
     with pytest.raises(InvalidArgument, match="second population 'reachable'"):
         analysis.distinct(ds.assign_coords(is_reachable=ds.reachable))
 
 
-def test_what_cannot_be_one(run):
+def test_wrong_populations_are_errors(run):
     for name, given, message in (
         ("dead", "token > 3", "name 'dead'"),
         ("a b", "token > 3", "name 'a b'"),

@@ -19,7 +19,7 @@ def test_every_value_is_every_positive_normal_finite_one(name: str, dtype: type)
     np.testing.assert_array_equal(np.concatenate([*every_normal_value(name)]), np.sort(expected))
 
 
-def test_of_float32_it_is_one_power_of_two() -> None:
+def test_float32_is_covered_by_one_power_of_two() -> None:
     parts = [*every_normal_value("float32")]
     assert sum(part.size for part in parts) == 1 << 23
     assert parts[0][0] == 1

@@ -32,7 +32,7 @@ def test_the_creation_counts_until_there_are_two_commits() -> None:
     assert pace.rows_per_second == 10
 
 
-def test_long_ago_is_forgotten_and_a_commit_without_rows_changes_nothing() -> None:
+def test_pace_is_that_of_the_last_commits_with_rows() -> None:
     pace = RecordingPace()
     for second in range(0, 1000, 10):
         pace.see(second, second, second)

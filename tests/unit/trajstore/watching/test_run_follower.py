@@ -130,7 +130,7 @@ def test_a_damaged_run_is_reported(path: Path) -> None:
         RunFollower(path).look()
 
 
-def test_one_that_is_replaced_or_removed_is_another(path: Path) -> None:
+def test_a_replaced_run_is_followed_from_its_start(path: Path) -> None:
     with begin(path) as run:
         extend(run, range(8))
     follower = RunFollower(path)

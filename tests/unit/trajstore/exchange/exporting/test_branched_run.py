@@ -146,7 +146,7 @@ def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small
         branch(source, 4)
 
 
-def test_which_type_holds_which() -> None:
+def test_types_that_hold_others_exactly() -> None:
     assert holds_exactly("float16", "float32")
     assert holds_exactly("float64", "float64")
     assert not holds_exactly("float32", "float64")  # no run was ever widened so

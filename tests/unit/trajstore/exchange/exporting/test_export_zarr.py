@@ -33,7 +33,7 @@ print(dict(ds.sizes), ds.W.native_dtype, str(ds.token_text.values[9]))
 """
 
 
-def test_it_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> None:
+def test_an_export_to_zarr_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> None:
     path, bits = small_run
     out = tmp_path / "out.zarr"
     trajstore.export(path, out, format="zarr", block_rows=3)
@@ -59,7 +59,7 @@ def test_it_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> No
     assert ((store.read().result().view("u4") >> 16) == bits["W"]).all()
 
 
-def test_it_is_no_run(small_run: SmallRun, tmp_path: Path) -> None:
+def test_an_export_to_zarr_is_not_a_run(small_run: SmallRun, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     trajstore.export(small_run[0], out, format="zarr")
     for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information):

@@ -87,7 +87,7 @@ def test_it_does_not_depend_on_threads_and_memory(tmp_path: Path) -> None:
         {"variables": TYPES | {"W": "float16"}},
     ],
 )
-def test_any_difference_makes_another(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_any_difference_changes_the_digest(tmp_path: Path, options: dict[str, Any]) -> None:
     assert content(recorded(tmp_path / "1", 10)) != content(recorded(tmp_path / "2", 10, **options))
 
 

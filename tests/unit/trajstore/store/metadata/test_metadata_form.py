@@ -122,7 +122,7 @@ def test_a_folder_in_the_place_of_a_metadata_is_named(
         ("W", "shape", "x", (resumed,), r"W/zarr\.json: shape is 'x'"),
     ],
 )  # fmt: skip
-def test_it_is_named_wherever_a_run_is_opened(
+def test_every_reader_names_the_wrong_metadata(
     small_run: tuple[Path, Any],
     name: str,
     place: str,

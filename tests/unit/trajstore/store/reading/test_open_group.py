@@ -168,7 +168,7 @@ def test_what_is_out_of_all_proportion_is_refused(
     assert is_noticed(tmp_path / "run.zarr")
 
 
-def test_so_it_is_at_an_address(tmp_path: Path) -> None:
+def test_oversized_metadata_at_an_address_are_refused(tmp_path: Path) -> None:
     far = copied(_run(tmp_path / "run.zarr"), "memory://out/of/proportion.zarr")
     metadata = tmp_path / "run.zarr" / "zarr.json"
     root = json.loads(metadata.read_bytes())

@@ -105,7 +105,7 @@ def test_runs_that_differ_are_refused(
         open_runs(paths)
 
 
-def test_joined_they_have_what_all_have(tmp_path: Path) -> None:
+def test_an_inner_join_keeps_common_steps_and_variables(tmp_path: Path) -> None:
     paths = [
         write(tmp_path / "one.zarr", steps=range(0, 8)),
         write(tmp_path / "other.zarr", steps=range(0, 12, 2), variables=("W",), seed=1),

@@ -40,6 +40,6 @@ def test_the_matrices_of_a_training_have_one_name(tmp_path: Path) -> None:
     assert run_paths(name) == [str(name)]
 
 
-def test_what_matches_nothing_is_told(tmp_path: Path) -> None:
+def test_a_pattern_without_runs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match=r"there is no run at .*none"):
         run_paths(tmp_path / "none*.zarr")

@@ -157,7 +157,7 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
     assert next(waits) == 31
 
 
-def test_a_look_that_does_not_end_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lasting_shared_lock_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = run.with_name(f".{run.name}.lock")
     path.write_text("{}")
     looking = os.open(path, os.O_RDONLY)

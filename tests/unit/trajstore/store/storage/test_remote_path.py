@@ -48,7 +48,7 @@ def test_an_address_is_no_path() -> None:
         os.fspath(location("s3://bucket/run.zarr"))  # type: ignore[arg-type]
 
 
-def test_objects(place: RemotePath) -> None:
+def test_objects_are_written_read_and_listed(place: RemotePath) -> None:
     assert not place.exists()
     assert place.stat() is None
     (place / "zarr.json").write_bytes(b"root")
@@ -74,7 +74,7 @@ def test_objects(place: RemotePath) -> None:
     assert place.with_name("run.zarr2").exists()
 
 
-def test_conditions(place: RemotePath) -> None:
+def test_a_write_with_a_condition_fails_if_the_object_changed(place: RemotePath) -> None:
     first = place.write_bytes(b"one", new=True)
     with pytest.raises(FileExistsError):
         place.write_bytes(b"two", new=True)
@@ -85,7 +85,9 @@ def test_conditions(place: RemotePath) -> None:
     assert place.read_bytes() == b"three"
 
 
-def test_a_condition_whose_answer_was_lost_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conditional_write_whose_answer_was_lost_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The request is carried out, and refused when it is tried again."""
     lost = iter(["lose"])
 
@@ -100,7 +102,7 @@ def test_a_condition_whose_answer_was_lost_is_no_refusal(monkeypatch: pytest.Mon
     assert sum(request.startswith("PUT") for request in seen) == 3
 
 
-def test_the_end_of_nothing_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_an_empty_object_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server() as s3, to_s3(s3, monkeypatch):
         place = location("s3://bucket/object")
         assert isinstance(place, RemotePath)

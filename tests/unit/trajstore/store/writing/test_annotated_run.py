@@ -37,7 +37,7 @@ def root(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path) -> None:
+def test_an_annotated_run_equals_one_recorded_with_the_labels(tmp_path: Path) -> None:
     run = write(tmp_path / "run.zarr")
     (run / "notes.txt").write_text("mine")
     notes = [{"note": "a test", "first_step": 1, "last_step": 3, "count": 2}]
@@ -124,7 +124,7 @@ def test_a_run_that_is_recorded_is_left_alone(tmp_path: Path) -> None:
         annotate_run(run, is_dead=[True] * 3)
 
 
-def test_the_command(tmp_path: Path, trajstore_cli: Cli) -> None:
+def test_annotate_labels_tokens_from_a_mask(tmp_path: Path, trajstore_cli: Cli) -> None:
     run = write(tmp_path / "run.zarr")
     np.save(tmp_path / "dead_mask.npy", np.arange(10) % 5 == 3)
     done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
@@ -145,7 +145,7 @@ def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
     assert ds.token_text.values.tolist() == [r"\x03", r"\x05", r"\x07"]
 
 
-def test_it_survives_a_loss_of_power_with_all_that_it_shares(
+def test_an_annotated_run_survives_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write(tmp_path / "run.zarr", fsync=False)

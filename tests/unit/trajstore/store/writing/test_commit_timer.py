@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_it_asks_again_when_the_time_is_over() -> None:
+def test_the_timer_calls_again_after_the_returned_time() -> None:
     clock, commits = Clock(), []
 
     def commit() -> bool:
@@ -81,7 +81,7 @@ def test_its_thread_ends_when_there_is_no_writer_any_more() -> None:
     assert not timer._thread.is_alive()
 
 
-def test_it_may_be_stopped_by_its_own_thread() -> None:
+def test_the_timer_can_be_stopped_by_its_own_thread() -> None:
     stopped = threading.Event()
 
     def commit() -> bool:

@@ -36,7 +36,7 @@ TYPES = {
         ({}, {"exp_avg": "float64"}, "exp_avg are float64"),
     ],
 )
-def test_the_reason_is_noted(
+def test_a_note_says_why_rows_are_stored_as_differences(
     attributes: dict[str, Any], types: dict[str, str | None], reason: str
 ) -> None:
     given = attributes if reason.endswith("its optimizer") else {"optimizer": ADAMW} | attributes

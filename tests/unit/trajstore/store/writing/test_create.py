@@ -34,9 +34,7 @@ def dead() -> int:
 
 
 @pytest.mark.parametrize("kind", [staged_file, staged_folder, staged_run])
-def test_what_the_dead_have_left_goes_whatever_is_made_next(
-    tmp_path: Path, kind: object, dead: int
-) -> None:
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path, kind: object, dead: int) -> None:
     target = tmp_path / "run.zarr"
     partial, old = (tmp_path / f".run.zarr.{dead}{end}" for end in (".partial", ".old"))
     partial.write_text("of a file")

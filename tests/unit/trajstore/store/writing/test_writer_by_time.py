@@ -187,7 +187,7 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return gate.set
 
 
-def test_it_is_left_out_while_a_block_is_being_written(
+def test_no_commit_by_time_while_a_block_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = create(tmp_path / "run.zarr")

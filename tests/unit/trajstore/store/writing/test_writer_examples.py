@@ -106,7 +106,7 @@ def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(tmp_path: Pat
     assert any("omitted: " in note and "hidden_states" in note for note in done.notes)
 
 
-def test_the_room_must_be_told(tmp_path: Path) -> None:
+def test_lengths_of_examples_and_positions_are_required(tmp_path: Path) -> None:
     sizes = {"token": range(5), "hidden": HIDDEN, "variables": TYPES}
     with pytest.raises(InvalidArgument, match="hidden_states: got no length of the dimension posi"):
         RunWriter.create(tmp_path / "run.zarr", examples=EXAMPLES, **sizes)
