@@ -118,7 +118,7 @@ def _american(word: str) -> str:
 def plot(
     words: tuple[str, ...],
     output: str | None,
-    selected: dict[str, str],
+    selected: dict[str, Any],
     populations: tuple[str, ...],
     parameter: str | None,
     vectors: str | None,

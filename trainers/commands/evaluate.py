@@ -59,7 +59,7 @@ _OPTIONS = {
 )
 @click.option("--overwrite", is_flag=True, help="Remove existing results.")
 def evaluate(
-    run: str, function: str, output: str, selected: dict[str, str], **options: Any
+    run: str, function: str, output: str, selected: dict[str, Any], **options: Any
 ) -> None:
     """Call a function with the model of each step, and append its results to a Zarr store.
 

@@ -87,8 +87,8 @@ def record(output: str | None, resume: bool, **options: Any) -> None:
     def train(config: RunConfig, progress: RecordingProgress, **common: Any) -> None:
         from trajstore import trainers
 
-        shown = {"on_products": progress.show_products}
-        trainers.record(config, path, resume=resume, **shown, **common)
+        common["on_products"] = progress.show_products
+        trainers.record(config, path, resume=resume, **common)
 
     _train_and_print(path, lambda: configured(options, path if resume else None), train, options)
 

@@ -64,7 +64,7 @@ def export(
     runs: tuple[str, ...],
     format_name: str | None,
     output: str,
-    selected: dict[str, str],
+    selected: dict[str, Any],
     **options: Any,
 ) -> None:
     """Export a run, or a part of it, for other programs. Memory does not grow with the run.

@@ -16,8 +16,9 @@ from checkpoints import write_checkpoint
 from damage import contents, cut, edit, flip, shard_index
 from disk import Disk
 
-from trajstore import Repair, RunWriter, open_run, repair, verify
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.errors import FormatError, RunLocked, RunNotFound
+from trajstore.integrity.repair_plan import Repair
 
 DATA = Path(__file__).parents[3] / "data"
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
