@@ -98,7 +98,7 @@ def analyze(
     parameter: str | None,
     common_steps: bool,
     populations: tuple[str, ...],
-    selected: dict[str, str],
+    selected: dict[str, Any],
     scheduler: str | None,
     overwrite: bool,
     as_json: bool,

@@ -30,7 +30,7 @@ __all__ = ["report"]
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing page.")
 def report(
-    runs: tuple[str, ...], output: str | None, selected: dict[str, str], **options: Any
+    runs: tuple[str, ...], output: str | None, selected: dict[str, Any], **options: Any
 ) -> None:
     """Write an HTML report on a run: main results, tables, figures, and how to reproduce it.
 
