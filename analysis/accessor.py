@@ -270,24 +270,24 @@ class Plots:
     # For type checkers and editors. Results of an evaluation have figures with other names.
     autocorrelation: Drawing
     bulk_thermal: Drawing
-    causes: Drawing
     centroid: Drawing
     clusters: Drawing
     discontinuities: Drawing
     displacement: Drawing
     divergence: Drawing
     freeze: Drawing
-    gradients: Drawing
+    freeze_cause: Drawing
+    grad_norms: Drawing
     heatmap: Drawing
-    hops: Drawing
     last_motion: Drawing
+    lattice_displacement: Drawing
     lifecycle: Drawing
-    logits: Drawing
+    logit_stats: Drawing
     loss: Drawing
     moment_sizes: Drawing
     moment_tracks: Drawing
     moments: Drawing
-    parameters: Drawing
+    param_update_lost: Drawing
     regimes: Drawing
     sky: Drawing
     spectrum: Drawing
