@@ -19,6 +19,7 @@ from trajstore.analysis.scan.flags import flags_of, is_category
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
 from trajstore.formats.safetensors import begin_safetensors
+from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
@@ -226,9 +227,10 @@ def _check_parts(parts: Collection[Path], *, overwrite: bool) -> None:
     if taken and not overwrite:
         raise RunExists(
             f"{', '.join(taken)} already exists; choose another name, or replace it with "
-            "--overwrite"
+            "overwrite=True"
         )
     for part in parts:
+        check_writable(part)
         _check_replaceable(part)
 
 

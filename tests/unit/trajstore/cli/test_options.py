@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.cli.options import file_stem
+from trajstore.cli.options import file_stem, runs_and_names
+from trajstore.errors import InvalidArgument
+
+
+def test_a_quantity_before_the_run_is_called_so() -> None:
+    with pytest.raises(InvalidArgument, match=r"got freeze before the run; .*: a\.zarr freeze sky"):
+        runs_and_names(["freeze", "a.zarr", "sky"], {"freeze", "sky"})
 
 
 @pytest.mark.parametrize(
