@@ -142,7 +142,7 @@ def _rows(recorded: Array, steps: Steps) -> Array:
         items: list[int | slice] = [_range(item, steps) for item in steps.split(",")]
     elif isinstance(steps, slice):
         items = [steps]
-    elif np.ndim(steps) == 0 and not isinstance(steps, Iterable):
+    elif getattr(steps, "ndim", None) == 0 or not isinstance(steps, Iterable):
         items = [exact_step(steps, least=ANY)]
     else:
         items = exact("steps", steps, "int64", least=ANY).tolist()

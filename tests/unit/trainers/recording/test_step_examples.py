@@ -174,7 +174,7 @@ def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
             with pytest.raises(InvalidArgument, match=f"{next(iter(given))}: got"):
                 run.observe(**given)
         tiny(**batches(1)[0])["loss"].backward()
-        run.observe(batch=[1, 2, 3], example_loss=[0.25, 0.5, float("nan")])
+        run.observe(batch=[1, 2, 3], example_loss=[0.25, 0.5, 0.75])
         optimizer.step()
         for given in ({"batch": [1, 2, 3], "example_loss": [0.25, 0.5]},
                       {"batch": [1, 2, 3, 4], "example_loss": [0.0] * 4}):  # fmt: skip
@@ -182,7 +182,7 @@ def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
             tiny(**batches(1)[0])["loss"].backward()
             optimizer.step()
     ds = open_run(path)
-    assert ds.example_loss.values[1].tolist() == np.float32([0.1, 0.2, 0.3]).tolist()
+    assert ds.example_loss.values[1].tolist() == [0.25, 0.5, 0.75]
     assert np.isnan(ds.example_loss.values[2:]).all()
     assert any("numbers differ: batch 3, example_loss 2" in note for note in notes)
     assert any("has 4 examples, but" in note and "room for 3" in note for note in notes)
