@@ -6,7 +6,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,7 @@ _DEEPEST = 100  # as `trajstore.strict_json.parse`
 _NUMPY_ADVICE = "a value of Python (item(), tolist())"
 
 
-def exact(
-    name: str, values: Any, dtype: Literal["bool", "int32", "int64", "string"], *, least: int = 0
-) -> Array:
+def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
     """Convert values to one dimension of a stored type, or raise an error.
 
     Whole numbers have an integer type, no float or bool, also if its value is whole. Booleans can
@@ -53,8 +51,7 @@ def exact(
     array([5, 7], dtype=int32)
     >>> exact("is_dead", [0.3, 1], "bool")
     Traceback (most recent call last):
-    trajstore.errors.InvalidArgument: is_dead: got 0.3 at position 0, expected True or False, or 1
-    and 0
+    trajstore.errors.InvalidArgument: is_dead: got 0.3 at position 0, expected True or False...
     """
     given = _array(values)
     expected = _expected(dtype, least)

@@ -21,7 +21,7 @@ def print_error(error: BaseException) -> int:
 def in_options(sentence: str) -> str:
     """Name options as the command does: errors name the keywords of Python.
 
-    >>> _in_options("choose another path, or replace it with overwrite=True")
+    >>> in_options("choose another path, or replace it with overwrite=True")
     'choose another path, or replace it with --overwrite'
     """
     sentence = re.sub(r"\btraining\.steps=(\d+)\b", r"--steps \1", sentence)
