@@ -126,6 +126,55 @@ class TrajAccessor:
         }
         return functions.by_population(da.assign_coords(masks), **options)
 
+    def token(self, text: str) -> int:
+        """Vocabulary id of the token with a text, for ``ds.W.sel(token=ds.traj.token("e"))``.
+
+        Parameters
+        ----------
+        text : str
+            Text as in ``token_text``, with spaces: in most vocabularies, `` the`` is a token.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        VariableNotRecorded
+            If the run has no ``token_text``.
+        InvalidArgument
+            If no token, or more than one, has the text.
+
+        Examples
+        --------
+        >>> from trajstore import open_run
+        >>> ds = open_run("gatsby.zarr")
+        >>> ds.traj.token("e")
+        101
+        >>> ds.W.sel(token=ds.traj.token("e")).shape
+        (21, 16)
+        """
+        ds = self._ds
+        if "token_text" not in ds.coords:
+            raise VariableNotRecorded(
+                "the texts of the tokens are missing: the run has no token_text; label the tokens "
+                "with trajstore annotate, or select ids"
+            )
+        texts = ds["token_text"].values.tolist()
+        ids = [i for i, one in zip(ds["token"].values.tolist(), texts, strict=True) if one == text]
+        if len(ids) > 1:
+            raise InvalidArgument(
+                f"got text={text!r}, which {len(ids)} tokens have: {', '.join(map(str, ids[:9]))}; "
+                "select one by its id: ds.sel(token=ID)"
+            )
+        if not ids:
+            near = [one for one in texts if str(one).strip() == str(text).strip()]
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise InvalidArgument(
+                f"got text={text!r}{hint}, expected the text of a token; ds.token_text has all"
+            )
+        return int(ids[0])
+
     def parameter(self, name: str) -> xr.Dataset:
         """History of one parameter of a run that was recorded with the tier ``everything``.
 

@@ -460,6 +460,11 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
     if first["type"] == "literal_error":
         reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
+    example = None
+    if first["type"].endswith(("_parsing", "_type", "_from_float")):
+        example = RunConfig().flat().get(".".join(path[:2]))
+    if example is not None:
+        reason = f"{reason.partition(',')[0]}, such as {'.'.join(path[:2])}={_literal(example)}"
     return f"{name} = {shown}: {reason[0].lower()}{reason[1:]}"
 
 

@@ -9,14 +9,14 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["Bound", "Count", "Positive", "checks_types"]
+__all__ = ["Bound", "Count", "Example", "Positive", "check_fields", "checks_types"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +32,23 @@ class Bound:
     def holds(self, value: Any) -> bool:
         """True for a number within the bound."""
         return bool(value > self.limit or (self.words == "of at least" and value == self.limit))
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.limit}"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A value that an error shows, for ``Annotated``."""
+
+    value: Any
+
+    def holds(self, value: Any) -> bool:
+        """True: an example restricts nothing."""
+        return True
+
+    def __str__(self) -> str:
+        return f"such as {self.value!r}"
 
 
 Count = Annotated[int, Bound("of at least", 1)]
@@ -83,13 +100,31 @@ def checks_types(function: Callable[P, R]) -> Callable[P, R]:
                 inspect.Parameter.VAR_KEYWORD,
             )
             hint = hints().get(name, Any)
-            if not variadic and not _fits(value, hint):
-                raise InvalidArgument(
-                    f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}"
-                )
+            if not variadic:
+                _check(name, value, hint)
         return function(*arguments, **keywords)
 
     return checked
+
+
+def check_fields(options: Any) -> None:
+    """Raise an error for a field of a dataclass whose value differs from its type.
+
+    Raises
+    ------
+    InvalidArgument
+        As a function with `checks_types`.
+    """
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in fields(options):
+        _check(field.name, getattr(options, field.name), hints[field.name])
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise InvalidArgument(
+            f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}"
+        )
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -108,6 +143,12 @@ def _fits(value: Any, hint: Any) -> bool:
         return not value.shape and _dtype(value).kind in "OUT"
     if origin is not None and issubclass(origin, Sequence):
         return _is_sequence(value, *parts[:1])
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, origin) and all(
+            _fits(key, parts[0]) and _fits(one, parts[1]) for key, one in value.items()
+        )
+    if hint is Any:
+        return True
     plain = hint if origin is None else origin
     if not isinstance(plain, type) or getattr(plain, "_is_protocol", False):
         return True
@@ -149,15 +190,20 @@ def _expected(hint: Any) -> list[str]:
         return [repr(part) for part in parts]
     if origin is Annotated:
         (kind,) = _expected(parts[0])
-        return [f"{kind} {' and '.join(f'{one.words} {one.limit}' for one in parts[1:])}"]
+        return [f"{kind} {' and '.join(map(str, parts[1:]))}"]
     if origin is not None and issubclass(origin, Sequence):
         return [f"a list of {_IN_WORDS[part][1] if part in _IN_WORDS else part}" for part in parts]
-    if hint in _IN_WORDS:
-        return [_IN_WORDS[hint][0]]
+    if hint in _IN_WORDS or origin is np.integer:
+        return [_IN_WORDS[int if origin is np.integer else hint][0]]
     if origin is not None and issubclass(origin, Mapping):
-        return ["a mapping"]
+        return [f"a mapping of {' to '.join(map(_plural, parts))}"]
     name = str(getattr(origin or hint, "__name__", hint))
     return [f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"]
+
+
+def _plural(hint: Any) -> str:
+    kind, *bounds = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    return " ".join([_IN_WORDS[kind][1] if kind in _IN_WORDS else "values", *map(str, bounds)])
 
 
 def _shown(value: Any) -> str:

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 
 __all__ = ["did_you_mean"]
 
-_SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SYNONYMS = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "weight": "w",
+    "weights": "w",
+}
 """Names of other programs that are spelled too differently for a search by similarity."""
 
 
@@ -32,6 +39,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     "there is no preset 'gatsbi' (did you mean 'gatsby'?)"
     >>> did_you_mean("learning_rate", ["name", "lr"])
     " (did you mean 'lr'?)"
+    >>> did_you_mean("weights", ["W", "grad"])
+    " (did you mean 'W'?)"
     >>> did_you_mean("moby-dick", ["gatsby", "duckling"])
     ''
     """

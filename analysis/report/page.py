@@ -30,6 +30,7 @@ from trajstore.populations.masks import populations
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import information
 from trajstore.store.reading.run_settings import settings
+from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
 from trajstore.store.writing.create import staged_file
 from trajstore.version import __version__
@@ -132,9 +133,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     """
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidArgument(f"got {target}, expected NAME.html; a report is an HTML page")
+    check_writable(target)
     if target.exists() and not overwrite:
         raise RunExists(
-            f"{target} already exists; choose another name, or replace it (--overwrite)"
+            f"{target} already exists; choose another name, or replace it with overwrite=True"
         )
 
 

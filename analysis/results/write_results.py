@@ -20,6 +20,7 @@ from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.extras import needs_extra
 from trajstore.formats.safetensors import begin_safetensors
+from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
@@ -223,9 +224,10 @@ def _check_parts(parts: Collection[Path], *, overwrite: bool) -> None:
     if taken and not overwrite:
         raise RunExists(
             f"{', '.join(taken)} already exists; choose another name, or replace it with "
-            "--overwrite"
+            "overwrite=True"
         )
     for part in parts:
+        check_writable(part)
         _check_replaceable(part)
 
 

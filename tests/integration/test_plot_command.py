@@ -86,7 +86,7 @@ def test_wrong_options_of_plot_are_errors(
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
     refused = trajstore_cli("plot", run, "loss", "-o", file, rc=2).stderr
-    assert "already exists; choose another name, or replace it (--overwrite)" in refused
+    assert "already exists; choose another name, or replace it with --overwrite" in refused
     assert file.read_text() == "mine"
     trajstore_cli("plot", run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

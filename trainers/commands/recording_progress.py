@@ -9,6 +9,7 @@ from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingCo
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
+from trajstore.cli.errors import in_options
 from trajstore.cli.progress import Bar
 from trajstore.cli.tables import err
 from trajstore.durations import format_duration
@@ -81,7 +82,7 @@ class RecordingProgress(Bar):
 
     def show_note(self, note: str) -> None:
         """Print a note about the run."""
-        err.print(f"Note: {note}.")
+        err.print(f"Note: {in_options(note)}.")
 
     def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import InvalidArgument, StepNotFound
+from trajstore.exact_values import ANY, exact
 from trajstore.schema import EVERYTHING, MODEL, RECORDED
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
@@ -282,11 +283,7 @@ def _placement(
         ids = select_tokens(tokens, len(held), source.coordinates.get("is_dead"))
         chosen = ids
     else:
-        wanted = np.unique(np.asarray(tokens))
-        if wanted.dtype.kind not in "iu":
-            raise InvalidArgument(
-                f"tokens: got {tokens!r}, expected all, dead, live or a list of ids"
-            )
+        wanted = np.unique(exact("tokens", tokens, "int64", least=ANY))
         missing = wanted[~np.isin(wanted, held)]
         if not wanted.size:
             raise InvalidArgument("tokens: got no ids, expected at least one; give ids of the run")

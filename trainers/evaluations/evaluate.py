@@ -140,8 +140,8 @@ def evaluate(
         if before and len(missing) and missing[0] < store.steps[-1]:
             raise InvalidArgument(
                 f"{output} has results up to step {store.steps[-1]} but not of step {missing[0]}, "
-                "and results are only appended; choose another output, or overwrite it "
-                "(--overwrite)"
+                "and results are only appended; choose another output, or replace it with "
+                "overwrite=True"
             )
         done = len(wanted) - len(missing)
         try:

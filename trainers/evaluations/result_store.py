@@ -103,7 +103,7 @@ class ResultStore:
             name = differing[0]
             raise InvalidArgument(
                 f"{path} has results with {name} {found.get(name)}, got {name} {about[name]}; "
-                "choose another output, or overwrite it (--overwrite)"
+                "choose another output, or replace it with overwrite=True"
             )
         rows = attributes[_ROWS]
         group: Any = zarr.open_group(path, mode="r+", use_consolidated=False)

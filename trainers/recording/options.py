@@ -11,19 +11,20 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import numpy.typing as npt
 import torch
 
+from trajstore.argument_types import Bound, Count, check_fields
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.exact_values import exact_json
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
-from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.create import check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens
@@ -32,6 +33,8 @@ __all__ = ["RecordingOptions", "TrainingLoop", "takes_options"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_NOT_NEGATIVE = Bound("of at least", 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +94,7 @@ class RecordingOptions:
 
     variables: str | Sequence[str] = "matrix"
     parameter: str | Sequence[str] | None = None
-    every: int = 1
+    every: Count = 1
     tokens: Tokens = "all"
     logits_mode: LogitsMode = "last"
     hidden_from: str | None = None
@@ -103,7 +106,7 @@ class RecordingOptions:
     origin: Mapping[str, Any] | None = None
     encoding: Encoding = "delta"
     memory: int | str = DEFAULT_MEMORY
-    block_rows: int | None = None
+    block_rows: Count | None = None
     overwrite: bool = False
     resume: bool = False
     commit_every: float | None = COMMIT_EVERY
@@ -113,15 +116,10 @@ class RecordingOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_all_tokens(resolve_variables(self._names), self.tokens)
-        if self.every < 1:
-            raise InvalidArgument(f"every: got {self.every}, expected at least 1")
-        if self.logits_mode not in get_args(LogitsMode):
-            expected = " or ".join(map(repr, get_args(LogitsMode)))
-            raise InvalidArgument(f"logits_mode: got {self.logits_mode!r}, expected {expected}")
-        if self.block_rows is not None and self.block_rows < 1:
-            raise InvalidArgument(f"block_rows: got {self.block_rows}, expected at least 1")
-        check_encoding(self.encoding)
+        for name in ("config", "origin", "schedule"):
+            exact_json(name, dict(getattr(self, name) or {}))
         parse_bytes(self.memory)
         check_commit_every(self.commit_every)
         if self.resume and self.overwrite:
@@ -204,11 +202,14 @@ class TrainingLoop:
     """
 
     scaler: Any = None
-    max_grad_norm: float = 0.0
-    first_step: int = 0
+    max_grad_norm: Annotated[float, _NOT_NEGATIVE] = 0.0
+    first_step: Annotated[int, _NOT_NEGATIVE] = 0
     device: torch.device | None = None
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    examples: int | None = None
+    examples: Count | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def takes_options(function: Callable[P, R]) -> Callable[P, R]:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.exact_values import exact
 from trajstore.populations.named import with_populations
-from trajstore.schema import POPULATION
+from trajstore.schema import COORDINATES, POPULATION
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
@@ -235,8 +236,7 @@ def plan_runs(
         if not options.resume:
             check_encoding(options.encoding, shared=share is not None)
         known = _known_of_vocabulary(options, parameter)
-        dead = np.asarray(known["is_dead"], bool) if "is_dead" in known else None
-        ids = select_tokens(options.tokens, len(parameter.tensor), dead)
+        ids = select_tokens(options.tokens, len(parameter.tensor), known.get("is_dead"))
         masks = _population_masks(options.populations or {}, known, len(parameter.tensor))
         planned.append(
             PlannedRun(
@@ -279,7 +279,7 @@ def _known_of_vocabulary(
     for name in ("is_dead", "token_count", "token_text"):
         if getattr(options, name) is None:
             continue
-        values = np.asarray(getattr(options, name))
+        values = exact(name, getattr(options, name), COORDINATES[name].dtype)
         if values.shape == (rows,):
             known[name] = values
         elif options.has_one_run:

@@ -6,6 +6,7 @@ do not record collect their share for the process that does.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -83,13 +84,7 @@ class StepExamples:
         for name, given in (("batch", batch), ("example_loss", example_loss)):
             if given is None:
                 continue
-            values = torch.as_tensor(given).detach()
-            if values.ndim != 1 or values.is_floating_point() != (name == "example_loss"):
-                kind = "whole numbers" if name == "batch" else "floats"
-                raise InvalidArgument(
-                    f"{name}: got {values.dtype} of shape {tuple(values.shape)}, expected {kind}, "
-                    "one for each example of the micro-batch"
-                )
+            values = _observed(name, given)
             if name not in self.variables:
                 continue
             if name not in self._observed:
@@ -205,6 +200,36 @@ def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     whole = values.new_full(tuple(shape), float("nan"))
     whole[tuple(slice(length) for length in values.shape)] = values
     return whole
+
+
+def _observed(name: str, given: Any) -> torch.Tensor:
+    """Return values from the loop, which the type of the variable holds exactly."""
+    try:
+        values = torch.as_tensor(given).detach()
+        if values.is_floating_point() and not hasattr(given, "dtype"):
+            values = torch.as_tensor(given, dtype=torch.float64)  # as Python's floats
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(
+            f"{name}: got {reprlib.repr(given)}, expected one number for each example"
+        ) from None
+    kind = "whole numbers" if name == "batch" else "floats"
+    has_kind = values.is_floating_point() == (name == "example_loss")
+    if values.ndim != 1 or not has_kind or values.dtype == torch.bool or values.is_complex():
+        raise InvalidArgument(
+            f"{name}: got {values.dtype} of shape {tuple(values.shape)}, expected {kind}, "
+            "one for each example of the micro-batch"
+        )
+    if values.dtype in (torch.float64, torch.int64):
+        kept = _as_recorded(name, values).to(values.dtype)
+        wrong = (kept != values) & (values == values)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            stored = "float64" if name == "batch" else "float32"
+            raise InvalidArgument(
+                f"{name}: got {values[at].item()} at position {at}, expected {kind} that {stored} "
+                "holds exactly; convert them"
+            )
+    return values
 
 
 def _as_recorded(name: str, values: torch.Tensor) -> torch.Tensor:

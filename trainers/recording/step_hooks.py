@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import reprlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from trajstore.errors import RecordingError
+from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
@@ -280,11 +281,20 @@ class Recorder:
         Raises
         ------
         InvalidArgument
-            If `hidden` has another shape, or `batch` or `example_loss` does not have one number for
-            each example.
+            If a value is not a tensor of floats, `hidden` has another shape, or `batch` or
+            `example_loss` does not have one number for each example, which is stored exactly.
         """
         if not self.is_recording:
             return
+        for name, given in (("loss", loss), ("logits", logits)):
+            if given is not None and not (
+                isinstance(given, torch.Tensor) and given.is_floating_point()
+            ):
+                raise InvalidArgument(
+                    f"{name}: got {reprlib.repr(given)}, expected a tensor of floats"
+                )
+        if loss is not None and loss.numel() != 1:
+            raise InvalidArgument(f"loss: got shape {tuple(loss.shape)}, expected one value")
         if loss is not None and self._is_idle:
             alive = (root() for root in self._roots)  # the address of another may be used again
             if any(root is not None and root.data_ptr() == loss.data_ptr() for root in alive):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
+from trajstore.exact_values import ANY, exact
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import EVERYTHING
 
@@ -73,12 +74,9 @@ def select_tokens(
                 "record; choose other tokens"
             )
         return ids
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        raise InvalidArgument(
-            f"tokens: got {ids.dtype} of shape {ids.shape}, expected a list of token ids"
-        )
-    ids = np.unique(ids.astype(np.int64))
+    ids = np.unique(exact("tokens", tokens, "int64", least=ANY))
+    if not ids.size:
+        raise InvalidArgument("tokens: got an empty list, expected at least one token id")
     unknown = ids[(ids < 0) | (ids >= vocab_size)]
     if unknown.size:
         shown = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")

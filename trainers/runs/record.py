@@ -155,7 +155,7 @@ def record(
             if before.complete:
                 note = (
                     f"{found} has all {before.last_step} steps already, so no step is trained; "
-                    f"to extend it, give more: --resume --steps {2 * before.last_step}"
+                    f"to extend it, use resume=True and training.steps={2 * before.last_step}"
                 )
                 report_notes([note], on_note)
             else:  # its configuration must stay that of its rows

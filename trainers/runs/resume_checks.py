@@ -158,8 +158,8 @@ def find_resume_point(
     wanted = config.training.steps
     if wanted < last:
         raise NothingToResume(
-            f"{path} has {last} steps already, got --steps {wanted}; to extend it, give more: "
-            f"--resume --steps {2 * last}"
+            f"{path} has {last} steps already, got training.steps={wanted}; to extend it, use "
+            f"resume=True and training.steps={2 * last}"
         )
     fork = attributes.get("provenance", {}).get("fork")
     if fork and rows and taken is None and not in_rows and wanted > last:

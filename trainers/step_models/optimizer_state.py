@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import VariableNotRecorded
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
@@ -19,6 +20,7 @@ __all__ = ["optimizer_state_at", "state_of"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@checks_types
 def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     """Return the optimizer's state after a step, as `load_state_dict` takes it.
 

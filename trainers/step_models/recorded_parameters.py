@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
+from trajstore.exact_values import ANY, exact_step
 from trajstore.schema import STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
@@ -171,9 +172,7 @@ class RunParameters:
         StepNotFound
             If the run does not hold it.
         """
-        if not isinstance(step, int | np.integer):
-            raise InvalidArgument(f"step: got {step!r}, expected a whole number")
-        return row_of(self.run, self.steps, step)
+        return row_of(self.run, self.steps, exact_step(step, least=ANY))
 
     def row(self, step: int, variables: Collection[str]) -> dict[str, Array]:
         """Read the native bits of one row of some variables.

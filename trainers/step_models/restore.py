@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.random_states import set_random_state
@@ -19,6 +20,7 @@ from trajstore.trainers.step_models.step_model import StepModel
 __all__ = ["restore", "restore_from", "set_generators"]
 
 
+@checks_types
 def restore(
     run: RunPath, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
 ) -> int:

@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
+from trajstore.exact_values import ANY, exact
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
@@ -21,6 +24,7 @@ Constructor = Callable[[], torch.nn.Module]
 """Builds the model of a run; its weights are replaced."""
 
 
+@checks_types
 def model_at(run: RunPath, step: int, *, constructor: Constructor | None = None) -> torch.nn.Module:
     """Return the model as it was after a step, in evaluation mode, on the CPU.
 
@@ -104,7 +108,8 @@ def models(
     [0, 1, 2, 3]
     """
     stored = RunParameters(run)
-    wanted = stored.steps.tolist() if steps is None else sorted(set(steps))
+    given = stored.steps if steps is None else exact("steps", steps, "int64", least=ANY)
+    wanted = np.unique(given).tolist()
     for step in wanted:
         stored.number(step)
     model = StepModel(stored, constructor)

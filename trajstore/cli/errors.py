@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
 
-__all__ = ["print_error"]
+__all__ = ["in_options", "print_error"]
 
 
 def print_error(error: BaseException) -> int:
@@ -17,10 +18,20 @@ def print_error(error: BaseException) -> int:
     return code
 
 
+def in_options(sentence: str) -> str:
+    """Name options as the command does: errors name the keywords of Python.
+
+    >>> in_options("choose another path, or replace it with overwrite=True")
+    'choose another path, or replace it with --overwrite'
+    """
+    sentence = re.sub(r"\btraining\.steps=(\d+)\b", r"--steps \1", sentence)
+    return re.sub(r"\b(overwrite|resume)=True\b", r"--\1", sentence)
+
+
 def _in_words(error: BaseException) -> tuple[str, int]:
     """Sentence and exit code of an error."""
     if isinstance(error, TrajstoreError):
-        return str(error), error.exit_code
+        return in_options(str(error)), error.exit_code
     if isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
         return f"the operating system reported an error{where}: {error.strerror or error}", 1

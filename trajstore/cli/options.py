@@ -148,8 +148,18 @@ def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[s
         that is neither an existing path nor written like one.
     known : collection of str
         Known names.
+
+    Raises
+    ------
+    InvalidArgument
+        If a name is before the runs.
     """
     spelled = [word if (name := word.replace("-", "_")) not in known else name for word in words]
+    if spelled[0] in known and not os.path.exists(words[0]) and any(map(_is_path, words[1:])):
+        ordered = sorted(words, key=lambda word: not _is_path(word))
+        raise InvalidArgument(
+            f"got {words[0]} before the run; give the run first: {' '.join(ordered)}"
+        )
     runs = 1
     while runs < len(words) and spelled[runs] not in known and _is_path(words[runs]):
         runs += 1

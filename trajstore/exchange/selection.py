@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.exact_values import ANY, exact, exact_step
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.tiled_reader import TiledRun, positions
@@ -141,10 +142,10 @@ def _rows(recorded: Array, steps: Steps) -> Array:
         items: list[int | slice] = [_range(item, steps) for item in steps.split(",")]
     elif isinstance(steps, slice):
         items = [steps]
-    elif isinstance(steps, int | np.integer):
-        items = [int(steps)]
+    elif getattr(steps, "ndim", None) == 0 or not isinstance(steps, Iterable):
+        items = [exact_step(steps, least=ANY)]
     else:
-        items = [int(step) for step in steps]
+        items = exact("steps", steps, "int64", least=ANY).tolist()
     for item in items:
         if isinstance(item, slice):
             chosen |= _in_slice(recorded, item)
@@ -175,7 +176,8 @@ def _range(item: str, text: str) -> int | slice:
 
 def _in_slice(recorded: Array, item: slice) -> Array:
     start, stop, stride = item.start, item.stop, 1 if item.step is None else item.step
-    if stride < 1 or any(bound is not None and bound < 0 for bound in (start, stop)):
+    whole = all(one is None or isinstance(one, int | np.integer) for one in (start, stop, stride))
+    if not whole or stride < 1 or any(bound is not None and bound < 0 for bound in (start, stop)):
         raise InvalidArgument(
             f"got steps {start}:{stop}:{stride}, expected step numbers of at least 0 and a stride "
             "of at least 1"
@@ -201,7 +203,11 @@ def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
         ids = _ids(tokens)
         found = positions(coordinates["token"], ids)
         if (found < 0).any():
-            raise InvalidArgument(f"token {ids[found < 0][0]} was not recorded; choose other ids")
+            held = coordinates["token"]
+            span = f", from {held.min()} to {held.max()}" if len(held) else ""
+            raise InvalidArgument(
+                f"token {ids[found < 0][0]} was not recorded; the run holds {len(held)} ids{span}"
+            )
         found = np.unique(found)
     if not len(found):
         raise InvalidArgument(f"got tokens {tokens!r}, which selects no token of this run")
@@ -210,7 +216,7 @@ def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
 
 def _ids(tokens: str | os.PathLike[str] | Iterable[int]) -> Array:
     if not isinstance(tokens, str | os.PathLike):
-        return np.array([int(token) for token in tokens], np.int64)
+        return exact("tokens", tokens, "int64", least=ANY)
     text = os.fspath(tokens)
     if not re.fullmatch(r"[\d\s,]+", text):
         try:

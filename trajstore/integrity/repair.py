@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import Repair, RepairPlan, plan_repair
@@ -26,11 +27,12 @@ from trajstore.threads import Progress
 __all__ = ["Repair", "repair"]
 
 
+@checks_types
 def repair(
     path: RunPath,
     *,
     dry_run: bool = False,
-    threads: int | None = None,
+    threads: Count | None = None,
     on_progress: Progress | None = None,
     on_plan: Callable[[Repair], None] | None = None,
 ) -> Repair:

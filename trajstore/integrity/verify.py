@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.argument_types import Count, checks_types
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
 from trajstore.integrity.array_checks import check_chunks
 from trajstore.integrity.checked_metadata import CheckedMetadata
@@ -100,10 +101,11 @@ class CheckedRun:
     found: Verification
 
 
+@checks_types
 def verify(
     path: RunPath,
     *,
-    threads: int | None = None,
+    threads: Count | None = None,
     on_progress: Progress | None = None,
 ) -> Verification:
     """Check every stored byte of a run, also during its recording.

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument
+from trajstore.exact_values import ANY, exact
 from trajstore.populations.expressions import select_tokens
 from trajstore.populations.masks import POPULATIONS, check_dataset
 from trajstore.populations.row_vectors import row_vectors
@@ -94,7 +95,7 @@ def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bo
     values = _values(name, given)
     tokens = ds.sizes["token"]
     if values.dtype.kind in "iu" or not values.size:
-        return {name: _of_ids(ds, name, values.astype(np.int64))}
+        return {name: _of_ids(ds, name, exact(f"population {name}", values, "int64", least=ANY))}
     if values.dtype.kind == "f" or len(values) != tokens:
         raise InvalidArgument(
             f"got {len(values)} values of {values.dtype} for the population {name}, expected a "
@@ -102,7 +103,7 @@ def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bo
         )
     if values.dtype == bool:
         return {name: values}
-    texts = values.astype(object)
+    texts = exact(f"population {name}", values, "string").astype(object)
     labels = [label for label in dict.fromkeys(texts.tolist()) if label]
     return {f"{name}_{label}": np.asarray(texts == label, bool) for label in sorted(labels)}
 
@@ -114,7 +115,11 @@ def _is_file_name(text: str) -> bool:
 def _values(name: str, given: Any) -> Array:
     """The given values as a one-dimensional array."""
     try:
-        values = np.asarray(list(given) if isinstance(given, Set) else given)
+        listed = isinstance(given, list | tuple | Set)
+        values = np.asarray([*given] if listed else given)
+        if listed and (values.dtype.kind == "U" or any(isinstance(one, bool) for one in given)):
+            # NumPy turns 1 next to texts into "1", and True next to numbers into 1.
+            values = values if values.dtype == bool else np.asarray([*given], object)
     except ValueError:  # lists of several lengths
         values = np.empty((0, 0))
     if values.ndim != 1:

@@ -275,6 +275,12 @@ def _bits_of_tensor(tensor: Any, native: NativeType) -> Array:
     return bits
 
 
+@cache  # NumPy makes the name at each access, which takes longer than the rest of `as_bits`
+def _order_of(dtype: np.dtype[Any]) -> tuple[str, bool]:
+    """Name of a type, and True if its bytes have the order of this machine."""
+    return dtype.name, dtype.isnative
+
+
 def as_bits(value: Any, native: NativeType, variable: str) -> Array:
     """Native bits of values in any supported form.
 
@@ -301,7 +307,11 @@ def as_bits(value: Any, native: NativeType, variable: str) -> Array:
         array = tensor.float().numpy() if name == "bfloat16" else tensor.numpy()
     else:
         array = np.asarray(value)
-        name = array.dtype.name
+        name, has_own_order = _order_of(array.dtype)
+        if not has_own_order:
+            array = array.astype(array.dtype.newbyteorder("="))
+        if value is not array and np.ma.is_masked(value):
+            raise InvalidArgument(f"{variable}: got masked values, expected values or NaN")
         if name == native.name:
             return np.ascontiguousarray(array).view(native.bits).reshape(array.shape)
         if native.itemsize == 2 and array.dtype == np.uint16:

@@ -26,6 +26,19 @@ def test_it_says_what_is_in_a_run(small_run: tuple[Path, Any]) -> None:
     assert repr(xr.Dataset().traj) == "<run: 0 rows; 0 tokens; no variables; part of a run>"
 
 
+def test_a_token_is_found_by_its_text() -> None:
+    texts = ["a", " b", "c", "c", "\0"]
+    ds = xr.Dataset(coords={"token": [7, 8, 9, 10, 11], "token_text": ("token", texts)})
+    assert ds.traj.token("a") == 7
+    assert ds.traj.token("\0") == 11
+    with pytest.raises(InvalidArgument, match=r"'c', which 2 tokens have: 9, 10; select one by"):
+        ds.traj.token("c")
+    with pytest.raises(InvalidArgument, match=r"'b' \(did you mean ' b'\?\), expected the text"):
+        ds.traj.token("b")
+    with pytest.raises(VariableNotRecorded, match="no token_text; label the tokens"):
+        ds.drop_vars("token_text").traj.token("a")
+
+
 def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path) -> None:
     pytest.importorskip("h5netcdf")
     ds = open_run(small_run[0])

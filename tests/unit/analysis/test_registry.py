@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from functools import partial
 
 import dask
 import dask.array as da
@@ -12,7 +13,7 @@ import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
 
-from trajstore import analysis
+from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.registry import QUANTITIES, answer
 from trajstore.analysis.results.write_results import describe
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flags_of, with_flag
@@ -286,3 +287,23 @@ def test_a_single_row_has_no_motion_and_is_no_accident(name, run):
             assert array.sizes["step"] == 1
     found = answer(one, [name])
     assert describe(found).keys() == set(map(str, found))
+
+
+_EMPTY = (
+    "bulk_thermal centroid coherence distinct alignment clusters adjacency nearest_distance "
+    "projection pca inertia logit_stats grad_norms ulp"
+).split()
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_a_run_without_rows_has_empty_results_or_a_sentence(name, tmp_path):
+    variables = dict.fromkeys(("W", "grad", "exp_avg", "exp_avg_sq", "logits", "loss"), "float32")
+    RunWriter.create(
+        tmp_path / "run.zarr", token=range(4), hidden=4, variables=variables, is_dead=[0, 0, 1, 1]
+    ).close()
+    quantity = partial(getattr(analysis, name), open_run(tmp_path / "run.zarr"))
+    if name in _EMPTY:
+        assert quantity().sizes["step"] == 0
+    else:
+        with pytest.raises((InvalidArgument, VariableNotRecorded), match=r"require|no attribute"):
+            quantity()

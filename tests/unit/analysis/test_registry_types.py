@@ -31,7 +31,7 @@ def test_quantities_refuse_an_option_of_a_wrong_type(name, option, run):
 def test_from_the_accessor_and_as_text(run):
     with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
         run.traj.clusters("dead", ranks="a")
-    with pytest.raises(InvalidArgument, match="got optimizer='adam', expected a mapping or None"):
+    with pytest.raises(InvalidArgument, match="optimizer='adam', expected a mapping of strings"):
         answer(run, ["adam_update"], ["optimizer=adam"])
     with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
         answer(run, ["clusters"], ["population=dead,live"])

@@ -56,6 +56,8 @@ def test_the_presets_are_the_notebooks() -> None:
     ("assignment", "sentence"),
     [
         ("optimizer.lr=-1", "optimizer.lr = -1: input should be greater than 0"),
+        ("optimizer.lr=abc", "= 'abc': .* a valid number, such as optimizer.lr=0.001$"),
+        ("training.steps=1.5", "= 1.5: .* a valid integer, such as training.steps=10000$"),
         ("optimizer.rate=1", "unknown field optimizer.rate; the fields are name, lr"),
         ("optimiser.lr=1", r"unknown field optimiser \(did you mean 'optimizer'\?\); the fields"),
         ("schedule.name=step", "schedule.name = 'step': input should be 'linear', 'cosine' or"),

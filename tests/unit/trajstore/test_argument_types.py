@@ -112,7 +112,10 @@ def test_arguments_of_the_annotated_types_pass(given):
         ({"metric": "norm"}, "got metric='norm', expected 'ulp' or 'ordinal'"),
         ({"since": "first"}, "got since='first', expected a whole number or 'previous'"),
         ({"since": 1.5}, "got since=1.5, expected a whole number or 'previous'"),
-        ({"optimizer": "adam"}, "got optimizer='adam', expected a mapping or None"),
+        (
+            {"optimizer": "adam"},
+            "optimizer='adam', expected a mapping of strings to values or None",
+        ),
         ({"path": 3}, "got path=3, expected a string or a PathLike"),
         ({"flag": 1}, "got flag=1, expected True or False"),
     ],

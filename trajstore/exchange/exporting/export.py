@@ -14,6 +14,7 @@ from typing import Any
 
 import xarray as xr
 
+from trajstore.argument_types import Count, checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
@@ -81,6 +82,7 @@ class Exported:
 Run = str | os.PathLike[str] | xr.Dataset
 
 
+@checks_types
 def export(
     run: Run | Iterable[Run],
     file: str | os.PathLike[str],
@@ -91,7 +93,7 @@ def export(
     steps: Steps = None,
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
-    block_rows: int | None = None,
+    block_rows: Count | None = None,
     encoding: Encoding | None = None,
     fill_damaged: bool = False,
     memory: int | str = EXCHANGE_MEMORY,

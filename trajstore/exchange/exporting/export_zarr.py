@@ -50,7 +50,7 @@ def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Pat
         return path
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or overwrite it (--overwrite)"
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     try:
         ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]

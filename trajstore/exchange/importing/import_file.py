@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.argument_types import Count, checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.exchange.guessing.detect_arrays import Detection
 from trajstore.exchange.importing.import_options import import_options
@@ -109,6 +110,7 @@ def preview_import(
         return _imported(held, [None] * len(held.runs))
 
 
+@checks_types
 def import_file(
     file: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -117,9 +119,9 @@ def import_file(
     map: Mapping[str, str | Iterable[str]] | None = None,
     bits: str | Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
-    first_row: int | None = None,
+    first_row: Literal[0, 1] | None = None,
     masks: str | os.PathLike[str] | None = None,
-    block_rows: int | None = None,
+    block_rows: Count | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,

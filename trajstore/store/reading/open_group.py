@@ -29,6 +29,8 @@ from trajstore.threads import in_parallel
 
 __all__ = ["ends", "open_group", "similar_runs"]
 
+_SHOWN = 5  # runs in a message
+
 
 def open_group(path: RunPath, *, zipped: bool = False) -> zarr.Group:
     """Open the root group of a run, read-only, at its last commit, and check its metadata.
@@ -99,7 +101,8 @@ def _value(array: Any, row: int) -> int:
 def similar_runs(path: Path) -> str:
     """End of a message about a missing run: runs with a similar name, or an empty text.
 
-    These are the runs of several parameters with this name, or one whose name is nearly the same.
+    These are the runs of several parameters with this name, or one whose name is nearly the same,
+    or else those in the folder.
 
     Parameters
     ----------
@@ -117,7 +120,10 @@ def similar_runs(path: Path) -> str:
     runs = [entry for entry in entries if (entry / METADATA_KEY).exists()]
     # Names are compared without their common ending.
     near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
-    return did_you_mean(path.name, near)
+    if near or not runs:
+        return did_you_mean(path.name, near)
+    shown = ", ".join(run.name for run in runs[:_SHOWN]) + (" …" if len(runs) > _SHOWN else "")
+    return f"; runs in {path.parent.absolute()}: {shown}"
 
 
 def _zipped_root(path: Location) -> bytes:

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.threads import in_parallel
 
 __all__ = [
     "PARTIAL_SUFFIX",
+    "check_writable",
     "exchange",
     "flush",
     "flush_tree",
@@ -32,6 +33,7 @@ __all__ = [
     "make_folder",
     "put",
     "put_all",
+    "read_only",
     "refuse_links",
     "sweep",
 ]
@@ -135,6 +137,28 @@ def _pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             yield piece
+
+
+def check_writable(path: Path) -> None:
+    """Raise an error if a file or folder cannot be created at a path, whose folder may be missing.
+
+    Raises
+    ------
+    InvalidArgument
+        With the name of the folder, if this user cannot write to it, or it is a file.
+    """
+    folder = next(each for each in path.absolute().parents if os.path.exists(each))
+    if not folder.is_dir():
+        raise InvalidArgument(f"cannot write {path}: {folder} is not a folder; choose another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise read_only(folder / path.name)
+
+
+def read_only(path: Path) -> InvalidArgument:
+    """Error about a path in a folder that this user cannot write to."""
+    return InvalidArgument(
+        f"cannot write to the folder {path.parent}, which is read-only; choose another path"
+    )
 
 
 def make_folder(folder: Path, *, fsync: bool = True) -> None:

@@ -8,6 +8,7 @@ several machines share without sharing locks.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from trajstore.errors import RunLocked
-from trajstore.store.storage.atomic import is_alive
+from trajstore.store.storage.atomic import check_writable, is_alive, read_only
 from trajstore.store.storage.remote_lock import RemoteLock, is_renewed, lock_object
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import utc_now
 
-__all__ = ["RunLock", "is_written_to", "lock_left"]
+__all__ = ["RunLock", "check_unlocked", "is_written_to", "lock_left"]
 
 
 _TRIES = 3
@@ -81,6 +82,8 @@ class RunLock:
         RunLocked
             If another writer holds the lock, or it belongs to a process on another machine, whose
             state is unknown.
+        InvalidArgument
+            If the folder is read-only.
         OSError
             If the lock file cannot be created.
         """
@@ -88,7 +91,11 @@ class RunLock:
             return RemoteLock.acquire(run)
         path = _lock_file(run)
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            check_writable(path)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except PermissionError as error:
+                raise read_only(path) from error
             try:
                 _take(descriptor, run)
             except BaseException:
@@ -173,6 +180,22 @@ def is_written_to(run: RunPath) -> bool | None:
         return False if _owner(descriptor).get("host", here) == here else None
     finally:
         os.close(descriptor)
+
+
+def check_unlocked(run: Path) -> None:
+    """Raise an error if another process writes to a run. This process may, as before `acquire`.
+
+    Raises
+    ------
+    RunLocked
+        If it does.
+    """
+    owner: dict[str, Any] = {}
+    if is_written_to(run):
+        with contextlib.suppress(OSError, ValueError):  # the lock may be released meanwhile
+            owner = json.loads(_lock_file(run).read_bytes())
+        if not _is_here(owner):
+            raise RunLocked(_refusal(run, owner))
 
 
 def lock_left(run: Location) -> Location | None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import FormatError, InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, along_token
 from trajstore.store.metadata.object_keys import METADATA_KEY
@@ -33,6 +34,7 @@ __all__ = ["annotate_run", "check_unlabeled"]
 _MEMORY = 1 << 40  # no row is written, so no buffer is made
 
 
+@checks_types
 def annotate_run(
     path: str | os.PathLike[str],
     *,
@@ -98,7 +100,7 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
     """
     taken = sorted(set(open_group(_local_run(run))) & set(coordinates))
     if taken:
-        raise RunExists(f"{run} already has {', '.join(taken)}; replace with --overwrite")
+        raise RunExists(f"{run} already has {', '.join(taken)}; replace them with overwrite=True")
 
 
 def _local_run(path: str | os.PathLike[str]) -> Path:
@@ -139,12 +141,12 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     link_run(stored, new, keys, metadata, status=root["attributes"]["status"], chunks=chunks)
 
 
-def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
+def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray[Any]]:
     """Coordinates in the order of the schema, checked for consistency."""
     ordered = {name: coordinates[name] for name in ALONG_TOKEN if name in coordinates}
     checked = token_coordinates(ordered.pop("token"), populations=None, **ordered)
     if "is_dead" in checked and "token_count" in checked:
-        dead, counts = np.asarray(checked["is_dead"], bool), np.asarray(checked["token_count"])
+        dead, counts = checked["is_dead"], checked["token_count"]
         wrong = np.flatnonzero(dead != (counts == 0))
         if wrong.size:
             raise InvalidArgument(

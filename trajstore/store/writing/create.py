@@ -15,6 +15,7 @@ from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
+    check_writable,
     exchange,
     flush,
     flush_tree,
@@ -22,7 +23,7 @@ from trajstore.store.storage.atomic import (
     put,
     sweep,
 )
-from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.lock import RunLock, check_unlocked
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, local_path, location
 
 __all__ = [
@@ -43,10 +44,12 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
 
     Raises
     ------
+    RunLocked
+        If another process writes to a run there.
     RunExists
         If the path exists, and `overwrite` is not set, or it is not a run, or it is a link.
     InvalidArgument, MissingExtra
-        If the path has no name, such as ``/``, or is an address that cannot be written to.
+        If the path has no name, such as ``/``, or its folder or address cannot be written to.
     """
     target = location(path).absolute()
     if isinstance(target, RemotePath):
@@ -61,9 +64,11 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
         _check_local(path, target)
         if not target.exists():
             return target
+    if isinstance(target, Path):
+        check_unlocked(target)
     if not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or overwrite it (--overwrite)"
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     if not _is_run(target):
         raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
@@ -99,11 +104,12 @@ def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False
         If the path is an address.
     """
     path = local_path(target)
+    check_writable(path)
     if path.is_dir():
         raise RunExists(f"{path} is a folder; choose the path of a file")
     if path.exists() and not overwrite:
         raise RunExists(
-            f"{path} already exists; choose another path, or overwrite it (--overwrite)"
+            f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
     return path
 
@@ -111,6 +117,7 @@ def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False
 def _check_local(path: RunPath, target: Path) -> None:
     if not str(path) or not target.name:
         raise InvalidArgument(f"got {str(path)!r} as a run, expected a path such as run.zarr")
+    check_writable(target)
     if target.is_symlink():
         raise RunExists(
             f"{path} is a link to {os.readlink(target)}, and links are not replaced; pass its "

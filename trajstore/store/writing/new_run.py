@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
+from trajstore.exact_values import exact, exact_json
 from trajstore.schema import (
     COORDINATES,
     FORMAT,
@@ -21,6 +22,7 @@ from trajstore.schema import (
     TRAJECTORIES,
     along_token,
     coordinate,
+    variable,
 )
 from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
@@ -52,7 +54,7 @@ def token_coordinates(
     token: npt.ArrayLike,
     populations: Mapping[str, npt.ArrayLike] | None = None,
     **others: npt.ArrayLike | None,
-) -> dict[str, npt.ArrayLike]:
+) -> dict[str, npt.NDArray[Any]]:
     """Coordinates along ``token`` of a new run, without those that are None.
 
     Without ``is_dead``, tokens whose ``token_count`` is 0 are dead.
@@ -68,39 +70,43 @@ def token_coordinates(
     Raises
     ------
     InvalidArgument
-        If the ids are not distinct integers, another coordinate has a different length, or a
-        population is not a mask with a valid name.
+        If the ids repeat, a value does not fit into the type of its coordinate, a coordinate has a
+        different length, or the name of a population is invalid.
     """
-    ids = np.asarray(token)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(np.unique(ids)) != ids.size:
+    coordinates = {"token": exact("token", token, "int32")}
+    ids = coordinates["token"]
+    found, counts = np.unique(ids, return_counts=True)
+    if len(found) != len(ids):
+        first = int(np.argmax(counts > 1))
+        more = f" and {n} other ids repeatedly" if (n := np.sum(counts > 1) - 1) else ""
         raise InvalidArgument(
-            f"token: got {ids.dtype} of shape {ids.shape}, expected distinct vocabulary ids "
-            "in one dimension"
+            f"token: got the id {found[first]} {counts[first]} times{more}, expected each id once"
         )
-    coordinates: dict[str, npt.ArrayLike] = {"token": ids}
     for name, mask in (populations or {}).items():
         if name in COORDINATES or coordinate(name) is None or np.asarray(mask).dtype != bool:
             raise InvalidArgument(
                 f"populations: got {name!r} of {np.asarray(mask).dtype}, expected bool values "
                 f"with a new name that begins with {POPULATION}"
             )
-    if others.get("is_dead") is None and others.get("token_count") is not None:
-        others["is_dead"] = np.asarray(others["token_count"]) == 0
     given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
     for name, values in given.items():
-        if values is None:
+        entry = coordinate(name)
+        if values is None or entry is None:
             continue
-        if np.shape(values) != ids.shape:
+        coordinates[name] = exact(name, values, entry.dtype)
+        if len(coordinates[name]) != len(ids):
             raise InvalidArgument(
-                f"{name}: got shape {np.shape(values)}, expected {ids.shape}, the shape of token"
+                f"{name}: got {len(coordinates[name])} values, expected {len(ids)}, one for each "
+                "token"
             )
-        coordinates[name] = values
+    if "is_dead" not in coordinates and "token_count" in coordinates:
+        coordinates["is_dead"] = coordinates["token_count"] == 0
     return coordinates
 
 
 def parameter_coordinate(
     names: Sequence[str] | None, variables: Collection[str]
-) -> dict[str, npt.ArrayLike]:
+) -> dict[str, npt.NDArray[Any]]:
     """Coordinate of a model's parameters, if a new run has variables of them.
 
     Parameters
@@ -122,17 +128,19 @@ def parameter_coordinate(
             f"parameter: got {len(names or ())} names of parameters, expected at least one and all "
             f"distinct, for {', '.join(held)}"
         )
-    return {"parameter": list(names)}
+    return {"parameter": exact("parameter", names, "string")}
 
 
 def check_variables(names: Collection[str]) -> None:
-    """Raise an error if a new run would not hold the recorded parameter.
+    """Raise an error for unknown variables, and without the recorded parameter.
 
     Raises
     ------
     InvalidArgument
-        If ``W``, ``delta`` and ``cells`` are all missing.
+        If a name is unknown, or ``W``, ``delta`` and ``cells`` are all missing.
     """
+    for name in names:
+        variable(name)
     if not any(name in names for name in TRAJECTORIES):
         raise InvalidArgument(
             f"got the variables {', '.join(names) or '—'}, expected at least one of W, delta and "
@@ -142,7 +150,7 @@ def check_variables(names: Collection[str]) -> None:
 
 def new_run(
     path: Location,
-    coordinates: Mapping[str, npt.ArrayLike],
+    coordinates: Mapping[str, npt.NDArray[Any]],
     variables: Mapping[str, str],
     *,
     config: Mapping[str, Any] | None,
@@ -157,7 +165,7 @@ def new_run(
     Parameters
     ----------
     path : Path or RemotePath
-    coordinates : mapping of str to array_like
+    coordinates : mapping of str to ndarray
         Results of `token_coordinates` and `parameter_coordinate`.
     variables : mapping of str to str
         Native type of each variable.
@@ -209,6 +217,7 @@ def new_run(
         "config": dict(config or {}),
         **(attributes or {}),
     }
+    exact_json("attributes", fixed)
     for fault in attribute_faults(fixed):
         raise InvalidArgument(f"invalid attributes of a run: {fault}")
     auxiliary = [name for name in along_token(coordinates) if name != "token"]
@@ -238,25 +247,20 @@ def new_run(
 
 
 def coordinate_objects(
-    coordinates: Mapping[str, npt.ArrayLike],
+    coordinates: Mapping[str, npt.NDArray[Any]],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
     """Metadata of coordinates by name, and their chunks by key.
 
     Parameters
     ----------
-    coordinates : mapping of str to array_like
-        Values, by their names in the schema.
+    coordinates : mapping of str to ndarray
+        Values of `token_coordinates` and `parameter_coordinate`.
     """
     arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for name, values in coordinates.items():
-        entry = coordinate(name)
-        assert entry is not None
-        data = np.asarray(values, None if entry.dtype == "string" else entry.dtype)
-        if entry.dtype == "string":
-            data = data.astype(np.dtypes.StringDType())
         arrays[name] = metadata_of(
-            ArrayFacts(name=name, shape=data.shape, attributes=recorded_attributes(name))
+            ArrayFacts(name=name, shape=values.shape, attributes=recorded_attributes(name))
         )
-        chunks[chunk_key(name, 0, 1)] = stored_values(arrays[name], data)
+        chunks[chunk_key(name, 0, 1)] = stored_values(arrays[name], values)
     return arrays, chunks

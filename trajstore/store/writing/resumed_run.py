@@ -18,6 +18,7 @@ import zarr
 
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exact_values import exact_json
 from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
@@ -197,6 +198,7 @@ def resumed_run(
     InvalidArgument
         If the run has fewer rows, or `memory` is too small for its blocks.
     """
+    exact_json("attributes", dict(attributes or {}))
     layout, arrays = _stored_layout(path, open_group(path), threads)
     root = json.loads((path / METADATA_KEY).read_bytes())
     committed = root["attributes"]["committed_rows"]

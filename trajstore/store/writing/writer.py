@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.argument_types import Count, Example, checks_types
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument, WriterClosed
+from trajstore.exact_values import exact_step
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.metadata.zarr_json import Status
@@ -120,27 +123,28 @@ class RunWriter:
         return self._blocks.seconds_waited
 
     @classmethod
+    @checks_types
     def create(
         cls,
         path: RunPath,
         *,
         token: npt.ArrayLike,
-        hidden: int,
-        variables: Mapping[str, str],
-        examples: int | None = None,
-        positions: int | None = None,
+        hidden: Count,
+        variables: Annotated[Mapping[str, str], Example({"W": "float32"})],
+        examples: Count | None = None,
+        positions: Count | None = None,
         is_dead: npt.ArrayLike | None = None,
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
         parameter: Sequence[str] | None = None,
-        lengths: Mapping[str, int] | None = None,
+        lengths: Mapping[str, Count] | None = None,
         populations: Mapping[str, npt.ArrayLike] | None = None,
         config: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
-        block_rows: int | None = None,
-        threads: int | None = None,
-        buffers: int = BLOCKS,
+        block_rows: Count | None = None,
+        threads: Count | None = None,
+        buffers: Count = BLOCKS,
         overwrite: bool = False,
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = True,
@@ -253,6 +257,7 @@ class RunWriter:
         return run
 
     @classmethod
+    @checks_types
     def resume(
         cls,
         path: RunPath,
@@ -260,7 +265,7 @@ class RunWriter:
         rows: int | None = None,
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
-        threads: int | None = None,
+        threads: Count | None = None,
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = True,
         share: TokenShare | None = None,
@@ -356,12 +361,15 @@ class RunWriter:
         Raises
         ------
         InvalidArgument
-            If the steps do not increase, or there are more steps than places.
+            If the steps are not whole numbers or do not increase, or there are more steps than
+            places.
         """
         self._check_open()
         if len(steps) > self._given:
             raise InvalidArgument(f"got {len(steps)} steps, expected at most {self._given}")
         last = self._last_step
+        if not (isinstance(steps, np.ndarray) and steps.dtype.kind == "i"):
+            steps = [exact_step(step) for step in steps]
         for step in steps:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
@@ -415,11 +423,11 @@ class RunWriter:
         """
         row = self.next_row()
         if values.keys() != row.keys():
-            missing = ", ".join(row.keys() - values.keys()) or "none"
-            unknown = ", ".join(values.keys() - row.keys()) or "none"
-            raise InvalidArgument(
-                f"a row of this run has {', '.join(row)}; missing: {missing}; unknown: {unknown}"
-            )
+            missing = [name for name in row if name not in values]
+            unknown = [f"{name}{did_you_mean(name, row)}" for name in values if name not in row]
+            parts = [("lacks", missing), ("got the unknown", unknown)]
+            found = " and ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+            raise InvalidArgument(f"append() {found}; a row of this run has {', '.join(row)}")
         for name, value in values.items():
             bits = as_bits(value, self.layout.arrays[name].native, name)
             if bits.shape != row[name].shape:

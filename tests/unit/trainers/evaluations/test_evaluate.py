@@ -131,6 +131,6 @@ def test_impossible_calls(own: Any, tmp_path: Path) -> None:
         evaluate(own.path, lambda model, step: {}, out, jobs=2, **options)
     assert not out.exists()
     evaluate(own.path, norm, out, every=3, **options)
-    with pytest.raises(InvalidArgument, match=r"up to step 6 but not of step 1.*--overwrite"):
+    with pytest.raises(InvalidArgument, match=r"up to step 6 but not of step 1.*overwrite=True"):
         evaluate(own.path, norm, out, **options)
     assert evaluate(own.path, norm, out, overwrite=True, **options).steps == 7

@@ -159,16 +159,32 @@ def test_observed_values_of_a_wrong_form_are_errors(tiny: Any, tmp_path: Path) -
             run.observe(batch=torch.rand(3))
         with pytest.raises(InvalidArgument, match=r"example_loss: got .* of shape \(1, 1\)"):
             run.observe(example_loss=[[0.5]])
+        for given in (
+            {"loss": 0.5},
+            {"loss": torch.ones(2)},
+            {"loss": torch.ones((), dtype=torch.int64)},
+            {"logits": [[0.5]]},
+            {"batch": [True, False]},
+            {"batch": [1.5, 2]},
+            {"batch": ["1", "2"]},
+            {"batch": [2**53 + 1]},
+            {"example_loss": [0.1]},
+            {"example_loss": torch.tensor([0.1], dtype=torch.float64)},
+            {"example_loss": [1, 2]},
+            {"example_loss": ["0.5"]},
+        ):
+            with pytest.raises(InvalidArgument, match=f"{next(iter(given))}: got"):
+                run.observe(**given)
         tiny(**batches(1)[0])["loss"].backward()
-        run.observe(batch=[1, 2, 3], example_loss=[0.1, 0.2, 0.3])
+        run.observe(batch=[1, 2, 3], example_loss=[0.25, 0.5, 0.75])
         optimizer.step()
-        for given in ({"batch": [1, 2, 3], "example_loss": [0.1, 0.2]},
+        for given in ({"batch": [1, 2, 3], "example_loss": [0.25, 0.5]},
                       {"batch": [1, 2, 3, 4], "example_loss": [0.0] * 4}):  # fmt: skip
             run.observe(**given)
             tiny(**batches(1)[0])["loss"].backward()
             optimizer.step()
     ds = open_run(path)
-    assert ds.example_loss.values[1].tolist() == np.float32([0.1, 0.2, 0.3]).tolist()
+    assert ds.example_loss.values[1].tolist() == [0.25, 0.5, 0.75]
     assert np.isnan(ds.example_loss.values[2:]).all()
     assert any("numbers differ: batch 3, example_loss 2" in note for note in notes)
     assert any("has 4 examples, but" in note and "room for 3" in note for note in notes)

@@ -448,7 +448,9 @@ def test_resume_needs_a_run_and_more_steps(interrupted: Path, text: Path, tmp_pa
     with pytest.raises(RunNotFound, match="there is no run at"):
         recorded_config(tmp_path / "nowhere.zarr")
     config = recorded_config(interrupted)
-    with pytest.raises(NothingToResume, match="has 5 steps already, got --steps 4"):
+    with pytest.raises(
+        NothingToResume, match=r"5 steps already, got training\.steps=4; .* resume=True"
+    ):
         record(config.with_values(["training.steps=4"]), interrupted, resume=True)
     with pytest.raises(InvalidArgument, match="both"):
         record(config, interrupted, resume=True, overwrite=True)

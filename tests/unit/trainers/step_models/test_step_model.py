@@ -107,8 +107,13 @@ def test_a_missing_step_and_a_run_of_another_tier(recorded: Any, tmp_path: Any) 
         model_at(recorded.path, 9)
     with pytest.raises(StepNotFound, match=r"no row of step -1; the nearest: 0"):
         next(models(recorded.path, [2, -1]))
-    with pytest.raises(InvalidArgument, match="step: got '1', expected a whole number"):
+    with pytest.raises(InvalidArgument, match="got step='1', expected a whole number"):
         model_at(recorded.path, "1")
+    with pytest.raises(InvalidArgument, match=r"got step=\[3\], expected a whole number"):
+        model_at(recorded.path, [3])
+    for steps in ([1.0], [True], ["1"], [[1]]):
+        with pytest.raises(InvalidArgument, match=r"steps: got .* at position 0"):
+            next(models(recorded.path, steps))
     run = sample_run(tmp_path / "run.zarr")
     with pytest.raises(VariableNotRecorded, match=r"not hold all parameters.*tier everything"):
         model_at(run, 1)

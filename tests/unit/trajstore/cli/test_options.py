@@ -8,8 +8,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from trajstore.cli.options import SELECT, file_stem
+from trajstore.cli.options import SELECT, file_stem, runs_and_names
 from trajstore.errors import InvalidArgument
+
+
+def test_a_quantity_before_the_run_is_called_so() -> None:
+    with pytest.raises(InvalidArgument, match=r"got freeze before the run; .*: a\.zarr freeze sky"):
+        runs_and_names(["freeze", "a.zarr", "sky"], {"freeze", "sky"})
 
 
 @pytest.mark.parametrize(

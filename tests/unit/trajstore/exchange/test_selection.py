@@ -70,6 +70,13 @@ def test_tokens_that_are_not_there_are_refused(source: TiledRun, tokens: Any) ->
         select(source, tokens=tokens)
 
 
+def test_a_token_that_was_not_recorded_is_named_with_the_ids_of_the_run(source: TiledRun) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"token 999 was .* the run holds \d+ ids, from \d+ to"
+    ):
+        select(source, tokens=[999])
+
+
 def test_variables_keep_the_order_of_the_schema(source: TiledRun) -> None:
     assert select(source, variables="loss, W").variables == ("W", "loss")
     assert select(source, variables=["grad"]).variables == ("grad",)

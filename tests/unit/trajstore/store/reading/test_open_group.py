@@ -220,8 +220,18 @@ def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
     _run(tmp_path / "c.wte.weight.zarr")
     with pytest.raises(RunNotFound, match=r"similar names: .*c\.wte\.weight\.zarr$"):
         open_group(tmp_path / "c.zarr")
-    with pytest.raises(RunNotFound, match=r"no run at .*other\.zarr$"):
+    with pytest.raises(
+        RunNotFound, match=r"no run at .*other\.zarr; runs in .*: c\.wte\.weight\.zarr$"
+    ):
         open_group(tmp_path / "other.zarr")
+
+
+def test_the_runs_in_the_folder_are_named_if_no_name_is_near(tmp_path: Path) -> None:
+    for name in "abcdef":
+        _run(tmp_path / f"{name}.zarr")
+    runs = "a.zarr, b.zarr, c.zarr, d.zarr, e.zarr …"
+    with pytest.raises(RunNotFound, match=rf"; runs in {tmp_path}: {runs}$"):
+        open_group(tmp_path / "gatsby.zarr")
 
 
 def test_a_folder_of_runs_is_told(tmp_path: Path) -> None:

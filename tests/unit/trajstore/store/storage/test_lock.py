@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.errors import RunLocked
+from trajstore.errors import InvalidArgument, RunExists, RunLocked
 from trajstore.store.storage import lock as lock_module
 from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
+from trajstore.store.writing.create import check_file_target, check_target
 
 HOLDER = """
 import sys, pathlib
@@ -57,6 +58,39 @@ def test_another_process_holds_it_until_it_is_killed(run: Path) -> None:
     assert json.loads(left.read_text())["process"] == holder.pid, "killed, it could not tidy up"
     RunLock.acquire(run).release()
     assert not left.exists()
+
+
+def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path) -> None:
+    run.mkdir()
+    with RunLock.acquire(run), pytest.raises(RunExists):  # of this process: see acquire
+        check_target(run)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for overwrite in (False, True):
+            with pytest.raises(RunLocked, match=f"process {holder.pid} on"):
+                check_target(run, overwrite=overwrite)
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = f"cannot write to the folder {run.parent}, which is read-only"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run.parent)
+    for check in (check_target, check_file_target, RunLock.acquire):
+        with pytest.raises(InvalidArgument, match=expected):
+            check(run)
+    with pytest.raises(InvalidArgument, match=expected):
+        check_target(run.parent / "missing" / run.name)
+    with pytest.raises(InvalidArgument, match="is not a folder"):
+        check_target(Path(__file__) / "run.zarr")
 
 
 def test_a_lock_of_another_machine_is_respected(run: Path) -> None:

@@ -103,7 +103,7 @@ def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({}, "got no coordinate"),
-        ({"is_dead": [True]}, r"got shape \(1,\)"),
+        ({"is_dead": [True]}, "got 1 values, expected 3"),
         ({"is_dead": [True] * 3, "token_count": [0, 1, 0]}, "position 1"),
     ],
 )

@@ -261,8 +261,8 @@ def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"W": None}, "missing: W"),
-        ({"grad": 1.0}, "unknown: grad"),
+        ({"W": None}, r"append\(\) lacks W;"),
+        ({"grad": 1.0}, "got the unknown grad;"),
         ({"W": np.zeros((5, 4), "u2")}, r"got shape \(5, 4\), expected \(5, 3\)"),
         ({"W": np.full((5, 3), 0.1, "f4")}, "not exactly representable in bfloat16"),
         ({"W": np.zeros((5, 3), "i8")}, "got int64"),
@@ -360,12 +360,12 @@ def test_links_are_not_overwritten_nor_what_has_no_name(
         ({"variables": {"loss": "float32"}}, "expected at least one of W, delta"),
         ({"variables": {"W": "int8"}}, "int8"),
         ({"variables": {"W": "bfloat16", "bogus": "float32"}}, "no variable 'bogus'"),
-        ({"token": [1, 1, 2]}, "distinct"),
-        ({"token": [0.5, 1.5]}, "float64"),
-        ({"is_dead": [True]}, r"is_dead: got shape \(1,\)"),
-        ({"hidden": 0}, "hidden has length 0"),
+        ({"token": [1, 1, 2]}, "got the id 1 2 times, expected each id once"),
+        ({"token": [0.5, 1.5]}, "token: got 0.5 at position 0, expected whole numbers"),
+        ({"is_dead": [True]}, "is_dead: got 1 values"),
+        ({"hidden": 0}, "got hidden=0, expected a whole number of at least 1"),
         ({"commit_every": 0}, "commit_every: got 0, expected seconds above 0"),
-        ({"buffers": 0}, "got 0 buffers, expected at least 1"),
+        ({"buffers": 0}, "got buffers=0, expected a whole number of at least 1"),
         ({"memory": "1KiB", "block_rows": None}, "at least"),
     ],
 )
