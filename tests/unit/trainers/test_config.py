@@ -108,7 +108,7 @@ def test_the_earlier_name_of_a_section_is_accepted(tmp_path: Path) -> None:
         RunConfig.from_toml(file)
 
 
-def test_a_file_that_is_no_configuration_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         RunConfig.from_toml(file)
