@@ -295,7 +295,7 @@ class Page:
         """Choose the best match of the search."""
         found = self._seen.tokens.find(self._search.value_input)
         if found.size:
-            self._choose(int(found[0]))
+            _in_turn(lambda: self._choose(int(found[0])))
 
     def _clicked(self, event: Any) -> None:
         number = int(self._table.value["id"].iloc[event.row])
@@ -365,7 +365,7 @@ class Page:
 
 
 def _in_turn(change: Callable[[], None]) -> None:
-    """Change the page with its lock held; clicks on tables and figures do not hold it."""
+    """Change the page with its lock held; clicks and Enter do not hold it."""
     import panel as pn
 
     pn.state.execute(change, schedule=True)
