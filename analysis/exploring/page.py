@@ -31,6 +31,12 @@ _OF_TOKEN = {
     "hop": "hops of the token (L1, lattice spacings)",
     "gradient": "gradient norm of the token (L2)",
 }
+_FROM_THE_OTHER_END = """
+if (cb_obj.direction > 0 && cb_obj.value >= cb_obj.end) cb_obj.value = cb_obj.start;
+if (cb_obj.direction < 0 && cb_obj.value <= cb_obj.start) cb_obj.value = cb_obj.end;
+"""
+"""Where the player starts if it stands at the end; runs in the browser."""
+
 _LOOK = 1000  # milliseconds between two updates of the page
 
 
@@ -90,7 +96,9 @@ class Page:
             show_loop_controls=False, width=None, min_width=300, sizing_mode="stretch_width",
         )  # fmt: skip
         self._search = pn.widgets.TextInput(
-            placeholder="Text or id of a token", width=None, sizing_mode="stretch_width"
+            placeholder="Text or id of a token; Enter selects the first",
+            width=None,
+            sizing_mode="stretch_width",
         )
         whole = bokeh_tables.NumberFormatter(format="0,0", nan_format="never", text_align="right")
         numbers = dict.fromkeys(("count in text", "last change", "changes"), whole)
@@ -102,8 +110,10 @@ class Page:
         self._status, self._step, self._token, self._found = (
             pn.pane.HTML("", sizing_mode="stretch_width") for _ in range(4)
         )
+        self._player.jscallback(direction=_FROM_THE_OTHER_END)
         self._player.param.watch(lambda _: self._show_step(), "value")
         self._search.param.watch(lambda event: self._search_for(event.new), "value_input")
+        self._search.param.watch(lambda _: self._choose_first(), "enter_pressed")
         self._table.on_click(self._clicked)
 
     def _layout(self, pn: Any) -> Any:
@@ -281,6 +291,12 @@ class Page:
         self._table.value = rows
         self._found.object = f"{len(rows):,} tokens" if len(rows) != 1 else "1 token"
 
+    def _choose_first(self) -> None:
+        """Choose the best match of the search."""
+        found = self._seen.tokens.find(self._search.value_input)
+        if found.size:
+            _in_turn(lambda: self._choose(int(found[0])))
+
     def _clicked(self, event: Any) -> None:
         number = int(self._table.value["id"].iloc[event.row])
         at = int(np.flatnonzero(self._seen.tokens.ids == number)[0])
@@ -349,7 +365,7 @@ class Page:
 
 
 def _in_turn(change: Callable[[], None]) -> None:
-    """Change the page with its lock held; clicks on tables and figures do not hold it."""
+    """Change the page with its lock held; clicks and Enter do not hold it."""
     import panel as pn
 
     pn.state.execute(change, schedule=True)

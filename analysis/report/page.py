@@ -173,7 +173,7 @@ def _facts(
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
     lazy, unknown = evidence(scan, options.min_unchanged)
-    found = dict(zip(lazy, compute_together(list(lazy.values())), strict=True))
+    found = dict(zip(lazy, compute_together(list(lazy.values()), report), strict=True))
     names, groups = populations(scan.ds)
     sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
     verdict_parts = [
@@ -236,7 +236,9 @@ def drawn(
         return [], {"all": str(error)}
     made = []
     left_out = dict(found.left_out)
-    for figure in found.figures:
+    for number, figure in enumerate(found.figures):
+        if report is not None:
+            report(number, len(found.figures))
         one = replace(found, figures=[figure])
         try:
             pictures = _pictures(one)

@@ -101,7 +101,7 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert "interrupted, 8 rows" in trajstore_cli("info", run).stdout
 
 
-def test_what_cannot_be_repaired_is_said(trajstore_cli: Cli, run: Path) -> None:
+def test_what_cannot_be_repaired_is_reported(trajstore_cli: Cli, run: Path) -> None:
     flip(run / "token_text" / "c.0", 99)
     done = trajstore_cli("repair", run, rc=1)
     assert "Cannot be repaired" in done.stdout

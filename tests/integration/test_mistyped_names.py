@@ -56,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("call", MISTYPED)
-def test_the_right_name_is_told(call: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_name_gets_a_suggestion(
+    call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     done = CliRunner().invoke(main, shlex.split(call), prog_name="trajstore")
     assert done.exit_code == 2

@@ -72,7 +72,7 @@ def line_after_notes(stream: IO[str]) -> str:
         pytest.param(signal.SIGTERM, "gatsby-adam", marks=pytest.mark.nightly),
     ],
 )
-def test_a_signal_interrupts_and_the_command_it_names_goes_on(
+def test_a_signal_interrupts_and_the_command_it_names_continues(
     number: signal.Signals,
     name: str,
     text: Path,
@@ -134,7 +134,7 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_killed_recording_goes_on_from_its_checkpoint(
+def test_a_killed_recording_continues_from_its_checkpoint(
     text: Path,
     tmp_path: Path,
     straight: Callable[[str, int], Path],
@@ -162,7 +162,7 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
     same_values(straight("gatsby", 70), path)
 
 
-def test_the_steps_of_a_preset_are_not_those_of_a_run_that_goes_on(
+def test_the_steps_of_a_preset_are_not_those_of_a_run_that_continues(
     text: Path, tmp_path: Path, trajstore_cli: Callable[..., Any]
 ) -> None:
     path = tmp_path / "run.zarr"

@@ -62,7 +62,7 @@ def test_what_is_read_of_a_run_that_has_gone_says_so(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("look", [verify, repair])
-def test_what_has_gone_is_not_found_damaged_and_not_made_again(look: Any, whole: Path) -> None:
+def test_a_vanished_run_is_not_reported_as_damaged(look: Any, whole: Path) -> None:
     def go(*progress: int) -> None:
         shutil.rmtree(whole, ignore_errors=True)
 

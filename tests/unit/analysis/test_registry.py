@@ -280,7 +280,7 @@ def test_within_needs_a_window(run):
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
-def test_a_single_row_has_no_motion_and_is_no_accident(name, run):
+def test_quantities_of_a_single_row(name, run):
     one = run.isel(step=[0]).chunk()
     for array in analysis.compute(one, [name]).data_vars.values():
         if "step" in array.dims:

@@ -98,7 +98,7 @@ def test_a_configuration_survives_toml(lr: float, steps: int, variables: str) ->
     assert RunConfig.parse(__import__("tomllib").loads(config.to_toml())) == config
 
 
-def test_a_file_that_is_no_configuration_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         RunConfig.from_toml(file)

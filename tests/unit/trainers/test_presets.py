@@ -21,7 +21,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_a_name_that_is_none_names_those_there_are() -> None:
+def test_an_unknown_preset_is_an_error_with_the_known_names() -> None:
     with pytest.raises(InvalidArgument, match=r"'mallard'; choose from gatsby, .*duckling"):
         preset("mallard")
     assert all(make().with_values([]) == make() for make in PRESETS.values())

@@ -64,7 +64,7 @@ def test_a_loop_is_compiled_at_its_first_call(loop: CompiledLoop) -> None:
     assert doubled(loop, "i4")
 
 
-def test_while_one_thread_prepares_it_others_do_without(
+def test_other_threads_use_numpy_during_compilation(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("numba")
@@ -129,7 +129,7 @@ def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.M
     [ImportError("Numba needs NumPy 2.3 or less"), OSError("libllvmlite.so"), None],
     ids=str,
 )
-def test_a_numba_that_cannot_be_used_is_said_once(
+def test_a_numba_that_cannot_be_used_is_reported_once(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     def broken(name: str) -> types.ModuleType:
@@ -145,7 +145,7 @@ def test_a_numba_that_cannot_be_used_is_said_once(
     never(loop)
 
 
-def test_a_damaged_cache_of_numba_is_said(loop: CompiledLoop, tmp_path: Path) -> None:
+def test_a_damaged_cache_of_numba_is_reported(loop: CompiledLoop, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     assert doubled(loop)
     kept = list((tmp_path / "__pycache__").glob("*.nbc"))
@@ -167,7 +167,7 @@ def test_without_jit_no_python_loop_runs(
     never(loop)
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
+def test_a_loop_is_compiled_without_a_cache(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numba = pytest.importorskip("numba")

@@ -142,7 +142,7 @@ def test_advice_holds_for_all_recorded_rates() -> None:
     assert "can never change W at learning rates up to 0.01: (1 − 0.01·0.1)" in one.sentence
 
 
-def test_strictness_is_one_sentence() -> None:
+def test_strict_numerics_refuse_in_one_sentence() -> None:
     require_sound([])
     advice = advise(adam(weight_decay=0.01), state="bfloat16", weights="bfloat16")
     with pytest.raises(

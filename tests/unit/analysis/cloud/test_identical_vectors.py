@@ -121,7 +121,7 @@ def test_a_run_without_steps_has_no_clusters(make_run, walk) -> None:
     assert (found.sizes["step"], found.sizes["token"]) == (0, 3)
 
 
-def test_on_a_lattice(make_run) -> None:
+def test_clusters_on_a_lattice(make_run) -> None:
     W = np.array([[[1.0], [1.001], [1.1]]], np.float32)
     found = analysis.clusters(make_run(W, native="float32"), lattice="bfloat16")
     assert found.cluster.values.tolist() == [[3, 3, 0]]

@@ -34,7 +34,7 @@ def test_new_rows_come_while_the_run_is_recorded(tmp_path: Path) -> None:
     assert float(live.seen.history.data["loss"]["loss"][0]) == 6
 
 
-def test_what_cannot_be_read_is_said_and_what_was_seen_stays(
+def test_what_cannot_be_read_is_reported_and_what_was_seen_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.zarr"

@@ -21,7 +21,7 @@ def ds(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
     return open_run(path)
 
 
-def test_what_is_held_is_what_the_analysis_finds(ds: xr.Dataset) -> None:
+def test_the_history_equals_the_analysis(ds: xr.Dataset) -> None:
     history = prepare(ds)
     data, shown = history.data, history.populations
     rest = analysis.freeze(ds).compute()
@@ -54,7 +54,7 @@ def test_positions_of_long_runs_are_those_of_every_nth_row(
     assert history.position["step"].values.tolist() == [0, 4, 8, 12, 16, 20]
 
 
-def test_what_a_run_does_not_hold_is_said(tmp_path: Path) -> None:
+def test_what_a_run_does_not_hold_is_reported(tmp_path: Path) -> None:
     with begin(tmp_path / "run.zarr") as run:
         extend(run, range(12))
     ds = open_run(tmp_path / "run.zarr")

@@ -28,7 +28,7 @@ def test_figures_without_their_variables_are_left_out_with_a_reason(run):
         collect([run.isel(step=slice(0, 0))], figures_named(["all"]), Options(), leave_out=True)
 
 
-def test_scales_go_with_one(run):
+def test_only_a_single_figure_takes_log(run):
     found = collect([run], figures_named(["loss", "speed"]), Options())
     with pytest.raises(InvalidArgument, match="for several figures; draw a single figure"):
         draw_sheet(found, log="y")

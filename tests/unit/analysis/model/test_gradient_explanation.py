@@ -73,7 +73,7 @@ def test_position_by_position(run, targets, last):
     np.testing.assert_allclose(found.share.sum("example"), 1)
 
 
-def test_what_is_explained_has_no_error_left(run):
+def test_an_explained_gradient_has_no_error(run):
     grad = run.grad.copy()
     for token in DEAD:
         place = run.token.values.tolist().index(token)
@@ -83,7 +83,7 @@ def test_what_is_explained_has_no_error_left(run):
     np.testing.assert_allclose(found.cosine, 1)
 
 
-def test_room_that_a_step_did_not_need(run):
+def test_missing_examples_and_positions_are_ignored(run):
     states = run.hidden_states.copy()
     states[2, 3] = np.nan  # one example fewer
     states[2, :, 4] = np.nan  # and a shorter text

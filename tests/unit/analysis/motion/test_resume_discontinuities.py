@@ -43,7 +43,7 @@ def test_a_step_that_was_lost_is_found(make_run):
     assert 120 in got.step.values[got.discontinuity.values]
 
 
-def test_rest_and_a_single_twitch_are_no_discontinuity(make_run):
+def test_one_moving_element_is_no_discontinuity(make_run):
     W = history()
     W[100:] = W[99]
     W[150:, 0, 0] += 1e-6

@@ -44,7 +44,7 @@ def test_groups_of_the_heatmap(make_run, walk):
     )
 
 
-def test_nothing_is_pooled_where_there_is_room(make_run, walk):
+def test_a_small_heatmap_is_not_pooled(make_run, walk):
     ds = make_run(walk(9, 5, 4))
     found = analysis.heatmap(ds)
     order = np.argsort(analysis.freeze(ds).last_motion.values, kind="stable")

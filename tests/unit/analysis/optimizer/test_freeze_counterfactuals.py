@@ -66,7 +66,7 @@ def test_a_window_ends_where_it_ends_whatever_the_chunks(window):
     xr.testing.assert_identical(got, whole)
 
 
-def test_what_is_frozen_is_what_freeze_says():
+def test_attribution_and_freeze_agree_on_frozen_tokens():
     ds = resting("AdamW, bfloat16")
     frozen = (analysis.freeze(ds, min_unchanged=1).frozen_since >= 0).values
     attribution = analysis.freeze_attribution(ds).attribution

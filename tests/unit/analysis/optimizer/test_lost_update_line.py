@@ -55,7 +55,7 @@ def test_below_the_line_updates_are_less_than_half_a_spacing(run):
         np.testing.assert_allclose(update, 2.0**-8)
 
 
-def test_where_there_is_no_rate(run):
+def test_the_threshold_without_a_learning_rate(run):
     still = run.assign(lr=run.lr * 0)
     assert np.isinf(analysis.moment_plane(still).threshold).all()
     assert np.isnan(analysis.moment_plane(run, step=0).threshold).all()

@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", nightly_but(CASES, "Adam, coupled decay", "float16"))
-def test_shares_are_those_of_counting(case):
+def test_fractions_equal_a_plain_count(case):
     ds = trained(*CASES[case])
     got = analysis.moment_stuck(ds.chunk(step=5, token=4)).compute()
     assert got.sizes["step"] == ds.sizes["step"] - 1
@@ -142,7 +142,7 @@ def test_skipped_steps_have_no_intended_updates():
         analysis.moment_stuck(ds.isel(step=slice(3, None)))
 
 
-def test_a_sign_of_zero_is_no_change_and_what_is_not_finite_is_not_meant():
+def test_signs_of_zero_and_infinite_gradients_do_not_count():
     ds = trained("AdamW", {"weight_decay": 0.0}, "bfloat16", rows=3)
     W, grad = ds.W.copy(deep=True), ds.grad.copy(deep=True)
     W[1, 0, 0], W[2, 0, 0] = 0.0, -0.0

@@ -115,7 +115,7 @@ def test_rows_from_a_later_step_begin_with_their_own_moments():
         analysis.exact_moments(without)
 
 
-def test_from_row_0_neither_weights_nor_moments_are_needed():
+def test_exact_moments_from_row_0_need_gradients_only():
     ds = trained("AdamW", {}, "bfloat16")
     alone = ds.drop_vars(["W", "exp_avg", "exp_avg_sq", "lr"])
     assert analysis.exact_moments(alone).equals(analysis.exact_moments(ds))

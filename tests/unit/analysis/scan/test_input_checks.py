@@ -25,7 +25,7 @@ def test_what_to_record(missing, recorded, make_run, walk):
         input_checks.variables(make_run(walk(2, 2, 2)), *missing)
 
 
-def test_what_no_recording_gives(make_run, walk):
+def test_missing_coordinates_have_no_advice_to_record(make_run, walk):
     run = make_run(walk(2, 2, 2))
     with pytest.raises(VariableNotRecorded, match=r"which the run does not hold$"):
         input_checks.variables(run, "parameter")

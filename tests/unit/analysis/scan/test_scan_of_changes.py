@@ -66,7 +66,7 @@ def test_quantities_of_changes_are_lazy() -> None:
         assert getattr(analysis, name)(changes.chunk(step=4)).chunks is not None
 
 
-def test_where_tokens_are_is_not_known() -> None:
+def test_changes_alone_do_not_give_positions() -> None:
     _, changes = both()
     quantities = (
         analysis.centroid, analysis.regimes, analysis.lifecycle, analysis.distinct, analysis.ulp,

@@ -44,7 +44,7 @@ def test_both_runs_of_untied_weights_are_named(capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
 
 
-def test_an_interrupted_one_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_one_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     print_interrupted(Path("my run.zarr"), FACTS, fsync=False)
     assert capsys.readouterr().err == (
         "Interrupted after step 3; 4 rows are committed. Resume with: "

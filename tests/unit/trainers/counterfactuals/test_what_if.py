@@ -86,7 +86,7 @@ def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", nightly_but(OPTIMIZERS, "adamw"))
-def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
+def test_it_continues_from_a_step(name: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=torch.bfloat16)
     found = what_if(run, tmp_path / "same.zarr", at=7)
     assert (found.rows, found.first_step, found.last_step) == (14, 7, 20)
@@ -329,7 +329,7 @@ def test_a_recorded_subset(tmp_path: Path) -> None:
         what_if(run, tmp_path / "no.zarr", tokens=[4])
 
 
-def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path) -> None:
+def test_fork_names_omitted_variables_and_takes_a_list_of_settings(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", variables="matrix,norms")
     found = what_if(run, tmp_path / "same.zarr")
     names = "param_grad_norm, param_norm, param_update_norm, param_update_lost"
@@ -401,7 +401,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_asked_is_one_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_wrong_questions_are_errors_and_write_nothing(name: str, tmp_path: Path) -> None:
     options, settings, how, error, sentence = BAD[name]
     run = tiny_run(tmp_path / "run.zarr", steps=4, **options)
     before = sorted(tmp_path.rglob("*"))

@@ -440,7 +440,7 @@ def test_several_parameters_have_a_run_each(tiny: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_loss_of_nan_is_recorded_and_training_goes_on(tiny: Any, tmp_path: Path) -> None:
+def test_a_loss_of_nan_is_recorded_and_training_continues(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
     with capture(tiny, optimizer, path):
@@ -470,7 +470,7 @@ def test_evaluation_is_not_recorded(tiny: Any, tmp_path: Path) -> None:
     assert xr.open_zarr(path).loss.values[-1] == loss.item()
 
 
-def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_reported(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters())
     path = tmp_path / "run.zarr"
 
@@ -605,7 +605,7 @@ def test_every_row_on_a_device(tokens: Any, accelerator: Any, tiny: Any, tmp_pat
     assert np.isfinite(ds.clip_coef.values[1:]).all()
 
 
-def test_its_rows_are_committed_by_time_also_when_it_goes_on(
+def test_its_rows_are_committed_by_time_also_when_it_continues(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row of the step in progress, which is in the block already, is no part of that."""
@@ -643,7 +643,7 @@ def test_none_commits_whole_blocks_only(tiny: Any, tmp_path: Path) -> None:
         assert run.writer._blocks._timer is None
 
 
-def test_what_is_attached_in_mid_training_begins_with_the_moments_there_are(tmp_path: Path) -> None:
+def test_a_recording_begun_in_training_holds_the_current_moments(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -681,7 +681,7 @@ def loop_of_ones_own(path: Path, notes: list[str], *, parts: int, divided: bool)
     ("parts", "divided", "told"),
     [(1, False, ""), (2, True, "got several quotients"), (2, False, "")],
 )
-def test_a_loss_that_is_not_seen_or_divided_is_told_once(
+def test_a_loss_that_is_not_seen_or_divided_is_reported_once(
     tmp_path: Path, parts: int, divided: bool, told: str
 ) -> None:
     notes: list[str] = []

@@ -147,7 +147,7 @@ def transformed() -> Any:
         (lambda: Subset(Examples(), [0]), "has the class Examples"),
     ],
 )
-def test_what_cannot_be_counted_is_said(made: Any, reason: str) -> None:
+def test_what_cannot_be_counted_is_reported(made: Any, reason: str) -> None:
     facts = facts_of(made())
     assert not facts.options
     (note,) = facts.notes
@@ -179,7 +179,7 @@ def test_several_processes_do_not_count() -> None:
     assert "several processes train" in facts_of(EXAMPLES, processes=2).notes[0]
 
 
-def test_what_is_given_wins_and_what_goes_on_is_kept() -> None:
+def test_given_labels_take_precedence_over_counted_ones() -> None:
     for given in ({"is_dead": [True] * VOCAB}, {"token_count": [1] * VOCAB}, {"resume": True}):
         facts = facts_of(EXAMPLES, **given)
         assert not facts.options
@@ -202,13 +202,13 @@ def test_texts_are_of_the_tokenizer() -> None:
     assert any(f"has {VOCAB + 1} tokens, and the matrix {VOCAB} rows" in n for n in longer.notes)
 
 
-def test_a_tokenizer_that_fails_is_said() -> None:
+def test_a_tokenizer_that_fails_is_reported() -> None:
     facts = facts_of(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
     assert set(facts.options) == {"is_dead", "token_count"}
     assert "does not record the texts of its tokens" in facts.notes[1]
 
 
-def test_a_model_that_cannot_tell_its_embeddings_is_said() -> None:
+def test_a_model_that_cannot_tell_its_embeddings_is_reported() -> None:
     class Unknown(TinyModel):
         def get_output_embeddings(self) -> Any:
             raise NotImplementedError  # as models of transformers do that have none

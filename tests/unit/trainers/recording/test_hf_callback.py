@@ -105,7 +105,7 @@ def test_every_row_equals_that_of_lists(
     json.dumps(ds.attrs)
 
 
-def test_all_parameters_of_somebody_elses_training(tmp_path: Path) -> None:
+def test_all_parameters_of_another_training(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)

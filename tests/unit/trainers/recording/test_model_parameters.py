@@ -144,7 +144,7 @@ def test_steps_that_a_scaler_skips(fused: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(gradients, ds.grad_norm.values[taken], rtol=1e-5)
 
 
-def test_only_what_is_named_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_named_variables_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trajstore.trainers.recording import model_parameters
 
     def refuse(*tensors: Any) -> None:
@@ -164,7 +164,7 @@ def test_each_of_several_matrices_has_them(tmp_path: Path) -> None:
     xr.testing.assert_identical(one.param_norm.drop_attrs(), other.param_norm.drop_attrs())
 
 
-def test_a_run_goes_on_with_the_same_model(tmp_path: Path) -> None:
+def test_a_run_continues_with_the_same_model(tmp_path: Path) -> None:
     path = run_of(tmp_path / "run.zarr")
     model = TinyModel(torch.bfloat16)
     model.more = torch.nn.Parameter(torch.zeros(1))

@@ -243,7 +243,7 @@ class Clones(TrainerCallback):
         self.moments.append([state[p]["exp_avg"].clone() for p in parameters])
 
 
-def test_only_what_the_training_has(tmp_path: Path) -> None:
+def test_a_model_without_state_records_parameters_only(tmp_path: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ds = small_run(tmp_path / "run.zarr", model, optimizer, every=2)

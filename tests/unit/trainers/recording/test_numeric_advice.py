@@ -38,7 +38,7 @@ def train(model: Any, path: Path, **options: Any) -> None:
             optimizer.step()
 
 
-def test_a_function_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_notes_are_passed_to_a_function_before_the_first_step(tmp_path: Path) -> None:
     told: list[str] = []
     path = tmp_path / "run.zarr"
 
@@ -52,7 +52,7 @@ def test_a_function_is_told_before_the_first_step(tmp_path: Path) -> None:
     assert [one["sentence"] for one in information(path)["advice"]] == told
 
 
-def test_a_run_that_goes_on_is_not_told_again(tmp_path: Path) -> None:
+def test_a_run_that_continues_is_not_told_again(tmp_path: Path) -> None:
     told: list[str] = []
     path = tmp_path / "run.zarr"
     model = TinyModel(torch.bfloat16)

@@ -90,7 +90,7 @@ def test_what_is_impossible_is_refused_where_it_is_written(wrong: Any, message: 
         RecordingOptions(**wrong)
 
 
-def test_what_is_named_itself_is_required_and_what_a_tier_names_is_not() -> None:
+def test_named_variables_are_required_and_those_of_tiers_optional() -> None:
     options = RecordingOptions(variables="weights, W_ulp_l1")
     assert options.required == {"W_ulp_l1"}
     assert options.resolved[0] == "W"
@@ -98,14 +98,12 @@ def test_what_is_named_itself_is_required_and_what_a_tier_names_is_not() -> None
     assert RecordingOptions(variables=("W", "matrix")).required == {"W"}
 
 
-def test_a_run_that_is_to_go_on_must_be_there_already(tmp_path: Path) -> None:
+def test_a_run_that_is_to_continue_must_be_there_already(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound):
         TrajectoryCallback(tmp_path / "run.zarr", resume=True)
 
 
-def test_what_is_known_of_another_vocabulary_is_refused_before_a_step(
-    tiny: Any, tmp_path: Path
-) -> None:
+def test_labels_of_another_vocabulary_are_refused_before_a_step(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(tiny.parameters())
     with (
         pytest.raises(InvalidArgument, match=r"token_count: got shape \(4,\), expected one value"),

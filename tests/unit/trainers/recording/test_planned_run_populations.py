@@ -75,7 +75,7 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
     assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)
 
 
-def test_a_run_that_goes_on_keeps_them(tmp_path: Path) -> None:
+def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
     model = TinyModel()
     path = run_of(tmp_path / "run.zarr", model, populations=GIVEN)
     on: dict[str, Any] = {"resume": True}

@@ -76,7 +76,7 @@ def same(one: Path, other: Path) -> xr.Dataset:
 
 
 @pytest.mark.parametrize(("taken", "every"), [(5, 1), (7, 3)])
-def test_a_loop_goes_on_from_its_own_checkpoint(taken: int, every: int, tmp_path: Path) -> None:
+def test_a_loop_continues_from_its_own_checkpoint(taken: int, every: int, tmp_path: Path) -> None:
     Loop().run(tmp_path / "straight.zarr", 0, STEPS, every=every)
     path = tmp_path / "run.zarr"
     first = Loop()
@@ -257,7 +257,7 @@ def trainer(folder: Path, callback: TrajectoryCallback, *others: TrainerCallback
     return Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback, *others])
 
 
-def test_a_trainer_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path) -> None:
     options: dict[str, Any] = {"variables": RECORD, "block_rows": 4}
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
     trainer(tmp_path / "a", TrajectoryCallback(straight, **options)).train()

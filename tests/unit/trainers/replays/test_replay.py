@@ -321,7 +321,7 @@ def test_optimizers_that_are_not_known(change: Any, reason: str, tmp_path: Path)
     assert reason in said
 
 
-def test_runs_that_say_nothing(tmp_path: Path) -> None:
+def test_a_run_without_settings_is_not_replayed(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with RunWriter.create(
         path, token=[1, 2], hidden=3, variables={"W": "float32", "grad": "bfloat16"}

@@ -195,7 +195,7 @@ HYPER = ("optimizer", "hyperparameters")
         ),
     ],
 )
-def test_what_is_not_known_is_said(change: Any, reason: str, tmp_path: Path) -> None:
+def test_what_is_not_known_is_reported(change: Any, reason: str, tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", adamw("stochastic"), dtype=torch.bfloat16, steps=3)
     attributes(path, change)
     result = replay(path)

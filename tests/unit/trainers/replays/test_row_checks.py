@@ -44,7 +44,7 @@ def test_a_sound_run_agrees_with_itself(recorded: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*SUMMARIES, "cells"])
-def test_what_is_made_of_an_array_is_held_against_it(name: str, recorded: Path) -> None:
+def test_derived_arrays_are_compared_with_their_source(name: str, recorded: Path) -> None:
     where = (3, 1, 2) if name == "cells" else (3, 1)
     with flipped(recorded, name, where, 4):
         found = replay(recorded)
@@ -78,7 +78,7 @@ def test_clipping_is_held_against_the_norm(name: str, recorded: Path) -> None:
     assert {finding.step for finding in found} == {4}
 
 
-def test_a_skip_that_is_not_one_or_zero(tmp_path: Path) -> None:
+def test_a_skip_flag_other_than_0_and_1_is_invalid(tmp_path: Path) -> None:
     path = scaled_run(tmp_path / "run.zarr", fused=False)
     flip(path, "skipped", (10,), 3)
     finding = replay(path).findings[0]

@@ -122,7 +122,7 @@ def test_no_checkpoint_before_the_rows_of_the_last_are_committed(tmp_path: Path)
     assert schedule.step(140) == [101, 140]
 
 
-def test_it_is_written_while_the_training_goes_on(
+def test_it_is_written_while_the_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_schedule, "submit", submit)
@@ -166,7 +166,7 @@ def test_the_last_step_has_one_whatever_the_time(tmp_path: Path) -> None:
     assert schedule.step(STEPS) == [2, STEPS]
 
 
-def test_a_training_goes_on_from_one_that_time_had_taken(
+def test_a_training_continues_from_one_that_time_had_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no option at all: within a block of rows, and it ends as if nothing had been."""

@@ -223,7 +223,7 @@ def test_settings_take_effect(
     assert verify(other).clean
 
 
-def test_a_fork_is_gone_on_with_forked_and_repaired_as_any_run(
+def test_a_fork_is_resumed_forked_and_repaired_as_any_run(
     stopped: Path, text: Path, tmp_path: Path
 ) -> None:
     before = contents(stopped)

@@ -200,7 +200,7 @@ def test_many_seams_leave_no_trace(
         pytest.param("plain, float16", 11, marks=pytest.mark.nightly),
     ],
 )
-def test_a_training_that_fails_goes_on_from_a_checkpoint_before(
+def test_a_training_that_fails_continues_from_a_checkpoint_before(
     name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     def fail(recorder: Any) -> None:
@@ -416,7 +416,7 @@ def test_another_device_is_refused(interrupted: Path) -> None:
         record(recorded_config(interrupted), interrupted, resume=True)
 
 
-def test_other_versions_are_told(interrupted: Path) -> None:
+def test_other_versions_are_reported(interrupted: Path) -> None:
     provenance = xr.open_zarr(interrupted).attrs["provenance"] | {"torch": "1.0"}
     RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
     notes: list[str] = []
@@ -456,7 +456,7 @@ def test_resume_needs_a_run_and_more_steps(interrupted: Path, text: Path, tmp_pa
         record(config, interrupted, resume=True, overwrite=True)
 
 
-def test_a_run_of_somebody_elses_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_of_another_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with RunWriter.create(path, token=[0, 1], hidden=2, variables={"W": "float32"}) as run:
         run.append(0, W=np.zeros((2, 2), "float32"))

@@ -62,7 +62,7 @@ def lost(stopped: Path, tmp_path: Path) -> Path:
         ("plain, float16, first steps skipped", 6),
     ],
 )
-def test_a_run_whose_checkpoint_is_gone_goes_on(
+def test_a_run_whose_checkpoint_is_gone_continues(
     name: str, step: int, text: Path, tmp_path: Path
 ) -> None:
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
@@ -151,7 +151,7 @@ def test_a_rate_of_another_schedule_is_named(lost: Path, text: Path) -> None:
         ({"config": {}}, "was not recorded by"),
     ],
 )  # fmt: skip
-def test_what_is_of_no_training_cannot_go_on(
+def test_a_run_that_no_training_made_cannot_resume(
     lost: Path, attributes: dict[str, Any], sentence: str
 ) -> None:
     config = recorded_config(lost)

@@ -98,7 +98,7 @@ def test_a_fork_repeats_every_segment_until_there(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["every", "plain"])
-def test_an_extended_run_that_lost_its_checkpoint_goes_on(
+def test_an_extended_run_that_lost_its_checkpoint_continues(
     name: str, text: Path, tmp_path: Path
 ) -> None:
     straight, lost = tmp_path / "straight.zarr", tmp_path / "lost.zarr"

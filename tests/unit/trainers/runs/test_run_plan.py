@@ -72,7 +72,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("case", nightly_but(CASES, *QUICK))
-def test_what_is_planned_happens(
+def test_a_recording_agrees_with_its_plan(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -132,7 +132,7 @@ def test_the_sizes_of_a_small_model_are_near_the_measured_ones() -> None:
         assert plan(config).totals()["bytes_by_encoding"] == pytest.approx(measured, rel=0.3)
 
 
-def test_too_little_memory_is_said_before_the_run() -> None:
+def test_too_little_memory_is_reported_before_the_run() -> None:
     with pytest.raises(InvalidArgument, match="memory"):
         plan(preset("wordybird-1").with_values(["recording.memory=1MiB"]))
 

@@ -42,7 +42,7 @@ def test_a_run_of_one_step_is_timed_by_two() -> None:
     assert (timed.steps, timed.rows) == (1, 3)
 
 
-def test_what_no_machine_holds_is_not_tried() -> None:
+def test_a_batch_larger_than_the_memory_is_an_error() -> None:
     config = preset("gatsby").with_values(["training.batch_size=1000000000", "training.device=cpu"])
     with pytest.raises(ConfigError, match=r"needs at least .* TiB, but this machine has .* of mem"):
         time_steps(config)

@@ -58,7 +58,7 @@ while True: time.sleep(60)  # works until it is stopped
 """
 
 
-def test_when_asked_to_stop_those_that_run_are_told_and_no_others_begin(tmp_path: Path) -> None:
+def test_a_stop_interrupts_running_jobs_and_starts_no_others(tmp_path: Path) -> None:
     began = [tmp_path / name for name in "ab"]
     jobs = [job(tmp_path, path.name, STOPPED) for path in began]
     for one, path in zip(jobs, began, strict=True):

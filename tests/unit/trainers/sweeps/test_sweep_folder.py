@@ -50,7 +50,9 @@ def test_planned_rows_are_those_of_a_run() -> None:
     assert planned_rows(CONFIG.with_values(["recording.every=2"])) == 3
 
 
-def test_the_threads_are_settled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_is_chosen_once_per_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(6), raising=False)
     folder = tmp_path / "runs"

@@ -97,7 +97,7 @@ def test_a_tokenizer_and_a_text_from_disk(tmp_path: Path) -> None:
         load_corpus(bird(vocab_size=4), corpus=text)
 
 
-def test_what_was_fetched_is_used(tmp_path: Path, empty_cache: Path) -> None:
+def test_a_fetched_corpus_is_loaded(tmp_path: Path, empty_cache: Path) -> None:
     (empty_cache / "gpt2").mkdir()
     words(empty_cache / "gpt2" / "tokenizer.json", ["?", "the", "cat"])
     (empty_cache / "gpt2" / "tokenizer_config.json").write_text(
@@ -111,7 +111,7 @@ def test_what_was_fetched_is_used(tmp_path: Path, empty_cache: Path) -> None:
     assert load_corpus(preset("gatsby")).name == "gatsby.txt"
 
 
-def test_bad_texts_are_said(tmp_path: Path) -> None:
+def test_bad_texts_are_reported(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     gatsby = preset("gatsby")
     with pytest.raises(InvalidArgument, match="cannot read the corpus"):

@@ -136,7 +136,7 @@ def test_names_that_cannot_be_fetched() -> None:
 
 
 @pytest.mark.parametrize("name", ["gatsby", "gpt2", "fineweb"])
-def test_a_server_that_is_not_there_is_said_at_once(
+def test_a_server_that_is_not_there_is_reported_at_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("trajstore.trainers.texts.fetch._GATSBY", "http://127.0.0.1:9/book.txt")

@@ -55,7 +55,7 @@ def test_a_working_command_gets_a_keyboard_interrupt(monkeypatch: pytest.MonkeyP
     assert seen == [stop_signals._stop, signal.default_int_handler]
 
 
-def test_what_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr("trajstore.cli.main.main", lambda **options: stop_signals.working())
     start.main()

@@ -41,7 +41,7 @@ def test_picks_bring_each_position_to_its_place(wanted: Any, part: int) -> None:
     assert (out == axis[np.asarray(wanted)]).all()
 
 
-def test_what_is_consecutive_is_taken_by_slices() -> None:
+def test_consecutive_rows_are_taken_by_slices() -> None:
     for wanted in (range(3, 9), np.arange(3, 9)):
         found = picks(wanted, 4)
         assert {number: (pick.window, pick.place) for number, pick in found.items()} == {

@@ -722,7 +722,7 @@ def test_a_run_of_w_alone_and_one_without_dead_tokens(tmp_path: Path) -> None:
         trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="thimble-8")
 
 
-def test_what_a_layout_has_no_place_for_is_said(tmp_path: Path) -> None:
+def test_what_a_layout_has_no_place_for_is_reported(tmp_path: Path) -> None:
     types = {"W": "bfloat16", "loss": "float32", "lr": "float64", "hidden_mean": "float32"}
     with trajstore.RunWriter.create(
         tmp_path / "run.zarr", token=range(4), hidden=3, variables=types, is_dead=[1, 0, 0, 1],

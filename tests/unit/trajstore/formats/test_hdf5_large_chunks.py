@@ -64,7 +64,7 @@ def test_rows_of_one_of_several_runs(tmp_path: Path, chunks: Any, shuffle: bool)
 
 
 @pytest.mark.usefixtures("small_is_large")
-def test_what_must_be_held_whole_needs_the_memory(tmp_path: Path) -> None:
+def test_a_chunk_larger_than_the_memory_is_an_error(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("W", data=values(), chunks=(20, 10, 4), compression="lzf")
     with (

@@ -107,7 +107,7 @@ def test_a_checkpoint_that_vanishes_during_the_check_is_ignored(
     assert list(checkpoint.parent.iterdir()) == []
 
 
-def test_what_cannot_be_read_is_said_and_stays(
+def test_what_cannot_be_read_is_reported_and_stays(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint.with_name("step-00000009.safetensors")

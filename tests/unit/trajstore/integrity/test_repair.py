@@ -128,7 +128,7 @@ def test_the_first_of_several_broken_blocks_counts(run: Path, whole: Path) -> No
     assert_first_rows(run, whole, BLOCK)
 
 
-def test_a_lost_array_costs_every_row_and_the_run_still_goes_on(run: Path, whole: Path) -> None:
+def test_a_lost_array_costs_every_row_and_the_run_still_continues(run: Path, whole: Path) -> None:
     shutil.rmtree(run / "loss")
     found = mended(run)
     assert "none stay" in found.actions[0]

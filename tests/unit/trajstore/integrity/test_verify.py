@@ -77,7 +77,7 @@ def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
     writers[0].close()
 
 
-def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
+def test_a_run_that_is_created_again_meanwhile_is_looked_at_again(
     run: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = inspection.read_metadata

@@ -121,7 +121,7 @@ def test_an_older_run_as_a_whole_is_the_older_run(
     assert len(fingerprints) == 2
 
 
-def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_goes_on(
+def test_metadata_of_an_older_state_are_what_a_cut_leaves_in_a_run_that_continues(
     whole: Whole, run: Callable[[World], Path]
 ) -> None:
     world = whole.world

@@ -31,7 +31,7 @@ def test_float32_is_covered_by_one_power_of_two() -> None:
 @pytest.mark.parametrize(
     ("beta", "share"), [(0.999, 1.0), (0.998, 0.9532), (0.997, 0.2969), (0.996, 0.0)]
 )
-def test_what_of_bfloat16_cannot_decay(beta: float, share: float) -> None:
+def test_the_share_of_bfloat16_values_that_cannot_decay(beta: float, share: float) -> None:
     average = MovingAverage(native="bfloat16", beta=beta, form="product")
     assert share_left(average, 0) == pytest.approx(share, abs=1e-4)
 
@@ -55,7 +55,7 @@ def test_float32_also_stops_changing_and_the_shortcut_is_right() -> None:
             assert (average.after(values, target) != values).all()
 
 
-def test_growth_is_tried_where_the_double_is_finite() -> None:
+def test_growth_is_measured_where_the_double_is_finite() -> None:
     average = MovingAverage(native="bfloat16", beta=0.999, form="once")
     assert share_left(average, 2) == 1
     average = MovingAverage(native="bfloat16", beta=0.999, form="product")

@@ -114,7 +114,7 @@ def test_hops_from_zero_are_counted_in_the_smallest_spacing():
     assert ulp_l1(np.float32([[0.0]]), np.float32([[1.0]]), "bfloat16")[0] == np.inf
 
 
-def test_ways_beyond_float64_are_infinite_and_no_mishap():
+def test_distances_beyond_float64_are_infinite():
     huge = np.float64([[1.7e308]])
     assert step_norm(-huge, huge)[0] == np.inf
     assert ulp_l1(np.float64([[0.0]]), huge, "float64")[0] == np.inf

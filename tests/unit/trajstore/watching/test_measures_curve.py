@@ -40,7 +40,7 @@ def test_rows_may_come_in_any_order_and_some_not_at_all() -> None:
     assert np.array_equal(curve.means(3), [0.5, np.nan, 4.5], equal_nan=True)
 
 
-def test_a_loss_that_is_no_number_is_the_last_one_and_no_part_of_a_mean() -> None:
+def test_a_loss_of_nan_is_not_averaged() -> None:
     curve = BoundedCurve(bins=4)
     curve.add(0, [2.0, 4.0, np.nan, np.inf])
     assert curve.last == np.inf

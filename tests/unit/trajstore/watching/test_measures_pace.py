@@ -5,7 +5,7 @@ import pytest
 from trajstore.watching.measures import RecordingPace
 
 
-def test_nothing_is_known_of_a_single_commit() -> None:
+def test_one_commit_gives_no_pace() -> None:
     pace = RecordingPace()
     pace.see(100, 5, 4)
     assert pace.rows_per_second is None

@@ -82,7 +82,7 @@ def test_wider_types_hold_the_same_values(small_run: Small) -> None:
     assert {shard.stat().st_nlink for shard in path.rglob("c.*")} == {1}  # all is written again
 
 
-def test_a_branch_is_gone_on_with_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
+def test_a_branch_is_resumed_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
     source, values = small_run
     before = contents(source)
     path = branch(source, 8)

@@ -382,7 +382,7 @@ def test_rows_of_dead_tokens_with_unknown_ids(tmp_path: Path) -> None:
         imported(tmp_path, {"W": W, "dead_ids": DEAD, "live_ids": LIVE[: len(DEAD)]})
 
 
-def test_what_is_preview_is_what_is_made(tmp_path: Path) -> None:
+def test_a_preview_equals_the_import(tmp_path: Path) -> None:
     from trajstore.exchange.importing.import_file import preview_import
 
     arrays = {"W": series("W", "uint16"), "dead_mask": KNOWN.dead, "centroid": np.zeros((6, 3))}

@@ -57,7 +57,7 @@ def test_labels_that_counted_callbacks_are_corrected_with_a_note(tmp_path: Path)
     assert ds.attrs["imported"]["notes"] == list(done.notes)
 
 
-def test_nothing_is_invented(tmp_path: Path) -> None:
+def test_an_import_adds_no_values(tmp_path: Path) -> None:
     notebook_file(tmp_path / "f", momentum=None, learning_rate=None)
     done = trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
     ds = trajstore.open_run(tmp_path / "run.zarr")

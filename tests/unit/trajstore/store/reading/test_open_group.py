@@ -31,12 +31,12 @@ def test_a_run_is_read_at_an_address(small_run: tuple[Path, Any]) -> None:
     xr.testing.assert_identical(open_run(path).load(), far.load())
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_a_missing_address_is_an_error() -> None:
     with pytest.raises(RunNotFound, match="there is no run at memory://open/none"):
         open_group("memory://open/none")
 
 
-def test_what_is_no_run_is_said(small_run: tuple[Path, Any]) -> None:
+def test_what_is_no_run_is_reported(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     copied(path / "W", "memory://open/array")
     with pytest.raises(FormatError, match="memory://open/array is not a Zarr v3 group"):
@@ -202,7 +202,7 @@ def test_a_server_without_ends_is_asked_in_another_way(small_run: tuple[Path, An
         )
 
 
-def test_a_server_without_ranges_is_told(small_run: tuple[Path, Any]) -> None:
+def test_a_server_without_ranges_is_reported(small_run: tuple[Path, Any]) -> None:
     path = small_run[0]
     told = pytest.raises(ObjectStoreError, match=r"^http://.*/c.*; runs are read in parts: copy")
     with web_server(path.parent, ranges="none") as (server, _), told:
@@ -234,14 +234,14 @@ def test_the_runs_in_the_folder_are_named_if_no_name_is_near(tmp_path: Path) -> 
         open_group(tmp_path / "gatsby.zarr")
 
 
-def test_a_folder_of_runs_is_told(tmp_path: Path) -> None:
+def test_a_folder_of_runs_is_reported(tmp_path: Path) -> None:
     for name in ("a", "b"):
         _run(tmp_path / f"{name}.zarr")
     with pytest.raises(FormatError, match=r"a folder of runs; pass .*a\.zarr, or all .*/\*\.zarr$"):
         open_group(tmp_path)
 
 
-def test_a_run_whose_name_is_mistyped_is_told(small_run: tuple[Path, Any]) -> None:
+def test_a_run_whose_name_is_mistyped_is_reported(small_run: tuple[Path, Any]) -> None:
     path = small_run[0]
     with pytest.raises(RunNotFound, match=rf"did you mean '{path.name}'\?"):
         open_group(path.with_name(path.name[:-1]))

@@ -31,7 +31,7 @@ def test_what_the_rule_does_not_give_is_counted(sample: Path, tmp_path: Path) ->
     assert stored_forms(path)["exp_avg"] == sound
 
 
-def test_of_the_encoding_delta_nothing_is_counted(sample: Path) -> None:
+def test_a_delta_run_has_no_stored_forms(sample: Path) -> None:
     assert stored_forms(sample) == {}
 
 

@@ -108,7 +108,7 @@ def test_a_lock_whose_owner_died_before_it_wrote_is_taken_over(run: Path, text: 
     RunLock.acquire(run).release()
 
 
-def test_released_twice_it_does_not_let_go_of_somebody_elses(run: Path) -> None:
+def test_a_second_release_keeps_the_lock_of_another(run: Path) -> None:
     first = RunLock.acquire(run)
     first.release()
     with RunLock.acquire(run):
@@ -158,7 +158,7 @@ def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
         lock._descriptor = None
 
 
-def test_whether_somebody_writes_is_told_and_changes_nothing(run: Path) -> None:
+def test_whether_somebody_writes_is_reported_and_changes_nothing(run: Path) -> None:
     assert is_written_to(run) is False
     assert not list(run.parent.iterdir())
     with RunLock.acquire(run):
@@ -217,7 +217,7 @@ def test_the_lock_of_the_dead_is_named(run: Path) -> None:
         assert lock_left(run) is None
 
 
-def test_without_file_locks_the_lock_file_protects_and_that_is_said_once(
+def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(
     run: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     def none(descriptor: int, operation: int) -> None:

@@ -58,7 +58,7 @@ def test_the_next_block_is_encoded_while_one_is_written(
     pipeline.close()
 
 
-def test_what_will_not_be_written_is_forgotten(
+def test_blocks_after_a_failed_write_are_dropped(
     tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(objects: Any, **_: Any) -> int:

@@ -58,7 +58,7 @@ def test_where_something_is_being_written_it_asks_soon() -> None:
     assert timer.commit_if_due() == 1.0
 
 
-def test_its_thread_asks_until_it_is_stopped() -> None:
+def test_the_timer_commits_until_it_is_stopped() -> None:
     asked = threading.Semaphore(0)
 
     def commit() -> bool:
@@ -96,7 +96,7 @@ def test_the_timer_can_be_stopped_by_its_own_thread() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf])
-def test_a_time_that_is_none_is_refused(wrong: float) -> None:
+def test_a_wrong_commit_interval_is_an_error(wrong: float) -> None:
     with pytest.raises(InvalidArgument, match=r"commit_every: got .*, expected seconds above 0"):
         check_commit_every(wrong)
     check_commit_every(1e300)
@@ -149,7 +149,7 @@ with RunWriter.create(
 
 
 @pytest.mark.nightly
-def test_a_forked_child_has_none_and_the_parents_goes_on(tmp_path: Path) -> None:
+def test_a_forked_child_has_none_and_the_parents_continues(tmp_path: Path) -> None:
     command: list[Any] = [sys.executable, "-W", "ignore", "-c", FORKING, tmp_path / "run.zarr"]
     subprocess.run(command, check=True, timeout=120)
     ds = xr.open_zarr(tmp_path / "run.zarr")

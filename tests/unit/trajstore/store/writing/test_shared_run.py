@@ -104,7 +104,9 @@ def test_each_holds_and_writes_only_its_own(tmp_path: Path) -> None:
     assert first.bytes_written + second.bytes_written == files
 
 
-def test_where_one_cannot_write_all_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_stop_when_one_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.zarr"
     put_all = block_writer.put_all
 
@@ -128,7 +130,7 @@ def test_where_one_cannot_write_all_stop(tmp_path: Path, monkeypatch: pytest.Mon
     assert verify(path).clean
 
 
-def test_where_the_first_cannot_commit_all_stop(
+def test_all_processes_stop_when_the_first_cannot_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def commit(*_: Any) -> None:
@@ -174,7 +176,7 @@ def test_a_folder_that_not_all_see_is_refused_in_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [2 * BLOCK, 2 * BLOCK - 1, 0])
-def test_several_go_on_with_the_run_of_several(tmp_path: Path, kept: int) -> None:
+def test_several_continue_with_the_run_of_several(tmp_path: Path, kept: int) -> None:
     path, steps = tmp_path / "run.zarr", range(3 * BLOCK)
     all_together(2, lambda share: record(path, share, range(2 * BLOCK + 1)))
 
@@ -189,7 +191,7 @@ def test_several_go_on_with_the_run_of_several(tmp_path: Path, kept: int) -> Non
     assert content(path) == whole_run(tmp_path / "whole.zarr", path, steps)
 
 
-def test_another_number_goes_on_if_the_shards_fit(tmp_path: Path) -> None:
+def test_another_number_continues_if_the_shards_fit(tmp_path: Path) -> None:
     path, tokens = tmp_path / "run.zarr", 12
     all_together(4, lambda share: record(path, share, range(BLOCK), tokens))
 

@@ -381,7 +381,7 @@ def test_an_impossible_run_is_not_made(
     ("address", "told"),
     [("https://host/run.zarr", "are read-only"), ("file:///run.zarr", "unknown")],
 )
-def test_where_nothing_can_be_written_is_said(address: Any, told: str) -> None:
+def test_where_nothing_can_be_written_is_reported(address: Any, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         create(address)
 

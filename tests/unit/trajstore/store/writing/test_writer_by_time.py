@@ -297,7 +297,7 @@ def test_a_failure_is_raised_by_the_next_append(
     assert verify(run.path).clean
 
 
-def test_what_goes_wrong_in_the_timers_thread_is_raised_too(
+def test_an_error_in_the_thread_of_the_timer_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = create(tmp_path / "run.zarr")

@@ -94,7 +94,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path: Path, row
         assert ds[name].values.tobytes() == expected[name].values.tobytes()
 
 
-def test_without_a_row_it_goes_on_after_the_last_commit(tmp_path: Path) -> None:
+def test_without_a_row_it_continues_after_the_last_commit(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run.zarr", 6)
     with RunWriter.resume(path) as run:
         assert xr.open_zarr(path).attrs["status"] == "recording"
@@ -124,7 +124,7 @@ def test_attributes_can_take_the_place_of_those_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 3])  # a whole one, and the unfinished one
-def test_what_was_not_committed_is_not_gone_on_with(tmp_path: Path, block: int) -> None:
+def test_what_was_not_committed_is_not_resumed(tmp_path: Path, block: int) -> None:
     """Else the new digests would hide what `verify` finds."""
     path = recorded(tmp_path / "run.zarr", 14)
     older = Path(shutil.copytree(path, tmp_path / "older"))
@@ -198,7 +198,7 @@ def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     assert set(found) == ({20} if after else {14, 20})  # the root is the first
 
 
-def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_the_first_continues(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with create(path) as run:
         run.append(**row(0))
