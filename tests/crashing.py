@@ -1,7 +1,7 @@
 """Processes that record and are killed, and one that reads all the while.
 
 Every row is made from its step alone, so whoever reads a run can tell whether a row is whole. A run
-named `replay.zarr` has that encoding, and rows that follow from the gradient.
+named `compact.zarr` has that encoding, and rows that follow from the gradient.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ tally = Tally()
 
 TOKENS, HIDDEN, BLOCK = 40, 6, 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float32"}
-REPLAY_TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "lr": "float64"}
+COMPACT_TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "lr": "float64"}
 SGD = {"class": "SGD", "hyperparameters": {"momentum": 0, "weight_decay": 0}}
 
 
 def encoding_of(path: Path) -> str:
     """Encoding of a new run."""
-    return "compact" if path.name.endswith("replay.zarr") else "delta"
+    return "compact" if path.name.endswith("compact.zarr") else "delta"
 
 
 def row(step: int, encoding: str = "delta") -> dict[str, Any]:
@@ -70,7 +70,7 @@ def create(path: Path) -> RunWriter:
         path,
         token=np.arange(TOKENS),
         hidden=HIDDEN,
-        variables=REPLAY_TYPES if encoding == "compact" else TYPES,
+        variables=COMPACT_TYPES if encoding == "compact" else TYPES,
         encoding=encoding,
         attributes={"optimizer": SGD},
         block_rows=BLOCK,

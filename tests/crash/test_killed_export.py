@@ -27,11 +27,11 @@ def exported(source: Path, out: Path, kill: KillAt | None, told: Connection | No
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("names", [("run.zarr", "replay.zarr"), ("replay.zarr", "run.zarr")])
+@pytest.mark.parametrize("names", [("run.zarr", "compact.zarr"), ("compact.zarr", "run.zarr")])
 def test_a_killed_export_leaves_the_whole_run_or_none(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    source, out = tmp_path / "source-replay.zarr", tmp_path / "out" / names[1]
+    source, out = tmp_path / "source-compact.zarr", tmp_path / "out" / names[1]
     out.parent.mkdir()
     with create(source) as run:  # rows that follow from the gradient
         for step in range(ROWS):

@@ -39,7 +39,7 @@ SIZES = [
 ]
 CHECKPOINTS = ["recording.checkpoint_every=4", "recording.commit_every=0"]
 BY_TIME = ["recording.commit_every=0.001"]
-REPLAY = [*CHECKPOINTS, "recording.encoding=compact"]
+COMPACT = [*CHECKPOINTS, "recording.encoding=compact"]
 TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
 
 
@@ -135,7 +135,7 @@ def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "changes", [CHECKPOINTS, BY_TIME, REPLAY], ids=["by steps", "by time", "compact"]
+    "changes", [CHECKPOINTS, BY_TIME, COMPACT], ids=["by steps", "by time", "compact"]
 )
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
 def test_a_killed_training_ends_as_if_it_had_not_been(

@@ -34,7 +34,7 @@ OBJECTS = 5  # arrays, each with a shard and a metadata file in every commit, an
 A_COMMIT = 2 * OBJECTS + 1
 
 
-@pytest.fixture(params=["run.zarr", pytest.param("replay.zarr", marks=pytest.mark.nightly)])
+@pytest.fixture(params=["run.zarr", pytest.param("compact.zarr", marks=pytest.mark.nightly)])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Run of the encoding `delta`, or `compact`."""
     return tmp_path / str(request.param)

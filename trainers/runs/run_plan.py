@@ -28,7 +28,7 @@ from trajstore.schema import (
 )
 from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
-from trajstore.store.writing.compact_encoding import replay_rule
+from trajstore.store.writing.compact_encoding import compact_rule
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.token_selection import (
     check_all_tokens,
@@ -298,7 +298,7 @@ def plan(
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
     remarks: list[str] = []
-    rule = replay_rule(_recorded_attributes(config), types, remarks.append)
+    rule = compact_rule(_recorded_attributes(config), types, remarks.append)
     computes = recording.encoding == "compact"
     runs = len(matrices(config) or ("",))
     layout = plan_layout(

@@ -163,11 +163,11 @@ def _print_forms(facts: dict[str, Any]) -> None:
     """Print which arrays are computed, and how their chunks are stored if that was counted."""
     computed = [name for name, array in facts["arrays"].items() if array["kind"] == "computed"]
     out.print(f"Computed from the gradient: {', '.join(computed) or 'nothing'}.")
-    from trajstore.store.writing.compact_encoding import replay_rule, vector_rule
+    from trajstore.store.writing.compact_encoding import compact_rule, vector_rule
     from trajstore.values.vector_rule import VECTORS
 
     types = {name: array["native_dtype"] for name, array in facts["arrays"].items()}
-    for name, rule in (("W", replay_rule), (VECTORS["W"], vector_rule)):
+    for name, rule in (("W", compact_rule), (VECTORS["W"], vector_rule)):
         if name not in computed:
             rule(facts, types, lambda note: print_notes([note]))
 

@@ -258,14 +258,14 @@ def _attributes(metadata: CheckedMetadata) -> tuple[JsonObject, list[str]]:
 def _least_attributes(metadata: CheckedMetadata) -> JsonObject:
     """Required attributes of a root that the arrays determine."""
     form = metadata.stored(STEP.name).form
-    replayed = any(
+    is_compact = any(
         metadata.stored(name).chain.has_forms for name in metadata.arrays if is_series(name)
     )
     values = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
-        "encoding": "compact" if replayed else "delta",
+        "encoding": "compact" if is_compact else "delta",
         "block_rows": form.shape[0],
         "config": {},
         "runs": [list(entry) for entry in form.runs],

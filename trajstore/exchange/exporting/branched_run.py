@@ -28,7 +28,7 @@ from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tiled
 from trajstore.store.storage.atomic import refuse_links
-from trajstore.store.writing.compact_encoding import replay_rule, vector_rule
+from trajstore.store.writing.compact_encoding import compact_rule, vector_rule
 from trajstore.store.writing.linked_run import link_run
 from trajstore.store.writing.new_run import check_variables
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
@@ -156,7 +156,7 @@ def _keeps_blocks(stored: ResumedRun, types: Mapping[str, str], changed: dict[st
     wanted = stored.metadata.attributes | changed
     rules = []
     if wanted["encoding"] == "compact":
-        rules = [make(wanted, types, lambda note: None) for make in (replay_rule, vector_rule)]
+        rules = [make(wanted, types, lambda note: None) for make in (compact_rule, vector_rule)]
     kept = {STEP.name, *types}
     return [unit.rule for unit in units] == [rule for rule in rules if rule] and all(
         kept >= unit.chains.keys() for unit in units

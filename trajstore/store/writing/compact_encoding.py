@@ -13,7 +13,7 @@ from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import OptimizerRule
 from trajstore.values.vector_rule import VECTORS, VectorRule
 
-__all__ = ["check_encoding", "replay_rule", "vector_rule"]
+__all__ = ["check_encoding", "compact_rule", "vector_rule"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def check_encoding(encoding: str, *, shared: bool = False) -> None:
         )
 
 
-def replay_rule(
+def compact_rule(
     attributes: Mapping[str, Any] | None,
     variables: Mapping[str, str],
     on_note: Callable[[str], None] | None = None,
@@ -71,7 +71,7 @@ def vector_rule(
     variables: Mapping[str, str],
     on_note: Callable[[str], None] | None = None,
 ) -> VectorRule | None:
-    """Rule with which a run computes the vectors of all other parameters, as `replay_rule`.
+    """Rule with which a run computes the vectors of all other parameters, as `compact_rule`.
 
     None, without a note, if the run does not hold them.
     """

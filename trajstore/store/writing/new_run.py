@@ -34,7 +34,7 @@ from trajstore.store.metadata.metadata_form import attribute_faults
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.remote_path import Location
-from trajstore.store.writing.compact_encoding import check_encoding, replay_rule, vector_rule
+from trajstore.store.writing.compact_encoding import check_encoding, compact_rule, vector_rule
 from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.shared_run import plan_shared
 from trajstore.store.writing.token_share import TokenShare
@@ -178,7 +178,7 @@ def new_run(
     share : TokenShare
         Tokens of this process.
     on_note : callable or None
-        See `replay_rule`.
+        See `compact_rule`.
     **sizes
         Other arguments of `plan_shared`.
 
@@ -196,7 +196,7 @@ def new_run(
     check_variables(variables)
     check_encoding(encoding, shared=share.count > 1)
     if encoding == "compact":
-        sizes["rule"] = replay_rule(attributes, variables, on_note)
+        sizes["rule"] = compact_rule(attributes, variables, on_note)
         sizes["vectors"] = vector_rule(attributes, variables, on_note)
     layout = plan_shared(
         share,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from replayed_runs import sample_part
+from compact_runs import sample_part
 from watched_runs import begin, extend
 
 from trajstore import RunWriter

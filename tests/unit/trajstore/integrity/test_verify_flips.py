@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import xarray as xr
 from checkpoints import write_checkpoint
+from compact_runs import sample_part
 from damage import flip, wide_run
-from replayed_runs import sample_part
 
 from trajstore import open_run, verify
 from trajstore.codec.computed_rows import cache as computed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from replayed_runs import RULE_ARRAYS, same_bits, sample_part
+from compact_runs import RULE_ARRAYS, same_bits, sample_part
 
 from trajstore import RunWriter, repair, verify
 from trajstore.errors import InvalidArgument, RunExists

@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from compact_runs import RULE_ARRAYS, sample_part
 from damage import contents, flip, shard_index, wide_run
-from replayed_runs import RULE_ARRAYS, sample_part
 
 from trajstore import RunWriter, export, open_run, verify
 from trajstore.codec.computed_rows import cache

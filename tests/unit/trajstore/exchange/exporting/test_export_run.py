@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from compact_runs import RULE_ARRAYS, same_bits, sample_part
 from exchange_runs import assert_same_run
-from replayed_runs import RULE_ARRAYS, same_bits, sample_part
 
 import trajstore
 from trajstore.errors import InvalidArgument

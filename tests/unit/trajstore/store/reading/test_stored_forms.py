@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import xarray as xr
-from replayed_runs import RULE_ARRAYS, sample_part
+from compact_runs import RULE_ARRAYS, sample_part
 
 from trajstore import RunWriter
 from trajstore.errors import FormatError

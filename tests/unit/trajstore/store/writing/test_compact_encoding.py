@@ -12,7 +12,7 @@ import pytest
 from trajstore import RunWriter
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_info import information
-from trajstore.store.writing.compact_encoding import check_encoding, replay_rule
+from trajstore.store.writing.compact_encoding import check_encoding, compact_rule
 
 ADAMW: dict[str, Any] = {
     "class": "torch.optim.adamw.AdamW",
@@ -42,7 +42,7 @@ def test_a_note_says_why_rows_are_stored_as_differences(
     given = attributes if reason.endswith("its optimizer") else {"optimizer": ADAMW} | attributes
     held = {name: native for name, native in (TYPES | types).items() if native}
     notes: list[str] = []
-    assert replay_rule(given, held, notes.append) is None
+    assert compact_rule(given, held, notes.append) is None
     assert notes == [f"W and the moments are stored as differences, not computed: {reason}"]
 
 

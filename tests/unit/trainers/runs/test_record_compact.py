@@ -11,8 +11,8 @@ import xarray as xr
 from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
+from compact_runs import RULE_ARRAYS  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
-from replayed_runs import RULE_ARRAYS  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import export, verify  # noqa: E402
@@ -25,7 +25,7 @@ from trajstore.trainers.replays.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-STEPS, REPLAY = 10, "recording.encoding=compact"
+STEPS, COMPACT = 10, "recording.encoding=compact"
 ASCII = ("data.tokenizer=ascii", "model.vocab_size=128")
 QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
 VARIANTS = {
@@ -50,19 +50,19 @@ VARIANTS = {
 @pytest.mark.parametrize("name", nightly_but(VARIANTS, *QUICK))
 def test_both_encodings_hold_the_same_bits(name: str, text: Path, tmp_path: Path) -> None:
     variant, computed = VARIANTS[name]
-    plain, stopped = tmp_path / "plain.zarr", tmp_path / "replayed.zarr"
+    plain, stopped = tmp_path / "plain.zarr", tmp_path / "compact.zarr"
     config = small_config(variant, steps=STEPS)
     record(config, plain, corpus=text)
     if name == "skipped steps":
         assert xr.open_zarr(plain).skipped.values[1:].any()
     notes: list[str] = []
-    replayed = config.with_values([REPLAY])
-    record(replayed, stopped, corpus=text, stop=stop_after(6), on_note=notes.append)
+    compact = config.with_values([COMPACT])
+    record(compact, stopped, corpus=text, stop=stop_after(6), on_note=notes.append)
     kinds = {name: array["kind"] for name, array in information(stopped)["arrays"].items()}
     assert tuple(name for name in kinds if kinds[name] == "computed") == computed
     assert sum("stored as differences" in note for note in notes) == (not computed)
     notes.clear()
-    record(replayed, stopped, corpus=text, resume=True, on_note=notes.append)
+    record(compact, stopped, corpus=text, resume=True, on_note=notes.append)
     assert not any("stored as differences" in note for note in notes)
     same_values(plain, stopped)
     assert verify(stopped).clean
@@ -105,17 +105,17 @@ def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> N
         what_if(path, tmp_path / f"{encoding}-what-if.zarr", betas)
         runs[encoding] = (path, forked, tmp_path / f"{encoding}-what-if.zarr")
         assert replay(forked).clean
-    for plain, replayed in zip(*runs.values(), strict=True):
-        ds = same_values(plain, replayed)
+    for plain, compact in zip(*runs.values(), strict=True):
+        ds = same_values(plain, compact)
         assert ds.attrs["encoding"] == "compact"
-        assert verify(replayed).clean
+        assert verify(compact).clean
     for path, beta in zip(runs["compact"], (0.9, 0.8, 0.8), strict=True):
         metadata = json.loads((path / "W" / "zarr.json").read_bytes())
         assert metadata["codecs"][0]["configuration"]["rule"]["optimizer"]["beta1"] == beta
     with pytest.raises(ConfigError, match=r"recording\.encoding cannot change at a fork"):
-        fork(runs["delta"][0], tmp_path / "no.zarr", at=6, settings=[REPLAY])
+        fork(runs["delta"][0], tmp_path / "no.zarr", at=6, settings=[COMPACT])
     with pytest.raises(ConfigError, match=r"recording\.encoding"):
-        record(config.with_values([REPLAY]), runs["delta"][0], corpus=text, resume=True)
+        record(config.with_values([COMPACT]), runs["delta"][0], corpus=text, resume=True)
 
 
 def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
