@@ -22,11 +22,15 @@ __all__ = ["Advice", "advise", "advise_run", "require_sound"]
 
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
-_STATE_REMEDY = (
-    "Keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
-    "weights under autocast (model.dtype=float32)"
+_FLOAT32_WEIGHTS = (
+    "float32 weights under autocast (--set model.dtype=float32; in your own loop "
+    "model.float() with torch.autocast)"
 )
-_WEIGHT_REMEDY = "Train float32 weights under autocast (model.dtype=float32)"
+_STATE_REMEDY = (
+    "Keep the optimizer's state in float32 (--set optimizer.state_dtype=float32; in your own loop "
+    f'RoundedAdamW(…, state_dtype="float32")), or train {_FLOAT32_WEIGHTS}'
+)
+_WEIGHT_REMEDY = f"Train {_FLOAT32_WEIGHTS}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +310,8 @@ def _of_eps(rule: _Adam, native: str) -> Advice | None:
         cannot_decay=math.nan,
         cannot_grow=math.nan,
         sentence=f"eps = {rule.eps:g} rounds to 0 in {native}. An element that never had a "
-        f"gradient is updated by 0/0 = NaN. Choose an eps that {native} can represent, or train "
-        "float32 weights under autocast (model.dtype=float32)",
+        f"gradient is updated by 0/0 = NaN. Choose an eps that {native} can represent, or "
+        f"train {_FLOAT32_WEIGHTS}",
     )
 
 

@@ -1,4 +1,4 @@
-"""What README names can be installed: with the versions that are tested together, and without."""
+"""What the page Install names: versions that are tested together, and without them."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_all_is_every_extra_for_users() -> None:
     assert set(named.split(",")) == FOR_USERS
 
 
-def test_every_extra_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [extra for extra in FOR_USERS if f"`{extra}`" not in readme] == []
+def test_every_extra_is_on_the_page_install() -> None:
+    page = (ROOT / "docs" / "start" / "install.md").read_text()
+    assert [extra for extra in FOR_USERS if f"| `{extra}` |" not in page] == []
 
 
 def test_messages_name_extras_that_are_there() -> None:

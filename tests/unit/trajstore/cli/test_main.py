@@ -29,8 +29,8 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_is_in_the_readme(name: str) -> None:
-    assert f"trajstore {name}" in (ROOT / "README.md").read_text()
+def test_every_command_is_in_the_table_of_commands(name: str) -> None:
+    assert f"`trajstore {name}`" in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_alone_it_says_what_to_type_first() -> None:
