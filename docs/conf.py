@@ -82,6 +82,7 @@ class Table(SphinxDirective):
     """Markdown that the code writes, in place of the directive."""
 
     optional_arguments = 1
+    has_content = True  # a forge shows it in place of the table
 
     def run(self) -> list[nodes.Node]:
         """Return what the Markdown makes."""
@@ -102,10 +103,11 @@ def fields(section: str) -> Iterable[str]:
 
 def variables() -> Iterable[str]:
     """All variables that a run can hold."""
-    yield "| variable | dims | row 0 | units | meaning |"
+    yield "| variable | meaning | dims | row 0 | units |"
     yield "| --- | --- | --- | --- | --- |"
     for one in VARIABLES.values():
-        cells = (f"`{one.name}`", ", ".join(one.dims), one.row0, one.units, one.long_name)
+        row0 = {"nan": "NaN", "zero": "0"}.get(one.row0, one.row0)
+        cells = (f"`{one.name}`", one.long_name, ", ".join(one.dims), row0, one.units)
         yield f"| {' | '.join(cells)} |"
 
 
