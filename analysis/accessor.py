@@ -290,6 +290,7 @@ class Drawing(Protocol):
         title: str | None = None,
         size: tuple[float, float] | None = None,
         population: str | None = None,
+        also: Sequence[str] = (),
         lattice: str = "native",
         color: str = "regime",
         plane: str = "principal",
@@ -369,7 +370,7 @@ class Plots:
                 option
                 for option in options
                 if (option.name != "lattice" or figure.on_lattice)
-                and (option.name != "population" or figure.of_populations)
+                and (option.name not in ("population", "also") or figure.of_populations)
             ]
         )
         return drawing
