@@ -192,7 +192,7 @@ class TrajAccessor:
 
 
 class Plots:
-    """Every kind of figure as a method. Requires matplotlib, the extra ``plot``.
+    """Every kind of figure as a method, and `film`. Requires matplotlib, the extra ``plot``.
 
     Parameters
     ----------
@@ -212,7 +212,10 @@ class Plots:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         from trajstore.analysis.figures import figures_of
+        from trajstore.analysis.figures.film import film
 
+        if name == "film":
+            return _method(film, functools.partial(film, self._ds))
         known = figures_of(self._ds)
         figure = known.get(name.replace("_", "-")) or known.get(name)
         if figure is None:
@@ -222,7 +225,7 @@ class Plots:
     def __dir__(self) -> list[str]:
         from trajstore.analysis.figures import figures_of
 
-        return [name.replace("-", "_") for name in figures_of(self._ds)]
+        return [*(name.replace("-", "_") for name in figures_of(self._ds)), "film"]
 
 
 def _method(described: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

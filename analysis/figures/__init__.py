@@ -9,7 +9,8 @@ The figures are in ``training`` (logits, moments), ``variables`` (loss, paramete
 evaluations), ``motion`` (gradients, displacement, speed, bulk-thermal, autocorrelation,
 discontinuities), ``densities`` (hops, speed-density), ``freezing`` (freeze, last-motion, lifecycle,
 heatmap), ``regimes`` (regimes, causes), ``cloud`` (centroid, spectrum, clusters), ``trajectory``
-and ``divergence``. A new figure goes into one of these modules, and into the registry.
+and ``divergence``. A new figure goes into one of these modules, and into the registry. ``film``
+animates a run; the film is no `Figure`, since it draws several pictures.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()
@@ -18,6 +19,7 @@ and ``divergence``. A new figure goes into one of these modules, and into the re
 
 from trajstore.accessor_registration import register_accessors
 from trajstore.analysis.figures.figure import Figure, Options
+from trajstore.analysis.figures.film import save_film
 from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
 from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
 from trajstore.analysis.figures.style import STYLES, Look
@@ -34,6 +36,7 @@ __all__ = [
     "figures_named",
     "figures_of",
     "save",
+    "save_film",
 ]
 
 register_accessors()

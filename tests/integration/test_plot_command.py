@@ -52,6 +52,25 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     assert 'width="432pt" height="288pt"' in text
 
 
+def test_the_film(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    still = tmp_path / "film.svg"
+    options = ("--frames", "even:3", "--style", "dark")
+    out = trajstore_cli("plot", run, "film", "-o", still, *options).stdout
+    assert out.split() == ["Wrote", f"{still}:", "film."]
+    assert "frozen (" in still.read_text()
+    other = shutil.copytree(run, tmp_path / "other.zarr")
+    for arguments, sentence in (
+        ((run, "film", "loss"), "film is drawn alone, got film, loss; draw the others"),
+        ((run, other, "film"), "film shows one run, got 2; draw a film of each"),
+        ((run, "loss", "--frames", 5), "--frames is for film, got loss; leave it out"),
+        ((run, "film", "--frames", "odd:5"), "got frames='odd:5', expected a number from 2"),
+        ((run, "film", "-o", "film.avi"), "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a"),
+        ((run, "film", "-o", still), "already exists; choose another name, or replace it (--over"),
+    ):
+        error = trajstore_cli("plot", *arguments, rc=2).stderr
+        assert sentence in " ".join(error.split()), arguments
+
+
 def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
