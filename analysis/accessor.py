@@ -21,6 +21,7 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 if TYPE_CHECKING:
+    from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
 
     from trajstore.exchange.selection import Steps
@@ -302,7 +303,7 @@ class Drawing(Protocol):
 
 
 class Plots:
-    """Every kind of figure as a method. Requires matplotlib, the extra ``plot``.
+    """Every kind of figure as a method, and `film`. Requires matplotlib, the extra ``plot``.
 
     Parameters
     ----------
@@ -348,6 +349,22 @@ class Plots:
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
 
+    def film(self, **options: Any) -> FuncAnimation:
+        """Animate the tokens of the run in a fixed plane, above the loss.
+
+        Parameters
+        ----------
+        **options
+            Of `analysis.figures.film.film`, which describes them.
+
+        Returns
+        -------
+        FuncAnimation of matplotlib
+        """
+        from trajstore.analysis.figures.film import film
+
+        return film(self._ds, **options)
+
     def __getattr__(self, name: str) -> Drawing:
         from trajstore.analysis.figures import figures_of
 
@@ -378,4 +395,4 @@ class Plots:
     def __dir__(self) -> list[str]:
         from trajstore.analysis.figures import figures_of
 
-        return [name.replace("-", "_") for name in figures_of(self._ds)]
+        return [*(name.replace("-", "_") for name in figures_of(self._ds)), "film"]

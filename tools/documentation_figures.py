@@ -1,6 +1,7 @@
 """Draw the figures of README, the tutorial and the gallery, from the runs of these commands.
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
+trajstore record --preset gatsby --steps 1000 -o thousand.zarr
 trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
 trajstore record --preset gatsby --steps 300 --variables matrix,norms -o model.zarr
 trajstore record --preset gatsby --steps 150 --seed 1 -o short.zarr
@@ -30,6 +31,7 @@ from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
+FILMS = ("film.gif", "film.png")
 SEVERAL = {"gallery-several.png": "trajstore plot runs/ grad_norms --select population=dead"}
 COLORS = 64
 MAPS = (
@@ -77,4 +79,8 @@ if __name__ == "__main__":
         (SEVERAL, 100),
     ):
         for file, command in drawn.items():
-            draw(command, target / file, dpi)
+            if file not in FILMS:
+                draw(command, target / file, dpi)
+    for file in FILMS:
+        film = ["plot", "thousand.zarr", "film", "-o", str(target / file), "--overwrite"]
+        main(film, standalone_mode=False)

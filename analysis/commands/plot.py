@@ -28,7 +28,7 @@ from trajstore.cli.options import (
     runs_and_names,
     without_none,
 )
-from trajstore.cli.progress import AnalysisProgress
+from trajstore.cli.progress import AnalysisProgress, StepsProgress
 from trajstore.cli.tables import out, print_notes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import EVALUATION
@@ -74,6 +74,21 @@ def _evaluation(path: str) -> xr.Dataset:
     return ds
 
 
+def _is_film(kinds: Sequence[str], runs: Sequence[xr.Dataset], frames: str | None) -> bool:
+    """True for the film, which is drawn alone and of one run."""
+    if "film" not in kinds:
+        if frames is not None:
+            raise InvalidArgument(f"--frames is for film, got {', '.join(kinds)}; leave it out")
+        return False
+    if {*kinds} != {"film"}:
+        raise InvalidArgument(
+            f"film is drawn alone, got {', '.join(kinds)}; draw the others with a second command"
+        )
+    if len(runs) > 1:
+        raise InvalidArgument(f"film shows one run, got {len(runs)}; draw a film of each")
+    return True
+
+
 def _american(word: str) -> str:
     """The option name in American spelling."""
     return "color" if word == "colour" else word
@@ -86,7 +101,8 @@ def _american(word: str) -> str:
     "--output",
     type=click.Path(),
     help="File to write: .png, .svg or .pdf; default: RUN-KIND.png, or RUN-figures.png for several "
-    "kinds.",
+    "kinds. Of the film: .gif (default), .webp or .mp4, a folder for its frames, or .png, .svg or "
+    ".pdf for the last one.",
 )
 @SELECT("step", "token", "population", note=OF_WHOLE_RUN)
 @WITHIN
@@ -114,6 +130,12 @@ def _american(word: str) -> str:
     default="light",
     help="Dark ink on white, or light ink on black.",
 )
+@click.option(
+    "--frames",
+    metavar="N|even:N",
+    help="Number of frames of the film, chosen by motion, or at equal numbers of steps; default: "
+    "120.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def plot(
     words: tuple[str, ...],
@@ -125,6 +147,7 @@ def plot(
     common_steps: bool,
     style: str,
     overwrite: bool,
+    frames: str | None,
     **given: Any,
 ) -> None:
     """Draw figures of a run. Several kinds, or `all`, share one sheet. Works during recording.
@@ -137,7 +160,8 @@ def plot(
     freeze_cause, lattice_displacement, heatmap, bulk_thermal, speed_density, centroid, trajectory,
     spectrum, autocorrelation, moments, moment_sizes, moment_tracks, sky, clusters, logit_stats,
     param_update_lost, discontinuities;
-    for several runs also divergence. For the results of `evaluate`: the names of the results.
+    for several runs also divergence. `film` moves, and is drawn alone. For the results of
+    `evaluate`: the names of the results.
 
     \b
     Example:
@@ -150,8 +174,10 @@ def plot(
       trajstore plot runs/*.zarr grad_norms --select population=dead -o dead.png
       trajstore plot gatsby.zarr grad_norms --population 'rare=token_count < 10' -o rare.png
       trajstore plot loss.zarr text_loss
+      trajstore plot gatsby.zarr film -o film.gif
     """
     from trajstore.analysis.figures.figure import Options, check_matplotlib
+    from trajstore.analysis.figures.film import FILM, check_film_target, film, save_film
     from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
     from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
     from trajstore.analysis.motion.vectors import vectors_named
@@ -161,15 +187,15 @@ def plot(
     from trajstore.store.storage.remote_path import local_path
 
     check_matplotlib()
-    paths, kinds = runs_and_names(words, {*FIGURES, "all"})
+    paths, kinds = runs_and_names(words, {*FIGURES, "all", "film"})
     patterns, paths = paths, run_paths(paths)
     runs = _opened(paths, common_steps)
-    figures = figures_named(kinds, len(runs), figures_of(runs[0]))
+    moves = _is_film(kinds, runs, frames)
+    figures = [FILM] if moves else figures_named(kinds, len(runs), figures_of(runs[0]))
     stem = file_stem(patterns, paths)
-    target = local_path(
-        output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
-    )
-    check_target(target, overwrite=overwrite)
+    name = figures[0].name if len(figures) == 1 else "figures"
+    target = local_path(output or f"{stem}-{name}.{'gif' if moves else 'png'}")
+    (check_film_target if moves else check_target)(target, overwrite=overwrite)
     named = given_populations(populations)
     tokens = selected.pop("tokens", None)
     options = Options(also=[*named], **without_none(given), **selected)
@@ -178,6 +204,14 @@ def plot(
             figure.check(options)
     runs = [with_populations(of_parameter(run, parameter), named) for run in runs]
     runs = [vectors_named(select_part(run, tokens=tokens), vectors) for run in runs]
+    if moves:
+        drawing = without_none({"style": style, "frames": frames})
+        with AnalysisProgress() as progress:
+            moving = film(runs[0], **drawing, **vars(options), report=progress.show)
+        with StepsProgress("Writing", "frame") as written:
+            save_film(moving, target, overwrite=overwrite, report=written.show)
+        out.print(f"Wrote {target}: film.")
+        return
     with AnalysisProgress() as progress:
         found = collect(
             runs,

@@ -7,7 +7,8 @@ the colors, ``titles`` the names, and ``axes_marks`` the parts that figures shar
 
 Modules group the figures by subject: ``training``, ``variables``, ``motion``, ``densities``,
 ``freezing``, ``regimes``, ``cloud``, ``trajectory``, ``divergence``. A new figure goes into one of
-them and into the registry. It has the name of the quantity that it draws.
+them and into the registry. It has the name of the quantity that it draws. ``film`` animates a run;
+the film is no `Figure`, since it draws several pictures.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["grad_norms"](ds).get_ylabel()
@@ -16,6 +17,7 @@ them and into the registry. It has the name of the quantity that it draws.
 
 from trajstore.accessor_registration import register_accessors
 from trajstore.analysis.figures.figure import Figure, Options
+from trajstore.analysis.figures.film import save_film
 from trajstore.analysis.figures.registry import FIGURES, figures_named, figures_of
 from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
 from trajstore.analysis.figures.style import STYLES, Look
@@ -32,6 +34,7 @@ __all__ = [
     "figures_named",
     "figures_of",
     "save",
+    "save_film",
 ]
 
 register_accessors()

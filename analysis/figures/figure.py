@@ -35,13 +35,16 @@ if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
 __all__ = [
+    "ALONE",
     "SIZE",
     "Figure",
     "Options",
     "after_first_row",
+    "asked_for",
     "check_matplotlib",
     "compute_together",
     "figure",
+    "in_style",
     "prepared",
 ]
 
@@ -51,7 +54,7 @@ SIZE = (8.0, 5.0)
 USUAL = ("dead", "live", "hidden_mean")
 """Populations that figures show; the last is the single vector of `analysis.vectors`."""
 
-_ALONE = "alone"
+ALONE = "alone"
 """Attribute of data that were computed from the rows of a window alone."""
 
 LOGS = ("none", "x", "y", "xy")
@@ -207,7 +210,7 @@ class Figure:
     def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
         found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
         if options.within or (self.of_window and scan.has_window):
-            found.attrs[_ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+            found.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
         return found
 
     def __call__(
@@ -345,7 +348,7 @@ class Figure:
             before = {*ax.get_children()}
             self.draw(ax, data, look)
             drawn[group.label] = [each for each in ax.get_children() if each not in before]
-            label, alone = ax.get_xlabel(), data.attrs.get(_ALONE, "")
+            label, alone = ax.get_xlabel(), data.attrs.get(ALONE, "")
             if alone and alone not in label:
                 ax.set_xlabel(f"{label} ({alone})")
         if log is not None:

@@ -24,11 +24,11 @@ from trajstore.populations.masks import chosen_populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["moment_tracks", "sky", "trajectory"]
+__all__ = ["LINES", "fit_axes", "label_plane", "moment_tracks", "sky", "trajectory"]
 
 
-_LINES = 500
-"""Most tokens that have a line each. With more, cells count the points."""
+LINES = 500
+"""Most tokens that have a line each."""
 
 _POINTS = 1 << 25
 _CELLS = 500
@@ -65,19 +65,19 @@ def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Paths of the tokens in a plane."""
     look.note("the axes have different scales")
     _draw_paths(ax, data, look)
-    _label_axes(ax, data)
+    label_plane(ax, data)
 
 
 def _draw_paths(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Draw the paths of each population."""
     position = data["position"].transpose("component", "step", "token")
-    few = position.sizes["token"] <= _LINES
+    few = position.sizes["token"] <= LINES
     # Dead tokens last: most of them share one place, which live ones would cover.
     for population in reversed(data["population"].values.tolist()):
         paths = position.values[..., data["member"].sel(population=population).values]
         draw = _draw_lines if few else _draw_cells
         draw(ax, paths, _color_of(ax, population, paths.shape[-1]), look)
-    _set_limits(ax, position.values)
+    fit_axes(ax, position.values)
     if few:
         _mark_ends(ax, data, look, start=True)
         _name_ends(ax, data, look)
@@ -177,7 +177,7 @@ def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
     known = np.flatnonzero(np.isfinite(data["latitude"].values).any(1))
     data = data.isel(step=known) if known.size else data
     angles = np.radians([data[name].values for name in ("longitude", "latitude")])
-    few = data.sizes["token"] <= _LINES
+    few = data.sizes["token"] <= LINES
     for population in reversed(data["population"].values.tolist()):
         paths = angles[..., data["member"].sel(population=population).values]
         color = _color_of(ax, population, paths.shape[-1])
@@ -206,7 +206,8 @@ def _unwrapped(longitude: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return broken
 
 
-def _label_axes(ax: Axes, data: xr.Dataset) -> None:
+def label_plane(ax: Axes, data: xr.Dataset) -> None:
+    """Label the axes with what the plane shows, and its part of the variance."""
     which = ["principal component 1", "principal component 2"]
     if data.attrs["plane"] == "hidden_mean":
         which = ["along h̄, the mean hidden state", "largest variance orthogonal to h̄"]
@@ -218,7 +219,7 @@ def _label_axes(ax: Axes, data: xr.Dataset) -> None:
     ax.set_ylabel(texts[1])
 
 
-def _set_limits(ax: Axes, position: npt.NDArray[Any]) -> None:
+def fit_axes(ax: Axes, position: npt.NDArray[Any]) -> None:
     """Fit each axis to the paths."""
     if not np.isfinite(position).any():
         return

@@ -49,6 +49,25 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     assert "runs.svg: divergence." in out
 
 
+def test_the_film(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    still = tmp_path / "film.svg"
+    options = ("--frames", "even:3", "--style", "dark")
+    out = trajstore_cli("plot", run, "film", "-o", still, *options).stdout
+    assert out.split() == ["Wrote", f"{still}:", "film."]
+    assert "frozen (" in still.read_text()
+    other = shutil.copytree(run, tmp_path / "other.zarr")
+    for arguments, sentence in (
+        ((run, "film", "loss"), "film is drawn alone, got film, loss; draw the others"),
+        ((run, other, "film"), "film shows one run, got 2; draw a film of each"),
+        ((run, "loss", "--frames", 5), "--frames is for film, got loss; leave it out"),
+        ((run, "film", "--frames", "odd:5"), "got frames='odd:5', expected a number from 2"),
+        ((run, "film", "-o", "film.avi"), "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a"),
+        ((run, "film", "-o", still), "already exists; choose another name, or replace it (--over"),
+    ):
+        error = trajstore_cli("plot", *arguments, rc=2).stderr
+        assert sentence in " ".join(error.split()), arguments
+
+
 def test_runs_with_different_steps_share_a_figure(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -63,9 +82,9 @@ def test_an_added_population_is_drawn_besides_dead_and_live_tokens(
 ) -> None:
     added, alone = tmp_path / "added.svg", tmp_path / "alone.svg"
     few = ("--population", "few=token < 9")
-    trajstore_cli("plot", run, "gradients", "-o", added, *few)
+    trajstore_cli("plot", run, "grad_norms", "-o", added, *few)
     assert all(f"{name} tokens" in added.read_text() for name in ("dead", "live", "few"))
-    trajstore_cli("plot", run, "gradients", "-o", alone, *few, "--select", "population=few")
+    trajstore_cli("plot", run, "grad_norms", "-o", alone, *few, "--select", "population=few")
     assert "few tokens" in alone.read_text()
     assert "live tokens" not in alone.read_text()
 

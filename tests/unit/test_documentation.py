@@ -56,7 +56,7 @@ PUBLIC = {
 SECONDS = {"docs/howto/plot.md", "docs/howto/token-groups.md", "docs/reference/quantities.md"}
 """Pages that take seconds; the examples of the functions compute and draw the same."""
 
-LONG = ("long.zarr", "model.zarr", "short.zarr")
+LONG = ("long.zarr", "model.zarr", "short.zarr", "thousand.zarr")
 """The runs that the gallery shows. Tests of the figures draw each kind."""
 
 
@@ -329,7 +329,7 @@ def known_names(command: str) -> dict[str, set[str]]:
     presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)
     named = {name.replace("_", "-") for name in presets}
     return {
-        "plot": {"words": {*FIGURES, "all", "text_loss", "attention_entropy"}},
+        "plot": {"words": {*FIGURES, "all", "film", "text_loss", "attention_entropy"}},
         "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS}},
         "record": {"preset_name": named},
         "plan": {"preset_name": named},

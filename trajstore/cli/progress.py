@@ -72,17 +72,19 @@ class BytesProgress(Bar):
 
 
 class StepsProgress(Bar):
-    """Progress in rows of a run.
+    """Progress in rows of a run, or in frames of a film.
 
     Parameters
     ----------
     verb : str
         Label of the bar.
+    unit : str
+        What it counts.
     """
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, unit: str = "row") -> None:
         super().__init__(
-            TextColumn(f"{verb} row {{task.completed}}/{{task.total}}"),
+            TextColumn(f"{verb} {unit} {{task.completed}}/{{task.total}}"),
             BarColumn(bar_width=30),
             TimeRemainingColumn(),
             transient=True,

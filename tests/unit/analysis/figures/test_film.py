@@ -1,0 +1,147 @@
+"""What each frame of a film shows, and the files of a film."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.animation import FFMpegWriter
+from PIL import Image
+
+import trajstore.analysis.figures  # noqa: F401
+from trajstore import analysis
+from trajstore.analysis.figures.film import _chosen_rows, film, save_film
+from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+
+
+def made(run, **options):
+    """A film that may be deleted without being shown."""
+    animation = film(run, **options)
+    animation._draw_was_started = True
+    return animation
+
+
+def texts_of(animation, frame):
+    """Step, number of frozen tokens and cursor of a frame."""
+    animation._draw_frame(frame)
+    plane, below = animation._fig.axes
+    frozen = animation._fig.legends[0].get_texts()[-1].get_text()
+    return plane.texts[0].get_text(), frozen, np.unique(below.lines[1].get_xdata()).tolist()
+
+
+def test_each_frame_shows_its_row(run):
+    position = analysis.pca(run, components=2).scores.values
+    since = analysis.freeze(run, min_unchanged=3).frozen_since.values
+    dead = run.is_dead.values
+    animation = made(run, min_unchanged=3)
+    assert animation._save_count == 23
+    plane, below = animation._fig.axes
+    for row in (0, 12, 22):
+        still = (since >= 0) & (since <= row)
+        counts = f"frozen ({(dead & still).sum()} dead, {(~dead & still).sum()} live)"
+        assert texts_of(animation, row) == (f"step {row}", counts, [row])
+        groups = (dead & ~still, dead & still, ~dead & ~still, ~dead & still)
+        for dots, members in zip(plane.lines, groups, strict=False):
+            np.testing.assert_array_equal(dots.get_xydata(), position[row, members])
+        for lines, members in zip(plane.collections, groups[::2], strict=True):
+            tails = np.array(lines.get_segments())
+            expected = position[max(0, row - 6) : row + 1, members].transpose(1, 0, 2)
+            np.testing.assert_array_equal(tails, expected)
+    assert still.any()
+    np.testing.assert_allclose(np.diff(plane.get_xlim()), 1.1 * np.ptp(position[..., 0]))
+    np.testing.assert_array_equal(below.lines[0].get_ydata(), run.loss.values)
+
+
+def test_dead_tokens_are_in_front(run):
+    dead, frozen_dead, live, frozen_live, _ = made(run)._fig.axes[0].lines
+    fronts = [line.zorder for line in (frozen_live, live, frozen_dead, dead)]
+    assert fronts == sorted(fronts)
+    assert live.get_color() == frozen_live.get_markeredgecolor() != dead.get_color()
+    assert frozen_dead.get_markerfacecolor() == frozen_live.get_markerfacecolor()
+
+
+def test_frames_are_chosen_by_motion_or_evenly():
+    position = np.zeros((101, 2, 2), np.float32)
+    position[1:11, :, 0] = np.arange(1, 11)[:, None]  # at first fast, then slow
+    position[11:, :, 0] = 10 + np.arange(90)[:, None] / 90
+    assert _chosen_rows(position, 12, False).tolist() == [*range(11), 100]
+    assert _chosen_rows(position, 5, True).tolist() == [0, 25, 50, 75, 100]
+    assert _chosen_rows(position * np.nan, 5, False).tolist() == [0, 100]
+    assert _chosen_rows(position, 200, False).tolist() == [*range(101)]
+
+
+def test_windows_and_populations(run):
+    animation = made(run, frames="even:4", steps="5:15", population="live", style="dark")
+    texts = [texts_of(animation, frame) for frame in range(4)]
+    assert texts == [(f"step {step}", "frozen (0)", [step]) for step in (5, 8, 11, 14)]
+    assert animation._fig.get_facecolor()[:3] == (0, 0, 0)
+    np.testing.assert_array_equal(
+        animation._fig.axes[1].lines[0].get_ydata(), run.loss.values[5:15]
+    )
+    within = made(run, steps="5:15", within=True)._fig.axes[0].get_title("left")
+    assert "computed from steps 5 to 14 alone" in " ".join(within.split())
+
+
+def test_runs_without_loss_or_with_many_tokens(run, monkeypatch):
+    monkeypatch.setattr("trajstore.analysis.figures.film.LINES", 5)
+    animation = made(run.drop_vars("loss"))
+    animation._draw_frame(9)
+    (plane,) = animation._fig.axes
+    assert [lines.get_segments() for lines in plane.collections] == [[], []]
+
+
+@pytest.mark.parametrize("ending", ["gif", "webp"])
+def test_moving_pictures(ending, run, tmp_path):
+    reports = []
+    path = tmp_path / f"film.{ending}"
+    animation = made(run, frames="even:5", size=(3, 3))
+    save_film(animation, path, report=lambda done, total: reports.append((done, total)))
+    with Image.open(path) as picture:
+        assert (picture.format.lower(), picture.n_frames) == (ending, 5)
+        assert picture.convert("RGB").getpixel((1, 1)) == (255, 255, 255)
+        assert picture.size == (330, 330)
+    assert reports == [(done, 5) for done in range(5)]
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(RunExists, match=r"already exists; choose another name, or replace it"):
+        save_film(animation, path)
+    save_film(made(run, frames=2, size=(3, 3)), path, overwrite=True)
+    with Image.open(path) as picture:
+        assert picture.n_frames == 2
+
+
+def test_a_folder_of_frames_and_the_last_frame(run, tmp_path):
+    animation = made(run, frames="even:3", size=(3, 3))
+    folder, still = tmp_path / "frames", tmp_path / "film.png"
+    save_film(animation, folder)
+    save_film(animation, still)
+    assert sorted(path.name for path in folder.iterdir()) == ["0000.png", "0001.png", "0002.png"]
+    files = (folder / "0001.png", folder / "0002.png", still)
+    pictures = [np.asarray(Image.open(path)) for path in files]
+    assert not np.array_equal(*pictures[:2])
+    np.testing.assert_array_equal(*pictures[1:])
+    with pytest.raises(RunExists, match="is a folder; choose another name, or remove it"):
+        save_film(animation, folder, overwrite=True)
+
+
+def test_a_notebook_shows_a_player(run):
+    assert "<script" in made(run, frames=2, size=(2, 2))._repr_html_()
+
+
+def test_what_is_refused(run, tmp_path, monkeypatch):
+    for options, message in (
+        ({"frames": 1}, "got frames=1, expected a number from 2 to 1,000, or even:NUMBER"),
+        ({"frames": "odd:5"}, "got frames='odd:5'"),
+        ({"steps": "3"}, "film needs at least 2 rows, and the window has 1"),
+        ({"lattice": "bfloat16"}, "film has no lattice"),
+        ({"speed": 2}, "got 'speed'"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            film(run, **options)
+    with pytest.raises(InvalidArgument, match=r"film shows one run, got 2; choose one"):
+        film(run.expand_dims(run=2))
+    animation = made(run, frames=2)
+    with pytest.raises(InvalidArgument, match=r"extensions \.gif, .* or a folder without"):
+        save_film(animation, tmp_path / "film.avi")
+    monkeypatch.setattr(FFMpegWriter, "isAvailable", lambda: False)
+    with pytest.raises(MissingExtra, match=r"needs the program ffmpeg.* or write \.gif or \.webp"):
+        save_film(animation, tmp_path / "film.mp4")
+    assert list(tmp_path.iterdir()) == []
