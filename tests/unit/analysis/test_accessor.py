@@ -8,6 +8,7 @@ import pydoc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xarray as xr
 
@@ -27,7 +28,7 @@ def test_it_says_what_is_in_a_run(small_run: tuple[Path, Any]) -> None:
 
 
 def test_a_token_is_found_by_its_text() -> None:
-    texts = ["a", " b", "c", "c", "\0"]
+    texts = np.array(["a", " b", "c", "c", "\0"], object)
     ds = xr.Dataset(coords={"token": [7, 8, 9, 10, 11], "token_text": ("token", texts)})
     assert ds.traj.token("a") == 7
     assert ds.traj.token("\0") == 11
