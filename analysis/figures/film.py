@@ -28,6 +28,7 @@ from trajstore.analysis.figures.style import Style, population_color, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.figures.trajectory import LINES, fit_axes, label_plane, trajectory
 from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report
 from trajstore.errors import InvalidArgument, RunExists
@@ -110,6 +111,7 @@ def film(
     number, evenly = _frames(frames)
     chosen = asked_for(options)
     FILM.check(chosen)
+    input_checks.variables(ds, "W")
     (data,) = compute_together(FILM.data([prepared(ds, [FILM], chosen)], chosen), report)
     position = data["position"].transpose("step", "token", "component").values
     data = data.isel(step=_chosen_rows(position, number, evenly))

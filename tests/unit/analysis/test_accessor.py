@@ -94,7 +94,8 @@ def test_a_drawing_has_the_options_of_figures() -> None:
 def test_every_kind_is_a_method() -> None:
     pytest.importorskip("matplotlib")
     ds = xr.Dataset({"loss": ("step", [3.0, 2.0, 1.0])}, coords={"step": [0, 1, 2]})
-    assert len(dir(ds.traj.plot)) == len(trajstore.analysis.figures.FIGURES)
+    assert len(dir(ds.traj.plot)) == len(trajstore.analysis.figures.FIGURES) + 1
+    assert "film" in dir(ds.traj.plot)
     ax = ds.traj.plot.loss(log="y")
     assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
     assert ax.get_yscale() == "log"
@@ -104,3 +105,5 @@ def test_every_kind_is_a_method() -> None:
         ds.traj.plot.los  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="W"):
         ds.traj.plot.last_motion()
+    with pytest.raises(VariableNotRecorded, match="W"):
+        ds.traj.plot.film()
