@@ -120,8 +120,8 @@ def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Datas
         if none; ``differs``, bool (step, variable); ``distance``, float64 (step, variable): L2
         norm of the difference of all values of a row. The attribute ``differing_settings`` names
         the fields of configuration and optimizer that differ. With `over`, also
-        ``loss_difference``, float64 (step): abs(b − a) / abs(a) of the losses, and ``first_over``, int64:
-        the first step at which it is larger than `over`, −1 if there is none.
+        ``loss_difference``, float64 (step): abs(b − a) / abs(a) of the losses, and ``first_over``,
+        int64: the first step at which it is larger than `over`, −1 if there is none.
 
     Raises
     ------
