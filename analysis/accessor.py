@@ -18,6 +18,7 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.several.many_runs import as_method
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import EVALUATION
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class TrajAccessor:
         >>> ds.traj.token("e")
         101
         >>> ds.W.sel(token=ds.traj.token("e")).shape
-        (21, 16)
+        (21, 4)
         """
         ds = self._ds
         if "token_text" not in ds.coords:
@@ -395,4 +396,5 @@ class Plots:
     def __dir__(self) -> list[str]:
         from trajstore.analysis.figures import figures_of
 
-        return [*(name.replace("-", "_") for name in figures_of(self._ds)), "film"]
+        names = [name.replace("-", "_") for name in figures_of(self._ds)]
+        return names if EVALUATION in self._ds.attrs else [*names, "film"]

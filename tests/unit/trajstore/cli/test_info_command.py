@@ -35,7 +35,8 @@ def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
     assert first["committed_rows"] == 4
     done = CliRunner().invoke(main, ["info", str(tmp_path / "1.zarr"), str(tmp_path / "3.zarr")])
     assert (done.exit_code, done.stderr) == (
-        1, f"trajstore: there is no run at {tmp_path / '3.zarr'}\n",
+        1, f"trajstore: there is no run at {tmp_path / '3.zarr'}; "
+        f"runs in {tmp_path}: 1.zarr, 2.zarr\n",
     )  # fmt: skip
     assert "1.zarr" in done.stdout
 

@@ -17,7 +17,7 @@ from damage import contents, cut, edit, flip, shard_index
 from disk import Disk
 
 from trajstore import RunWriter, open_run, repair, verify
-from trajstore.errors import FormatError, RunLocked, RunNotFound
+from trajstore.errors import FormatError, InvalidArgument, RunLocked, RunNotFound
 from trajstore.integrity.repair_plan import Repair
 
 DATA = Path(__file__).parents[3] / "data"
@@ -380,7 +380,7 @@ def test_what_would_be_done_is_said_where_nothing_can_be_written(
     monkeypatch.setattr(os, "open", refuse)
     found = repair(run, dry_run=True)
     assert (found.rows_before, found.rows, found.done) == (11, 8, False)
-    with pytest.raises(OSError, match="Read-only"):
+    with pytest.raises(InvalidArgument, match="which is read-only"):
         repair(run)
 
 

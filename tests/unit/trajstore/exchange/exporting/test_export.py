@@ -62,7 +62,7 @@ def test_a_changed_dataset_is_exported_as_it_is(small_run: SmallRun, tmp_path: P
         ({"format": "hdf5", "layout": "15.1a"}, "which is for safetensors files"),
         ({"block_rows": 3}, "safetensors, which has no blocks"),
         ({"steps": "x"}, "got steps 'x', expected numbers"),
-        ({"format": "zarr", "block_rows": 0}, "expected at least 1"),
+        ({"format": "zarr", "block_rows": 0}, "got block_rows=0, expected a whole number"),
         ({"format": "run", "variables": "grad"}, "expected at least one of W"),
         ({"format": "run", "memory": "100B"}, "memory"),
         ({"format": "zarr", "memory": "100B"}, "memory"),
