@@ -29,9 +29,9 @@ MISTYPED = {
     "plan --preset gatsby --set training.device=gpu": "cuda",
     "record --preset gatsby --device gpu": "cuda",
     # variables, tokens
-    "plan --preset gatsby --variables weight": "weights",
+    "plan --preset gatsby --set recording.variables=weigths": "weights",
     "export gatsby.zarr --variables W,gard -o g.safetensors": "grad",
-    "export gatsby.zarr --tokens ded -o g.safetensors": "dead",
+    "export gatsby.zarr --select token=ded -o g.safetensors": "dead",
     # runs
     "info gatsby": "gatsby.zarr",
     "verify gatsy.zarr": "gatsby.zarr",

@@ -172,6 +172,11 @@ def _check_changeable(given: Mapping[str, Any]) -> None:
             )
 
 
+def _as_json(value: Any) -> Any:
+    """A hyperparameter as an attribute of a run holds it: pairs are lists."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _hyperparameters(
     recorded: Mapping[str, Any],
     given: Mapping[str, Any],
@@ -185,7 +190,7 @@ def _hyperparameters(
         accepted = inspect.signature(real).parameters
         if not same_class:
             defaults = {
-                key: parameter.default
+                key: _as_json(parameter.default)
                 for key, parameter in accepted.items()
                 if parameter.default is not inspect.Parameter.empty
             }
@@ -201,8 +206,7 @@ def _hyperparameters(
                 )
     for field in _HYPERPARAMETERS:
         if f"optimizer.{field}" in given:
-            value = given[f"optimizer.{field}"]
-            values[field] = list(value) if isinstance(value, tuple) else value
+            values[field] = _as_json(given[f"optimizer.{field}"])
     if "optimizer.lr" in given and "initial_lr" in values:
         values["initial_lr"] = given["optimizer.lr"]
     return values
