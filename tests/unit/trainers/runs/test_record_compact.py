@@ -119,5 +119,5 @@ def test_a_fork_and_a_what_if_keep_the_encoding(text: Path, tmp_path: Path) -> N
 
 
 def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="encoding: got 'zip', expected delta or compact"):
+    with pytest.raises(InvalidArgument, match="encoding='zip', expected 'delta' or 'compact'"):
         TrajectoryCallback(tmp_path / "run.zarr", encoding="zip")
