@@ -83,7 +83,7 @@ def explore(browser: Browser, file: Path) -> None:
 
 def report(browser: Browser, file: Path) -> None:
     """Top of the page of `report`."""
-    subprocess.run([COMMAND, "report", RUN, "--min-unchanged", "5", "--verify"], check=True)
+    subprocess.run([COMMAND, "report", RUN, "--min-unchanged", "3", "--verify"], check=True)
     page = browser.new_page(viewport={"width": 1280, "height": 1180})
     page.goto(Path(RUN).with_suffix(".html").resolve().as_uri())
     page.screenshot(path=file)
