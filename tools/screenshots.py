@@ -75,7 +75,7 @@ def explore(browser: Browser, file: Path) -> None:
             page.locator("input[type=text]").first.fill("@")
             page.locator('.tabulator-cell[tabulator-field="text"]').first.click()
             expect(page.get_by_text("Last change at step")).to_be_visible(timeout=120_000)
-            page.wait_for_timeout(3000)  # plots are drawn after the text
+            page.wait_for_timeout(10_000)  # plots are drawn after the text
             page.screenshot(path=file)
         finally:
             serving.terminate()
