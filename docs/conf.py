@@ -243,8 +243,23 @@ def public_name(
     return text
 
 
+def add_dark_variants(app: Sphinx, tree: nodes.document) -> None:
+    """Show NAME-dark.png in place of NAME.png on dark pages, where there is one."""
+    folder = Path(tree["source"]).parent
+    for image in list(tree.findall(nodes.image)):
+        file = Path(image["uri"])
+        dark = file.with_stem(f"{file.stem}-dark")
+        if (folder / dark).is_file():
+            variant = image.deepcopy()
+            variant["uri"] = str(dark)
+            variant["classes"].append("only-dark")
+            image["classes"].append("only-light")
+            image.parent.insert(image.parent.index(image) + 1, variant)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("doctree-read", add_dark_variants, priority=400)  # Sphinx copies images at 500
     app.connect("autodoc-process-docstring", split_attributes, priority=400)  # napoleon's is 500
     app.connect("autodoc-process-signature", short_types)
     app.connect("missing-reference", public_name)

@@ -2,16 +2,14 @@
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
 trajstore record --preset gatsby --steps 1000 -o thousand.zarr
-trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
 trajstore record --preset gatsby --steps 300 --variables matrix,norms -o model.zarr
 trajstore record --preset gatsby --steps 150 --seed 1 -o short.zarr
 trajstore fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
 trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2 --steps 60 -o runs
 python tools/documentation_figures.py FOLDER docs/figures
 
-FOLDER holds the runs. The command before a figure on its page draws it. A palette of colors makes
-each file three times smaller. Figures with many shades keep
-all their colors.
+FOLDER holds the runs. The command before a figure on its page draws it, in light and dark. A palette
+of colors makes each file three times smaller. Figures with many shades keep all their colors.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
 FILMS = ("film.gif", "film.png")
 SEVERAL = {"gallery-several.png": "trajstore plot runs/ grad_norms --select population=dead"}
 COLORS = 64
+STYLES = ("light", "dark")
 MAPS = (
     "heatmap",
     "speed_density",
@@ -57,15 +56,27 @@ def figures(page: str) -> dict[str, str]:
 
 
 def draw(command: str, file: Path, dpi: int) -> None:
-    """Draw the figure of a command, with a palette unless it is a map."""
-    arguments = [*shlex.split(command)[1:], "-o", str(file), "--overwrite"]
-    with unittest.mock.patch.dict(save.__kwdefaults__, dpi=dpi):
-        main(arguments, standalone_mode=False)
-    with Image.open(file) as image:
-        whole = image.convert("RGB")
-    if not any(name in file.name for name in MAPS):
-        whole = whole.quantize(COLORS, dither=Image.Dither.NONE)
-    whole.save(file, optimize=True)
+    """Draw the figure of a command, light and dark, with a palette unless it is a map."""
+    for style in STYLES:
+        target = variant(file, style)
+        with unittest.mock.patch.dict(save.__kwdefaults__, dpi=dpi):
+            plot(shlex.split(command)[2:], target, style)
+        with Image.open(target) as image:
+            whole = image.convert("RGB")
+        if not any(name in file.name for name in MAPS):
+            whole = whole.quantize(COLORS, dither=Image.Dither.NONE)
+        whole.save(target, optimize=True)
+
+
+def variant(file: Path, style: str) -> Path:
+    """File of a style; the site shows NAME-dark.png on dark pages."""
+    return file if style == "light" else file.with_stem(f"{file.stem}-{style}")
+
+
+def plot(words: list[str], target: Path, style: str) -> None:
+    """Run `trajstore plot`."""
+    options = ["--style", style, "-o", str(target), "--overwrite"]
+    main(["plot", *words, *options], standalone_mode=False)
 
 
 if __name__ == "__main__":
@@ -82,5 +93,5 @@ if __name__ == "__main__":
             if file not in FILMS:
                 draw(command, target / file, dpi)
     for file in FILMS:
-        film = ["plot", "thousand.zarr", "film", "-o", str(target / file), "--overwrite"]
-        main(film, standalone_mode=False)
+        for style in STYLES:
+            plot(["thousand.zarr", "film"], variant(target / file, style), style)

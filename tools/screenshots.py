@@ -75,7 +75,7 @@ def explore(browser: Browser, file: Path) -> None:
             page.locator("input[type=text]").first.fill("@")
             page.locator('.tabulator-cell[tabulator-field="text"]').first.click()
             expect(page.get_by_text("Last change at step")).to_be_visible(timeout=120_000)
-            page.wait_for_timeout(3000)  # plots are drawn after the text
+            page.wait_for_timeout(10_000)  # plots are drawn after the text
             page.screenshot(path=file)
         finally:
             serving.terminate()
@@ -83,7 +83,7 @@ def explore(browser: Browser, file: Path) -> None:
 
 def report(browser: Browser, file: Path) -> None:
     """Top of the page of `report`."""
-    subprocess.run([COMMAND, "report", RUN, "--min-unchanged", "5", "--verify"], check=True)
+    subprocess.run([COMMAND, "report", RUN, "--min-unchanged", "3", "--verify"], check=True)
     page = browser.new_page(viewport={"width": 1280, "height": 1180})
     page.goto(Path(RUN).with_suffix(".html").resolve().as_uri())
     page.screenshot(path=file)

@@ -56,7 +56,7 @@ PUBLIC = {
 SECONDS = {"docs/howto/plot.md", "docs/howto/token-groups.md", "docs/reference/quantities.md"}
 """Pages that take seconds; the examples of the functions compute and draw the same."""
 
-LONG = ("long.zarr", "model.zarr", "short.zarr", "thousand.zarr")
+LONG = ("model.zarr", "short.zarr", "thousand.zarr")
 """The runs that the gallery shows. Tests of the figures draw each kind."""
 
 
@@ -123,7 +123,9 @@ def test_the_gallery_has_every_figure() -> None:
         name
         for name in FIGURES
         if not any(
-            re.search(rf"^trajstore plot {run}( \S+\.zarr)? {name}\n```\n\n!\[", page, re.MULTILINE)
+            re.search(
+                rf"^trajstore plot {run}( \S+\.zarr)? {name}( --.+)?\n```\n\n!\[", page, re.MULTILINE
+            )
             for run in LONG
         )
     ]
