@@ -288,16 +288,16 @@ def main(branch: str, folder: Path) -> None:
         """Record while the stream that copies to the host is late, and again as a mutant."""
         from trajstore.trainers.recording.device_to_host import DeferredTransfer
 
-        place = DeferredTransfer.place
+        put = DeferredTransfer.put
 
-        def place_at_once(transfer: Any, name: str) -> torch.Tensor:
+        def put_at_once(transfer: Any, name: str, *arguments: Any) -> torch.Tensor:
             transfer._carried = None
-            return place(transfer, name)
+            return put(transfer, name, *arguments)
 
         device.longest_delay_of_others(50_000)
         sound = compared("late copies")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeferredTransfer, "place", place_at_once)
+            patch.setattr(DeferredTransfer, "put", put_at_once)
             mutant = compared("without wait_event")
         return {"sound": sound["differing"], "mutant": mutant["differing"]}
 

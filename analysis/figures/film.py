@@ -31,10 +31,10 @@ from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report
-from trajstore.errors import InvalidArgument, RunExists
+from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import check_dataset
 from trajstore.store.storage.remote_path import local_path
-from trajstore.store.writing.create import staged_folder
+from trajstore.store.writing.create import check_file_target, staged_folder
 
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
@@ -304,10 +304,7 @@ def check_film_target(path: Path, *, overwrite: bool) -> None:
             f"{path} needs the program ffmpeg, which is not installed; install it (apt install "
             "ffmpeg, brew install ffmpeg), or write .gif or .webp"
         )
-    if path.is_dir():
-        raise RunExists(f"{path} already exists and is a folder; choose another name, or remove it")
-    if path.exists() and not overwrite:
-        raise RunExists(f"{path} already exists; choose another name, or replace it (--overwrite)")
+    check_file_target(path, overwrite=overwrite)
 
 
 def _palette(canvas: Any) -> Any:

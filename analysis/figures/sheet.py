@@ -24,11 +24,10 @@ from trajstore.analysis.figures.figure import (
 )
 from trajstore.analysis.figures.titles import run_name, titled_runs
 from trajstore.analysis.scan.task_progress import return_memory
-from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.store.reading.run_settings import run_labels
-from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import local_path
-from trajstore.store.writing.create import staged_file
+from trajstore.store.writing.create import check_file_target, staged_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -261,8 +260,4 @@ def check_target(path: Path, *, dpi: int = 150, overwrite: bool) -> None:
         )
     if not 10 <= dpi <= 1200:
         raise InvalidArgument(f"got {dpi} dpi, expected 10 to 1,200")
-    if path.exists() and not overwrite:
-        raise RunExists(
-            f"{path} already exists; choose another name, or replace it with overwrite=True"
-        )
-    check_writable(path)
+    check_file_target(path, overwrite=overwrite)

@@ -23,23 +23,21 @@ from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import Table, summary_tables
 from trajstore.analysis.scan.scan import Scan
 from trajstore.byte_sizes import format_bytes
-from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.extras import needs_extra
 from trajstore.integrity.verify import verify
 from trajstore.populations.masks import populations
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import information
 from trajstore.store.reading.run_settings import settings
-from trajstore.store.storage.atomic import check_writable
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
-from trajstore.store.writing.create import staged_file
+from trajstore.store.writing.create import check_file_target, staged_file
 from trajstore.version import __version__
 
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
 __all__ = [
-    "check_target",
     "drawn",
     "html_table",
     "summaries",
@@ -117,27 +115,13 @@ def write_page(
     """
     template = _template()
     target = local_path(path)
-    check_target(target, overwrite=overwrite)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InvalidArgument(f"got {target}, expected NAME.html; a report is an HTML page")
+    check_file_target(target, overwrite=overwrite)
     html = template.render(**facts())
     with staged_file(target, overwrite=overwrite) as new:
         new.write_text(html, "utf-8")
     return target
-
-
-def check_target(target: Path, *, overwrite: bool) -> None:
-    """Check that a page can be written.
-
-    Raises
-    ------
-    InvalidArgument, RunExists
-    """
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise InvalidArgument(f"got {target}, expected NAME.html; a report is an HTML page")
-    check_writable(target)
-    if target.exists() and not overwrite:
-        raise RunExists(
-            f"{target} already exists; choose another name, or replace it with overwrite=True"
-        )
 
 
 def seen(text: object) -> str:

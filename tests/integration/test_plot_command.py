@@ -62,7 +62,10 @@ def test_the_film(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) 
         ((run, "loss", "--frames", 5), "--frames is for film, got loss; leave it out"),
         ((run, "film", "--frames", "odd:5"), "got frames='odd:5', expected a number from 2"),
         ((run, "film", "-o", "film.avi"), "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a"),
-        ((run, "film", "-o", still), "already exists; choose another name, or replace it (--over"),
+        (
+            (run, "film", "-o", still),
+            "already exists; choose another path, or replace it",
+        ),
     ):
         error = trajstore_cli("plot", *arguments, rc=2).stderr
         assert sentence in " ".join(error.split()), arguments
@@ -105,7 +108,7 @@ def test_wrong_options_of_plot_are_errors(
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
     refused = trajstore_cli("plot", run, "loss", "-o", file, rc=2).stderr
-    assert "already exists; choose another name, or replace it with --overwrite" in refused
+    assert "already exists; choose another path, or replace it with --overwrite" in refused
     assert file.read_text() == "mine"
     trajstore_cli("plot", run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.argument_types import Count, checks_types
-from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
+from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.integrity.array_checks import check_chunks
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
@@ -145,8 +145,6 @@ def verify(
     >>> found.clean, found.rows, found.problems
     (True, 21, ())
     """
-    if threads is not None and threads < 1:
-        raise InvalidArgument(f"got {threads} threads, expected at least 1")
     return check_run(path, threads=threads, on_progress=on_progress).found
 
 

@@ -35,7 +35,6 @@ from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import open_tiled
-from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.create import (
     check_file_target,
     check_local_target,
@@ -285,10 +284,6 @@ def _checked_format(
         raise InvalidArgument(
             f"got fill_damaged with format {own}; fill a copy first: --format run --fill-damaged"
         )
-    if encoding is not None:
-        check_encoding(encoding)
-    if block_rows is not None and block_rows < 1:
-        raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own
 
 

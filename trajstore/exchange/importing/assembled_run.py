@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ __all__ = ["RunReading"]
 Array = npt.NDArray[Any]
 
 
+@dataclass(eq=False)
 class RunReading:
     """Assembly of one run from a file.
 
@@ -47,20 +48,15 @@ class RunReading:
         Layout of the file.
     """
 
-    def __init__(
-        self,
-        file: ArrayFile,
-        part: RunPart,
-        options: ImportOptions,
-        layout: Layout | None,
-    ) -> None:
-        self.file = file
-        self.part = part
-        self.options = options
-        self.layout = layout
+    file: ArrayFile
+    part: RunPart
+    options: ImportOptions
+    layout: Layout | None
+
+    def __post_init__(self) -> None:
         self.found = tuple(
-            one for one in part.found
-            if not (one.kind.name == "lr" and one.key in part.numbers)
+            one for one in self.part.found
+            if not (one.kind.name == "lr" and one.key in self.part.numbers)
         )  # fmt: skip
         self.anchor = self._anchor()
 

@@ -248,10 +248,6 @@ def plan(
     for name, length in lengths.items():
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
-    if buffers < 1:
-        raise InvalidArgument(f"got {buffers} buffers, expected at least 1")
-    if block_rows is not None and block_rows < 1:
-        raise InvalidArgument(f"got {block_rows} rows in a block, expected at least 1")
     chosen, threads = threads, threads or default_threads()
     row_bytes = sum(
         math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize

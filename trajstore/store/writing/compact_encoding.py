@@ -8,7 +8,6 @@ from typing import Any
 
 from trajstore.codec.computed_rows import GRADIENT, VECTOR_RATES
 from trajstore.errors import InvalidArgument
-from trajstore.schema import ENCODINGS
 from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import OptimizerRule
 from trajstore.values.vector_rule import VECTORS, VectorRule
@@ -18,7 +17,7 @@ __all__ = ["check_encoding", "compact_rule", "vector_rule"]
 logger = logging.getLogger(__name__)
 
 
-def check_encoding(encoding: str, *, shared: bool = False) -> None:
+def check_encoding(encoding: str, *, shared: bool) -> None:
     """Raise an error unless a new run can have the encoding.
 
     Parameters
@@ -30,10 +29,8 @@ def check_encoding(encoding: str, *, shared: bool = False) -> None:
     Raises
     ------
     InvalidArgument
-        If the encoding is unknown, or several processes cannot write it.
+        If several processes cannot write it.
     """
-    if encoding not in ENCODINGS:
-        raise InvalidArgument(f"encoding: got {encoding!r}, expected {' or '.join(ENCODINGS)}")
     if encoding == "compact" and shared:
         raise InvalidArgument(
             "encoding: got 'compact' for a run that several processes write; use 'delta', and "

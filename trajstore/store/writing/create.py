@@ -106,7 +106,7 @@ def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False
     path = local_path(target)
     check_writable(path)
     if path.is_dir():
-        raise RunExists(f"{path} is a folder; choose the path of a file")
+        raise RunExists(f"{path} is a folder; choose another path")
     if path.exists() and not overwrite:
         raise RunExists(
             f"{path} already exists; choose another path, or replace it with overwrite=True"

@@ -101,7 +101,7 @@ def test_moving_pictures(ending, run, tmp_path):
         assert picture.size == (330, 330)
     assert reports == [(done, 5) for done in range(5)]
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(RunExists, match=r"already exists; choose another name, or replace it"):
+    with pytest.raises(RunExists, match=r"already exists; choose another path, or replace it"):
         save_film(animation, path)
     save_film(made(run, frames=2, size=(3, 3)), path, overwrite=True)
     with Image.open(path) as picture:
@@ -118,7 +118,7 @@ def test_a_folder_of_frames_and_the_last_frame(run, tmp_path):
     pictures = [np.asarray(Image.open(path)) for path in files]
     assert not np.array_equal(*pictures[:2])
     np.testing.assert_array_equal(*pictures[1:])
-    with pytest.raises(RunExists, match="is a folder; choose another name, or remove it"):
+    with pytest.raises(RunExists, match="is a folder; choose another path"):
         save_film(animation, folder, overwrite=True)
 
 

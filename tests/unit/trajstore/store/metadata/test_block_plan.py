@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from exchange_runs import ALL
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,23 +11,14 @@ from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import plan
 
-EVERYTHING = {
-    "W": "bfloat16",
-    "grad": "bfloat16",
-    "exp_avg": "bfloat16",
-    "exp_avg_sq": "bfloat16",
-    "logits": "bfloat16",
-    "loss": "float32",
-}
-
 
 def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:
-    assert plan(EVERYTHING, tokens=128, hidden=64).block_rows == 256
-    assert plan(EVERYTHING, tokens=50_257, hidden=64).block_rows in (16, 32)
+    assert plan(ALL, tokens=128, hidden=64).block_rows == 256
+    assert plan(ALL, tokens=50_257, hidden=64).block_rows in (16, 32)
 
 
 @given(
-    variables=st.sampled_from([EVERYTHING, EVERYTHING | {"exp_avg": "float64"}]),
+    variables=st.sampled_from([ALL, ALL | {"exp_avg": "float64"}]),
     tokens=st.integers(1, 60_000),
     hidden=st.integers(1, 1024),
     memory=st.integers(1 << 10, 1 << 31),
@@ -69,9 +61,9 @@ def test_a_plan_keeps_its_promises(
 
 def test_a_budget_too_small_says_the_least_that_works() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        plan(EVERYTHING, tokens=128, hidden=64, memory=100_000)
+        plan(ALL, tokens=128, hidden=64, memory=100_000)
     least = str(caught.value).split("at least ")[1].split(",")[0]
-    assert plan(EVERYTHING, tokens=128, hidden=64, memory=parse_bytes(least))
+    assert plan(ALL, tokens=128, hidden=64, memory=parse_bytes(least))
 
 
 def test_many_processors_fit_into_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,24 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run.zarr"
 
 
+@contextmanager
+def held_by_another(run: Path) -> Iterator[int]:
+    """Let another process hold the lock, and kill it."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
     own = rf"this process itself \({os.getpid()}\)"
     with RunLock.acquire(run), pytest.raises(RunLocked, match=own):
@@ -40,22 +60,13 @@ def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
 
 
 def test_another_process_holds_it_until_it_is_killed(run: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, run],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunLocked, match=f"process {holder.pid} on .* wait for it"):
-            RunLock.acquire(run)
-    finally:
-        holder.kill()
-        holder.communicate()
+    with (
+        held_by_another(run) as process,
+        pytest.raises(RunLocked, match=f"process {process} on .* wait for it"),
+    ):
+        RunLock.acquire(run)
     left = run.with_name(f".{run.name}.lock")
-    assert json.loads(left.read_text())["process"] == holder.pid, "killed, it could not tidy up"
+    assert json.loads(left.read_text())["process"] == process, "killed, it could not tidy up"
     RunLock.acquire(run).release()
     assert not left.exists()
 
@@ -64,21 +75,10 @@ def test_a_run_that_another_process_writes_is_locked_before_it_exists(run: Path)
     run.mkdir()
     with RunLock.acquire(run), pytest.raises(RunExists):  # of this process: see acquire
         check_target(run)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, run],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with held_by_another(run) as process:
         for overwrite in (False, True):
-            with pytest.raises(RunLocked, match=f"process {holder.pid} on"):
+            with pytest.raises(RunLocked, match=f"process {process} on"):
                 check_target(run, overwrite=overwrite)
-    finally:
-        holder.kill()
-        holder.communicate()
 
 
 def test_a_read_only_folder_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

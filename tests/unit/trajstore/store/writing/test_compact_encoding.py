@@ -63,8 +63,6 @@ def test_without_a_function_the_note_is_logged(
     assert facts["arrays"]["W"]["kind"] == "delta"
 
 
-def test_encodings_that_a_run_cannot_have_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="encoding: got 'zip', expected delta or compact"):
-        check_encoding("zip")
+def test_several_processes_cannot_write_the_encoding_compact() -> None:
     with pytest.raises(InvalidArgument, match=r"several processes write.* --encoding compact"):
         check_encoding("compact", shared=True)
