@@ -255,8 +255,8 @@ def answer(
     if len(names) != 1:
         if assignments or by_population:
             raise InvalidArgument(
-                "options and populations require a single quantity; "
-                f"got {len(names)}: {', '.join(names)}"
+                f"got {len(names)} quantities with options or populations: {', '.join(names)}; "
+                "name a single quantity per call"
             )
         return compute(ds, names, lattice, **seen)
     (name,) = names

@@ -22,7 +22,7 @@ __all__ = ["PRESETS", "preset"]
 
 
 def gatsby() -> RunConfig:
-    """Lil Gatsby, all variables: 128 ASCII tokens that start at one point (15.1a)."""
+    """Lil Gatsby, W, gradient and moments: 128 ASCII tokens that start at one point (15.1a)."""
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2),

@@ -207,7 +207,7 @@ def test_computing_on_a_cluster(
         ),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
+def test_each_wrong_call_is_answered_by_one_sentence(
     run: Path, arguments: list[str], rc: int, message: str, trajstore_cli: Callable[..., Any]
 ) -> None:
     said = trajstore_cli("analyze", run, *arguments, rc=rc).stderr

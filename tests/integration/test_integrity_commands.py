@@ -109,7 +109,7 @@ def test_what_cannot_be_repaired_is_reported(trajstore_cli: Cli, run: Path) -> N
     assert "Repair:" not in done.stdout
 
 
-def test_what_is_no_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> None:
+def test_a_path_without_a_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> None:
     for command in ("verify", "repair"):
         done = trajstore_cli(command, tmp_path / "nothing.zarr", rc=2)
         assert done.stderr.startswith("trajstore: there is no run at ")

@@ -139,7 +139,7 @@ def test_a_recording_ends_with_its_pace_and_what_to_type_next(
 
 
 @pytest.mark.nightly
-def test_nobody_reading_what_it_says_does_not_end_a_training(tmp_path: Path) -> None:
+def test_a_closed_output_does_not_end_a_training(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     readable, writable = os.pipe()
     os.close(readable)

@@ -71,7 +71,9 @@ def test_a_vanished_run_is_not_reported_as_damaged(look: Any, whole: Path) -> No
     assert not whole.exists()
 
 
-def test_a_command_says_it_in_a_sentence(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_reports_a_vanished_run_in_one_sentence(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = open_run
 
     def open_and_lose(path: str) -> Any:

@@ -57,7 +57,7 @@ def test_a_run_that_was_changed_is_not_said_to_be_the_same_again(run: Path, tmp_
     assert "W or a moment differs from the recorded run from step 1 on" in said
 
 
-def test_readers_are_told_what_it_is(run: Path, tmp_path: Path) -> None:
+def test_output_info_and_summary_name_the_run_as_what_if(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.zarr"
     said = cli(
         "what-if", run, "--set", "optimizer.state_dtype=float32", "--at", 4,
@@ -71,7 +71,7 @@ def test_readers_are_told_what_it_is(run: Path, tmp_path: Path) -> None:
     assert "Displacement" in cli("summary", other) or "displacement" in cli("summary", other)
 
 
-def test_what_is_refused_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_a_refused_what_if_writes_nothing(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.zarr"
     for wrong, sentence, code in (
         (["--set", "optimizer.lr=0"], "optimizer.lr", 2),

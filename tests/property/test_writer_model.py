@@ -35,7 +35,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "10")), deadline=None)
 @given(runs())
-def test_what_was_appended_is_what_is_read(run: dict[str, Any]) -> None:
+def test_a_run_returns_the_appended_values(run: dict[str, Any]) -> None:
     tokens, hidden, native = int(run["tokens"]), int(run["hidden"]), str(run["native"])
     rng = np.random.default_rng(run["seed"])
     width = TYPES[native]

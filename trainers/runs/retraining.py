@@ -150,7 +150,15 @@ def _train_segment(
         return True
 
     options = recording_options(training.config, text, overwrite=False, resume=True)
-    run_recorded(training, run, options, taken, after_step=after_step, comparison=comparison)
+    run_recorded(
+        training,
+        run,
+        options,
+        taken,
+        after_step=after_step,
+        on_note=lambda note: None,  # the recording reported its notes
+        comparison=comparison,
+    )
     return reached[0] if reached else None
 
 

@@ -61,7 +61,8 @@ POPULATIONS = click.option(
     multiple=True,
     metavar="NAME=EXPR|FILE",
     help="Additional population: an expression over token coordinates, such as "
-    "'rare=token_count < 10', or a file with a mask or token ids. Repeatable.",
+    "'rare=token_count < 10' or 'vowels=token_text in (\"a\", \"e\")', or a file with a mask or "
+    "token ids. Repeatable.",
 )
 
 
@@ -85,7 +86,7 @@ _KEYWORDS = {"step": "steps", "token": "tokens", "population": "population"}
 """Keyword of a selection in Python, by the dimension that ``--select`` names."""
 
 _EXAMPLES = {
-    "step": "step=0:500 or step=0:10000:10",
+    "step": "step=0:500 (steps 0 to 499) or step=::10",
     "token": "token=dead, token=1,2,3 or token=FILE",
     "population": "population=dead",
 }

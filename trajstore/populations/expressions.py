@@ -120,7 +120,8 @@ class _Expression:
 
     def _members(self, left: Any, node: ast.expr) -> npt.NDArray[np.bool_]:
         if not isinstance(node, ast.Tuple | ast.List) or not isinstance(left, np.ndarray):
-            raise self._refuse(node, "a coordinate in a list of values, such as token in (1, 2)")
+            example = 'token_text in ("a", "e")' if _is_text(left) else "token in (1, 2)"
+            raise self._refuse(node, f"a coordinate in a list of values, such as {example}")
         wanted = [self._value(one) for one in node.elts]
         if any(isinstance(one, np.ndarray) or _is_text(one) != _is_text(left) for one in wanted):
             raise self._refuse(node, "values of the same type as the coordinate")

@@ -19,7 +19,7 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
 
-def test_it_says_what_is_in_a_run(small_run: tuple[Path, Any]) -> None:
+def test_the_accessor_describes_a_run(small_run: tuple[Path, Any]) -> None:
     ds = open_run(small_run[0])
     assert repr(ds.traj) == (
         "<run: 11 rows, steps 0 to 20; 10 tokens, 4 of them dead; W, grad, logits, loss; complete>"

@@ -75,7 +75,7 @@ def test_the_centroid_of_a_population(run):
     np.testing.assert_allclose(got.alignment, cosine[:, ::2].mean(1), rtol=1e-9)
 
 
-def test_invalid_options(run):
+def test_a_wrong_vector_or_quantile_is_refused(run):
     with pytest.raises(InvalidArgument, match="other='sun'"):
         analysis.alignment(run, "sun")
     with pytest.raises(InvalidArgument, match="quantiles"):

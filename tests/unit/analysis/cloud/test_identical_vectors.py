@@ -128,7 +128,7 @@ def test_clusters_on_a_lattice(make_run) -> None:
     assert analysis.clusters(make_run(W, native="float32")).groups.values.item() == 0
 
 
-def test_invalid_options(make_run, walk) -> None:
+def test_wrong_ranks_and_populations_are_refused(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="ranks=0"):
         analysis.clusters(ds, ranks=0)

@@ -138,7 +138,7 @@ def test_steps_of_choice(make_run, walk) -> None:
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
 
-def test_invalid_options(make_run, walk) -> None:
+def test_a_wrong_k_or_lattice_is_refused(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="k=0"):
         analysis.adjacency(ds, 0)

@@ -72,6 +72,6 @@ def test_steps_of_choice(make_run, walk) -> None:
         analysis.nearest_distance(ds, steps=[2, 3])
 
 
-def test_invalid_options(make_run, walk) -> None:
+def test_an_unknown_population_is_refused(make_run, walk) -> None:
     with pytest.raises(InvalidArgument, match="'undead'"):
         analysis.nearest_distance(make_run(walk(3, 4, 2)), "undead")

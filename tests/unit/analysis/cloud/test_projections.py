@@ -54,7 +54,7 @@ def test_an_axis_of_no_length_has_no_direction(make_run, walk) -> None:
     assert got.across.isnull().all()
 
 
-def test_invalid_options(make_run, walk) -> None:
+def test_wrong_axes_are_refused(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="axes='centre'"):
         analysis.projection(ds, "centre")

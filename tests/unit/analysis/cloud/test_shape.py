@@ -98,7 +98,7 @@ def test_inertia(run: xr.Dataset) -> None:
                 assert one.inertia_rank[row].isnull()
 
 
-def test_invalid_options(make_run, walk) -> None:
+def test_wrong_components_and_bases_are_refused(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     for options, message in (
         ({"components": 3}, "components=3, expected 1 to 2"),

@@ -37,7 +37,7 @@ def test_sky_equals_a_plain_computation(axis, of, make_run, walk):
     assert np.isnan(got.longitude.values[~moving]).all()
 
 
-def test_invalid_options(make_run, walk):
+def test_a_wrong_axis_or_dimension_is_refused(make_run, walk):
     ds = make_run(walk(3, 4, 3))
     with pytest.raises(InvalidArgument, match="at least 3 dimensions, got 2"):
         analysis.sky(ds.isel(hidden=slice(2)))

@@ -126,7 +126,7 @@ def test_a_notebook_shows_a_player(run):
     assert "<script" in made(run, frames=2, size=(2, 2))._repr_html_()
 
 
-def test_what_is_refused(run, tmp_path, monkeypatch):
+def test_wrong_options_and_outputs_write_no_film(run, tmp_path, monkeypatch):
     for options, message in (
         ({"frames": 1}, "got frames=1, expected a number from 2 to 1,000, or even:NUMBER"),
         ({"frames": "odd:5"}, "got frames='odd:5'"),

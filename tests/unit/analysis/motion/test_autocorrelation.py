@@ -61,7 +61,7 @@ def test_straight_motion_has_autocorrelation_1(make_run):
     xr.testing.assert_equal(got.token_autocorrelation, xr.ones_like(got.token_autocorrelation))
 
 
-def test_invalid_options(make_run, walk):
+def test_uneven_rows_and_wrong_lags_are_refused(make_run, walk):
     ds = make_run(walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
     with pytest.raises(InvalidArgument, match="evenly spaced rows, got spacings of 1, 2 steps"):
         analysis.autocorrelation(ds)

@@ -65,7 +65,7 @@ def test_curves_of_a_run(make_run, walk) -> None:
     assert again.first_crossing.values.tolist() == [6, 10]
 
 
-def test_invalid_options(make_run, walk) -> None:
+def test_a_wrong_quantity_or_level_is_refused(make_run, walk) -> None:
     ds = make_run(walk(4, 3, 2))
     for quantity, message in (
         ("sun", "got quantity='sun'"),

@@ -119,7 +119,7 @@ def test_a_stored_way_is_not_used_where_rows_are_left_out(make_run, walk):
     )
 
 
-def test_invalid_options(make_run, walk):
+def test_missing_gradients_and_wrong_steps_are_refused(make_run, walk):
     ds = make_run(walk(6, 3, 4), steps=np.arange(6) * 10)
     imported = ds.assign_attrs(imported={"file": "f"})
     with pytest.raises(VariableNotRecorded, match="because the imported file does not"):

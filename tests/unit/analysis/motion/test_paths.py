@@ -62,7 +62,7 @@ def test_radial_and_tangential_motion(make_run):
     assert got.tangential_speed.values.tolist() == [[0, 1]]
 
 
-def test_invalid_options(make_run, walk):
+def test_a_wrong_window_or_center_is_refused(make_run, walk):
     ds = make_run(walk(4, 3, 2))
     with pytest.raises(InvalidArgument, match="window=0"):
         analysis.path_efficiency(ds, 0)

@@ -190,7 +190,7 @@ def test_a_stored_summary_of_hops_is_used_and_agrees(make_run, walk):
     np.testing.assert_array_equal(analysis.lattice_displacement(stored, ord=1), hops)
 
 
-def test_invalid_options(make_run, walk):
+def test_a_wrong_metric_or_order_is_refused(make_run, walk):
     ds = make_run(walk(3, 2, 2))
     with pytest.raises(InvalidArgument, match="'miles'"):
         analysis.lattice_displacement(ds, metric="miles")

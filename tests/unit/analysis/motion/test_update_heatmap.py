@@ -51,7 +51,7 @@ def test_a_small_heatmap_is_not_pooled(make_run, walk):
     np.testing.assert_array_equal(found.update_size, analysis.regimes(ds).regime.values[:, order])
 
 
-def test_invalid_options(make_run, walk):
+def test_a_wrong_color_or_group_is_refused(make_run, walk):
     ds = make_run(walk(9, 5, 4))
     with pytest.raises(InvalidArgument, match="expected 'regime' or 'hop'"):
         analysis.heatmap(ds, "speed")

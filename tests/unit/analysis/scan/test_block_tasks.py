@@ -137,7 +137,7 @@ def test_blocks_are_read_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(1, 6)])
-def test_what_is_read_again_waits(part: slice) -> None:
+def test_blocks_are_read_again_after_the_result_they_need(part: slice) -> None:
     reported: list[str] = []
 
     def make(block_id):  # type: ignore[no-untyped-def]

@@ -36,7 +36,7 @@ def test_summaries_of_a_recorder_agree(scale, hidden, walk):
 
 
 @pytest.mark.parametrize("name", NATIVE_TYPES)
-def test_what_is_measured_of_any_rows_is_what_is_recorded(name):
+def test_computed_and_recorded_values_agree(name):
     native, rng = native_type(name), np.random.default_rng(0)
     bits = rng.integers(0, 2 * native.sign_mask, (8, 40, 33), native.bits, endpoint=False)
     bits[:, :10] &= ~native.bits.type(1 << (native.mantissa_bits + 1))  # no infinity, no NaN

@@ -230,7 +230,7 @@ def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, ma
 
 
 @pytest.mark.parametrize(("stored", "native"), [("float16", "bfloat16"), ("bfloat16", "float16")])
-def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
+def test_a_wrong_native_type_of_the_same_size_is_refused(stored, native, make_run):
     W = crawling().astype(TYPES[stored])
     W[0, 0, 0] = 1e-30 if stored == "bfloat16" else 1 + 2.0**-10
     for values in (W, W.astype(np.float32)):

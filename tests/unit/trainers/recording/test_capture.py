@@ -91,7 +91,7 @@ def test_clipping_that_is_told_is_exact(dtype: Any, tmp_path: Path) -> None:
         assert torch.equal(raw * coefficient, gradient)
 
 
-def test_amsgrad_and_clipping_in_the_encoding_replay(tiny: Any, tmp_path: Path) -> None:
+def test_amsgrad_and_clipping_in_the_encoding_compact(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(tiny.parameters(), lr=0.01, amsgrad=True)
     path = tmp_path / "run.zarr"
     options = {"max_grad_norm": 0.3, "encoding": "compact"}

@@ -293,7 +293,7 @@ def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
     assert np.isnan(ds.scale.values[0])
 
 
-def test_recording_that_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_be_recorded_whole_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     for kind, device, message in (
         (torch.complex64, "cpu", "more has the type torch.complex64, expected one of"),

@@ -52,7 +52,7 @@ def test_notes_are_passed_to_a_function_before_the_first_step(tmp_path: Path) ->
     assert [one["sentence"] for one in information(path)["advice"]] == told
 
 
-def test_a_run_that_continues_is_not_told_again(tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_no_advice(tmp_path: Path) -> None:
     told: list[str] = []
     path = tmp_path / "run.zarr"
     model = TinyModel(torch.bfloat16)
@@ -99,7 +99,7 @@ def test_the_type_of_a_state_that_is_there_counts() -> None:
     assert optimizer_advice(parameters, optimizer) == []
 
 
-def test_several_parameters_are_told_of_once() -> None:
+def test_several_parameters_get_each_advice_once() -> None:
     model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     (one,) = find_parameters(model, optimizer, None)

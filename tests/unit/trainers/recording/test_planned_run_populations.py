@@ -152,7 +152,7 @@ def test_damaged_masks_are_seen(tmp_path: Path) -> None:
     assert [problem.array for problem in verify(path).problems if problem.array] == ["is_rare"]
 
 
-def test_one_without_a_token_is_told_when_the_recording_begins(tmp_path: Path) -> None:
+def test_an_empty_population_is_noted_at_the_start(tmp_path: Path) -> None:
     told: list[str] = []
     given = {"none": "token_count < 0", "capitals": [3]}
     path = run_of(tmp_path / "run.zarr", populations=given, tokens=[3], on_note=told.append)

@@ -225,7 +225,7 @@ def test_only_pairs_of_consecutive_steps(tmp_path: Path) -> None:
     assert replay(path).variables["exp_avg"].steps == 1  # 6 to 7
 
 
-def test_gaps_end_what_is_rebuilt(tmp_path: Path) -> None:
+def test_a_gap_ends_the_replay(tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", steps=7, every=2, variables="weights+grads")
     reasons = left_out(path)
     assert list(reasons.values()) == [(3, 2, 6), (1, 7, 7)]

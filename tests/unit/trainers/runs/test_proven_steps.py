@@ -42,13 +42,16 @@ def offsets(path: Path) -> dict[str, int]:
     [pytest.param(None, STEPS, marks=pytest.mark.nightly), ("2:9:3", 3)],
     ids=["all steps", "some steps"],
 )
-def test_steps_follow_from_the_data(run: Path, steps: str | None, proven: int) -> None:
+def test_steps_follow_from_the_data(
+    run: Path, steps: str | None, proven: int, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: list[tuple[int, int]] = []
     found = prove(run, steps=steps, on_progress=lambda *pair: seen.append(pair))
     assert found.clean
     assert (found.steps, found.proven, found.unproven) == (proven, proven, ())
     assert {"loss", "logits", "grad", "params_grad", "W", "params", "batch"} <= {*found.variables}
     assert seen[-1] == (proven, proven)
+    assert not caplog.records  # notes are of the recording
 
 
 @pytest.mark.nightly

@@ -131,7 +131,7 @@ def test_every_tensor_of_a_step_has_its_own_type(run: Any) -> None:
             np.testing.assert_array_equal(one.grad[step].values.ravel(), grad, name)
 
 
-def test_the_encoding_replay_computes_no_vectors_of_several_types(run: Any) -> None:
+def test_the_encoding_compact_computes_no_vectors_of_several_types(run: Any) -> None:
     recorded, _ = run
     facts, notes = information(recorded.path), []
     kinds = {name: array["kind"] for name, array in facts["arrays"].items()}

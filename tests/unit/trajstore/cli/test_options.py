@@ -63,3 +63,8 @@ def test_a_selection_that_is_refused(given: list[str], sentence: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         part([word for one in given for word in ("--select", one)], standalone_mode=False)
     assert sentence in str(error.value)
+
+
+def test_the_help_says_that_a_range_of_steps_excludes_its_end() -> None:
+    said = " ".join(CliRunner().invoke(part, ["--help"]).stdout.split())
+    assert "step=0:500 (steps 0 to 499) or step=::10" in said

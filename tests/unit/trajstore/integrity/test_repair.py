@@ -421,7 +421,7 @@ def test_a_repair_that_ends_in_the_middle_can_be_repaired(
     assert_first_rows(run, whole, 8)
 
 
-def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
+def test_a_path_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound):
         repair(tmp_path / "nothing.zarr", dry_run=True)
     (tmp_path / "empty").mkdir()

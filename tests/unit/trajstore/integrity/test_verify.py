@@ -471,7 +471,7 @@ def _set(metadata: Any, key: tuple[Any, ...], value: Any) -> None:
     metadata[key[-1]] = value
 
 
-def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
+def test_a_path_without_a_run_is_an_error(tmp_path: Path, run: Path) -> None:
     with pytest.raises(RunNotFound):
         verify(tmp_path / "nothing.zarr")
     (tmp_path / "empty").mkdir()

@@ -89,7 +89,7 @@ def test_damage_at_an_address_is_found_and_repaired_as_in_a_folder(
     assert {path.name for path in far.parent.iterdir()} == {"run.zarr"}  # no lock
 
 
-def test_what_is_no_run(address: str, run: Path) -> None:
+def test_an_address_without_a_run_is_an_error(address: str, run: Path) -> None:
     for function in (verify, repair):
         with pytest.raises(RunNotFound, match=f"there is no run at {address}"):
             function(address)

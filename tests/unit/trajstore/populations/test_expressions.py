@@ -88,3 +88,8 @@ def test_an_expression_selects_tokens(
 def test_a_wrong_expression_names_the_population(expression: str, ds: xr.Dataset) -> None:
     with pytest.raises(InvalidArgument, match="population"):
         select_tokens(ds, expression)
+
+
+def test_a_text_in_a_text_is_refused_with_a_list_as_example(ds: xr.Dataset) -> None:
+    with pytest.raises(InvalidArgument, match=r'such as token_text in \("a", "e"\)$'):
+        select_tokens(ds, 'token_text in "aeiou"')

@@ -36,7 +36,7 @@ def test_a_missing_address_is_an_error() -> None:
         open_group("memory://open/none")
 
 
-def test_what_is_no_run_is_reported(small_run: tuple[Path, Any]) -> None:
+def test_a_group_without_a_run_is_refused(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     copied(path / "W", "memory://open/array")
     with pytest.raises(FormatError, match="memory://open/array is not a Zarr v3 group"):
