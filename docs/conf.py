@@ -75,7 +75,7 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 # Pages without others below them.
-html_sidebars = {"index": []}
+html_sidebars = {"index": [], "start/*": []}
 
 
 class Table(SphinxDirective):

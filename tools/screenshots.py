@@ -69,7 +69,7 @@ def explore(browser: Browser, file: Path) -> None:
             assert serving.stdout is not None
             address = next(word for word in serving.stdout.readline().split() if "://" in word)
             page = browser.new_page(viewport={"width": 1280, "height": 1180})
-            page.goto(address)
+            page.goto(address, timeout=120_000)
             expect(page.get_by_text("step 300 of 300")).to_be_visible(timeout=120_000)
             page.locator("input[type=range]").first.fill("250")
             page.locator("input[type=text]").first.fill("@")
