@@ -8,8 +8,8 @@ trajstore fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zarr
 trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2 --steps 60 -o runs
 python tools/documentation_figures.py FOLDER docs/figures
 
-FOLDER holds the runs. The command before a figure on its page draws it, in light and dark. A palette
-of colors makes each file three times smaller. Figures with many shades keep all their colors.
+FOLDER holds the runs. The command before a figure on its page draws it, in light and dark. A
+palette of colors makes each file three times smaller. Figures with many shades keep all their colors.
 """
 
 from __future__ import annotations

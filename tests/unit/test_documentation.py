@@ -124,7 +124,9 @@ def test_the_gallery_has_every_figure() -> None:
         for name in FIGURES
         if not any(
             re.search(
-                rf"^trajstore plot {run}( \S+\.zarr)? {name}( --.+)?\n```\n\n!\[", page, re.MULTILINE
+                rf"^trajstore plot {run}( \S+\.zarr)? {name}( --.+)?\n```\n\n!\[",
+                page,
+                re.MULTILINE,
             )
             for run in LONG
         )
