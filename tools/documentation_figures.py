@@ -9,7 +9,8 @@ trajstore sweep --preset gatsby --seeds 1:4 --set initialization.sigma=1e-5,1e-2
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER holds the runs. The command before a figure on its page draws it, in light and dark. A
-palette of colors makes each file three times smaller. Figures with many shades keep all their colors.
+palette of colors makes each file three times smaller. Figures with many shades keep all their
+colors.
 """
 
 from __future__ import annotations
