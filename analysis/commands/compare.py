@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,18 +22,17 @@ __all__ = ["compare"]
 _SETTINGS = 12  # maximum differing settings to print
 
 
-class _Fraction(click.ParamType[float]):
-    """A percentage, or a fraction without the sign."""
+class _Percentage(click.ParamType[float]):
+    """A percentage, as a fraction."""
 
     name = "percent"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Parse a text such as 1% or 0.01."""
-        text = str(value)
-        try:
-            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
+        """Parse a text such as 1%."""
+        percentage = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", str(value))
+        if percentage is None:
             self.fail(f"got {value!r}, expected a percentage such as 1%")
+        return float(percentage[1]) / 100
 
 
 @click.command()
@@ -40,7 +40,7 @@ class _Fraction(click.ParamType[float]):
 @click.argument("other", type=click.Path(), required=False)
 @click.option(
     "--over",
-    type=_Fraction(),
+    type=_Percentage(),
     metavar="PERCENT",
     help="Print from which step on the losses differ by more than this, such as 1%.",
 )

@@ -50,10 +50,10 @@ def test_over_names_the_step_from_which_losses_differ(tmp_path: Path, trajstore_
         run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5))
     text = " ".join(trajstore_cli("compare", one, other, "--over", "1%").stdout.split())
     assert "differ by more than 1% from step 5 on, at 1 of 1 step; the largest" in text
-    facts = json.loads(trajstore_cli("compare", one, other, "--over", "0.5", "--json").stdout)
+    facts = json.loads(trajstore_cli("compare", one, other, "--over", "50%", "--json").stdout)
     assert facts["loss"]["first_over"] == -1
     assert (
-        "expected a percentage" in trajstore_cli("compare", one, other, "--over", "x", rc=2).stderr
+        "expected a percentage" in trajstore_cli("compare", one, other, "--over", "1", rc=2).stderr
     )
 
 

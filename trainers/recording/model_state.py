@@ -109,7 +109,7 @@ class ModelState:
         }
         self._random: torch.Tensor | None = None  # at the first forward pass of the step
         self._before_pass: torch.Tensor | None = None
-        self._draws = False
+        self._draws: bool | None = None  # unknown before the first forward pass
         self._buffers = ModelBuffers(self._model) if "buffers" in variables else None
         self.take_initial()
 
@@ -254,6 +254,11 @@ class ModelState:
             now = random_state(self._matrix.device)
             self._draws = not torch.equal(self._before_pass, now)
         self._before_pass = None
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether the model was called, and its forward pass drew no random numbers."""
+        return self._draws is False
 
     def after_backward(self, variables: Collection[str], unscale: float) -> State:
         """Return the gradients before clipping; `unscale` multiplies them.

@@ -386,8 +386,10 @@ class ParameterRows:
         required = self._planned.recording.options.required
         if lost := [name for name in self.left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
+        state = self._planned.recording.state
+        needless = {"random_state"} if state is not None and state.draws_nothing else set()
         for names, remedy in _REMEDIES:  # of a tier, which takes what there is
-            if lost := [name for name in self.left_out if name in names - required]:
+            if lost := [name for name in self.left_out if name in names - required - needless]:
                 self._notes.mention(f"{', '.join(lost)} not recorded: {remedy}")
         for _, row in self._early_rows:
             for name in self.variables:
@@ -395,8 +397,8 @@ class ParameterRows:
                     row[name] = torch.full_like(last[name], _START[VARIABLES[name].row0])
         types = {name: _name(last[name].dtype) for name in self.variables}
         room = row_lengths({name: tuple(last[name].shape) for name in types})
-        if self._planned.recording.state is not None:
-            self._initial |= self._planned.recording.state.initial()
+        if state is not None:
+            self._initial |= state.initial()
         in_transit = memory_in_transit(
             self.parameter.tensor.device, (last[name] for name in self.variables)
         )
@@ -533,7 +535,11 @@ _REMEDIES = (
         {*MOMENTS, *OPTIMIZER_STATE},
         "the optimizer keeps no such state of the parameter's shape",
     ),
-    ({"random_state"}, "call the model itself in every step, so that its hooks run"),
+    (
+        {"random_state"},
+        "the model draws no random numbers, or is not called itself in every step, so that its "
+        "hooks do not run",
+    ),
     (
         {"batch"},
         "pass the indices of the examples in every step with observe(batch=…), or add a tensor "

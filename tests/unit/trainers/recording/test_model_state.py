@@ -251,6 +251,7 @@ def test_a_model_without_state_records_parameters_only(tmp_path: Path) -> None:
     held = {name for name in ds.data_vars if name.startswith("params")}
     assert held == {"params", "params_grad", "params_lr"}
     assert not {"random_state", "buffers", "scale", "batch", "exp_avg"} & set(ds.variables)
+    assert "random_state" not in str(ds.attrs["notes"])
     assert "buffers" not in ds.attrs
     one = ds.traj.parameter("mix.bias")
     assert set(one.data_vars) == {"W", "grad", "loss", "lr", "grad_norm", "clip_coef"}
