@@ -185,7 +185,7 @@ def clusters(
 
     Tokens that share a group in two consecutive rows have a bond. A group of two or more tokens is
     *born* if none of its tokens were together in the previous row, and *dies* if none of them stay
-    together. It is a *merge* of two or more bonds, or a *fission* into two or more.
+    together. A *merge* holds two or more bonds; a *fission* splits into two or more.
 
     Parameters
     ----------
@@ -205,8 +205,8 @@ def clusters(
         int64 (step, token): ``cluster``, the group of a token, named by the smallest ``token`` in
         it (the token itself if single; −1 outside the population); ``left``, the group of the
         previous row that the token left, −1 if none; ``joined``, the group that it joined, −1 if
-        none. The largest part of a group that stays together neither leaves nor joins; of equally
-        large parts, this is the one in the group with the smallest name.
+        none. The largest part of a group that stays together neither leaves nor joins. Of equal
+        parts, the one in the group with the smallest name counts as largest.
         Over (step, population): int64 ``groups`` of two or more tokens, ``singles``,
         ``group_sizes`` (…, rank), 0 if there are fewer groups, and ``events`` (…, event), the
         number of groups with each event since the previous row, −1 in the first row (exclude it
@@ -216,8 +216,8 @@ def clusters(
     Raises
     ------
     InvalidArgument
-        For an unknown population or lattice, fewer than one rank, or if W holds values that its
-        ``native_dtype`` does not.
+        For an unknown population or lattice, fewer than one rank, or if W holds values that do
+        not fit ``native_dtype``.
 
     Examples
     --------

@@ -162,7 +162,7 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
     Returns
     -------
     Dataset, float64
-        ``centroid`` (step, population, hidden), the mean of W; (step, population): its norm
+        ``centroid`` (step, population, hidden), the mean of W. Over (step, population):
         ``centroid_norm``; ``drift``, the length of its change per optimizer step, NaN at the first
         row; ``mean_radius`` and ``max_radius``, the mean and largest distance of the tokens from
         it. A population without tokens has NaN.
@@ -240,8 +240,8 @@ def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> x
     Returns
     -------
     Dataset, float64, one row fewer than `ds`
-        ``bulk_velocity`` (step, population, hidden), mean of ΔW/Δs; (step, population): its norm
-        ``bulk_speed``; ``thermal_speed``, root mean square of the velocities about it;
+        ``bulk_velocity`` (step, population, hidden), mean of ΔW/Δs. Over (step, population):
+        ``bulk_speed``, its norm; ``thermal_speed``, root mean square about this mean;
         ``bulk_thermal_ratio``, inf if all tokens have the same velocity, NaN if none moves.
 
     Raises
@@ -337,8 +337,8 @@ def distinct(scan: Scan, population: str | None = None, lattice: str = "native")
     Raises
     ------
     InvalidArgument
-        For an unknown population or lattice, or if W holds values that its ``native_dtype`` does
-        not.
+        For an unknown population or lattice, or if W holds values that do not fit
+        ``native_dtype``.
 
     Examples
     --------
