@@ -189,7 +189,7 @@ class Page:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda number: plots.curve_plot(self._seen.history.data[figure], name),
+            lambda number: plots.curve_plot(self._seen.history.data[figure], figure, name),
             streams=[self._renewed],
         )
         return self._along_steps(drawn, logy=figure == "grad_norms")

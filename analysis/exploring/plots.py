@@ -145,21 +145,22 @@ def _rgb(color: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(color.removeprefix("#")))
 
 
-def curve_plot(data: xr.Dataset, name: str) -> Any:
+def curve_plot(data: xr.Dataset, figure: str, name: str) -> Any:
     """One curve of a run: a line for each population, with a band of its tokens."""
     import holoviews as hv
 
     steps = data["step"].values
+    value = f"{name} of {figure}"  # Panel gives plots of one name one axis
     if "population" not in data.dims:
-        return hv.Overlay([hv.Curve((steps, data[name].values), "step", name).opts(color=_INK)])
+        return hv.Overlay([hv.Curve((steps, data[name].values), "step", value).opts(color=_INK)])
     parts = []
     for population in data["population"].values.tolist():
         part, color = data.sel(population=population), population_color(population)
         if "quantiles" in part:
             low, high = part["quantiles"].transpose("quantile", "step").values
-            band = hv.Area((steps, low, high), "step", [name, "high"])
+            band = hv.Area((steps, low, high), "step", [value, "high"])
             parts.append(band.opts(color=color, alpha=0.2, line_alpha=0))
-        parts.append(hv.Curve((steps, part[name].values), "step", name).opts(color=color))
+        parts.append(hv.Curve((steps, part[name].values), "step", value).opts(color=color))
     return hv.Overlay(parts)
 
 

@@ -64,7 +64,7 @@ def test_the_film(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) 
         ((run, "film", "-o", "film.avi"), "extensions .gif, .webp, .mp4, .png, .svg, .pdf, or a"),
         (
             (run, "film", "-o", still),
-            "already exists; choose another path, or replace it",
+            "already exists; choose another path, or replace it with --overwrite",
         ),
     ):
         error = trajstore_cli("plot", *arguments, rc=2).stderr

@@ -9,7 +9,7 @@ from watched_runs import begin, extend
 
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
-from trajstore.analysis.exploring.page import Page
+from trajstore.analysis.exploring.page import _CURVES, Page
 from trajstore.analysis.figures.style import REGIME_COLORS
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 
@@ -94,6 +94,14 @@ def test_the_axes_of_a_token_follow_it(page: Page) -> None:
             assert not values.size or end < 20 * values.max()
             before.append(end)
     assert len(set(before)) > 2
+
+
+def test_no_two_curves_share_an_axis(page: Page) -> None:
+    """A logarithmic and a linear curve on one axis leave a panel empty."""
+    data = page._seen.history.data
+    drawn = [plots.curve_plot(data[figure], figure, name) for figure, name in _CURVES.values()]
+    axes = {curve.get(0).vdims[0].name for curve in drawn}
+    assert len(axes) == len(drawn) == 5
 
 
 def test_the_picture_of_layers_is_the_heatmap(page: Page) -> None:
