@@ -175,6 +175,11 @@ class EveryOtherStep:
 
     def __init__(self, whole: Any) -> None:
         self.whole, self.last, self.works = whole, {}, True
+        self.names = whole.names
+
+    def initial(self) -> dict[str, Any]:
+        """Return the values before the first step."""
+        return self.whole.initial()
 
     def after_backward(self, unscale: float) -> None:
         """Take the gradients at every other step."""
@@ -205,7 +210,8 @@ def with_the_model(training: Any, memory: str) -> dict[str, float]:
     class Clock(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not begun:
-                run.recorder._whole = EveryOtherStep(run.recorder._whole)
+                recording = run.recorder._recording
+                recording.summaries = EveryOtherStep(recording.summaries)
             begun.append((time.perf_counter(), time.thread_time()))
 
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,8 @@ STEPS = 16
 @pytest.fixture(scope="module")
 def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("story") / "gatsby.zarr"
-    options = ("--steps", STEPS, "--set", "recording.block_rows=8", "-o", path)
+    settings = ("--set", "recording.block_rows=8", "--set", "training.device=cpu")
+    options = ("--steps", STEPS, *settings, "-o", path)
     done = trajstore_cli("record", "--preset", "gatsby", *options)
     assert "gatsby stand-in (embedded)" in done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stderr

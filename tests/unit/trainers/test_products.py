@@ -31,7 +31,7 @@ pytestmark = pytest.mark.torch
 SLOW = "trajstore.trainers.products.native_is_slow"
 TINY = (
     "model.hidden=16", "model.context=8", "training.batch_size=4", "training.steps=6",
-    "recording.variables=[\"everything\"]",
+    "recording.variables=[\"everything\"]", "training.device=cpu",
 )  # fmt: skip
 
 

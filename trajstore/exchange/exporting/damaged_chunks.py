@@ -124,7 +124,7 @@ class DamagedChunks:
                 "last_step": int(steps[part[-1]]),
                 "count": len(part),
             }
-            for name, rows in lost.items()
+            for name, rows in sorted(lost.items())
             for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
             if part.size
         ]
