@@ -243,20 +243,28 @@ class StepGradients:
             raw = None  # the first row of a training on a device is on the host
         on_host = seen.device.type == "cpu" and not is_sharded(parameter)
         wide = torch.promote_types(total.dtype, torch.float32)
-        factor = total.new_full((), float("nan"), dtype=wide)
-        found = torch.zeros_like(factor, dtype=torch.bool)
+        lost = seen.isnan()
+        factors, matches = [], []
         for candidate, tolerance in self._candidates(total, raw, seen):
             if raw is not None:
-                same = _are_equal(raw * candidate, seen, tolerance).all()
+                scaled = raw * candidate
+                if tolerance:
+                    same = torch.isclose(scaled, seen, rtol=tolerance, atol=0)
+                else:
+                    same = scaled == seen
+                same = (same | (scaled.isnan() & lost)).all()
             else:
                 after = torch.linalg.vector_norm(consumed).float()
                 before = self._norms[parameter].float() * candidate.float()
                 same = torch.isclose(after, before, rtol=1e-2, atol=0)
             same = agreed(same, parameter)
-            factor = torch.where(same & ~found, candidate.to(factor.dtype), factor)
-            found = found | same
-            if on_host and found:
+            factors.append(candidate.to(wide))
+            matches.append(same)
+            if on_host and same:
                 break
+        found = torch.stack(matches).any()
+        first = torch.stack(matches).to(torch.uint8).argmax().reshape(1)
+        factor = torch.stack(factors).gather(0, first).reshape(()).where(found, float("nan"))
         if only_factor and on_host and not found:
             return
         rows.set("clip_coef", self.as_norm(factor.to(total.dtype)))
@@ -331,12 +339,6 @@ class StepGradients:
 
     def _note(self, sentence: str, rows: ParameterRows) -> None:
         self._on_note(sentence.format(name=rows.parameter.name))
-
-
-def _are_equal(expected: torch.Tensor, seen: torch.Tensor, tolerance: float) -> torch.Tensor:
-    if tolerance:
-        return torch.isclose(expected, seen, rtol=tolerance, atol=0, equal_nan=True)
-    return (expected == seen) | (expected.isnan() & seen.isnan())
 
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:
