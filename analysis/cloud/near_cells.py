@@ -207,10 +207,9 @@ def adjacency(
     population: str | None = None,
     lattice: str = "native",
 ) -> xr.Dataset:
-    """Graph of the distinct vectors; neighbors are at most k values of the type apart in each element.
+    """Graph of the distinct vectors that are at most k values of the type apart in each element.
 
-    The distance of two elements is counted as by ``lattice_displacement(metric="ordinal")``, so
-    neighbors have L∞ ≤ k. The graph of a population contains only its vectors.
+    Such vectors are neighbors: L∞ ≤ k, counted as by ``lattice_displacement(metric="ordinal")``. The graph of a population contains only its vectors.
 
     Parameters
     ----------

@@ -56,10 +56,10 @@ def freeze_attribution(
 ) -> xr.Dataset:
     """Part of the optimizer that keeps each frozen token unchanged.
 
-    A token counts as frozen after its last motion, as in `freeze` with ``min_unchanged=1``. The first `window` optimizer steps after that motion are computed again,
-    each from the recorded state before it, and each with one change. If W + update then rounds to
-    another W in any element at any of these steps, the changed part is the cause: the token would
-    not have frozen there.
+    A token counts as frozen after its last motion, as in `freeze` with ``min_unchanged=1``. The
+    first `window` optimizer steps after that motion are computed again, each from the recorded
+    state before it, and each with one change. If W + update then rounds to another W in any element
+    at any of these steps, the changed part is the cause: the token would not have frozen there.
 
     ===============  ===========================================================================
     recorded         no change, for comparison
