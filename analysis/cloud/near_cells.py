@@ -209,7 +209,8 @@ def adjacency(
 ) -> xr.Dataset:
     """Graph of the distinct vectors that are at most k values of the type apart in each element.
 
-    Such vectors are neighbors: L∞ ≤ k, counted as by ``lattice_displacement(metric="ordinal")``. The graph of a population contains only its vectors.
+    Such vectors are neighbors: L∞ ≤ k, counted as by ``lattice_displacement(metric="ordinal")``.
+    The graph of a population contains only its vectors.
 
     Parameters
     ----------
