@@ -145,9 +145,9 @@ class DataConfig(_Section):
     """Distinct ids of the built-in stream of ids, which replaces a missing text if the tokenizer is
     not ascii."""
     mostly_dead: int | None = Field(default=None, ge=1)
-    """Live tokens that occur at most so often form the population mostly_dead."""
+    """Largest count of a live token in the population mostly_dead; default: no such population."""
     skipped_shuffles: int = Field(default=0, ge=0)
-    """Shuffles of the examples that the plain loop discards before it trains."""
+    """Number of shuffles of the examples that the plain loop draws and discards before training."""
 
 
 class InitializationConfig(_Section):
@@ -264,9 +264,9 @@ class RecordingConfig(_Section):
     """Maximum seconds between commits, also of an incomplete block; 0 commits complete blocks
     only."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Minimum steps between checkpoints, which are taken at the end of a block. Default: at least
-    10 s apart and at most a hundredth of the time. The end or an interruption of the training also
-    takes one."""
+    """Minimum steps between checkpoints, which are written at the end of a block. Default: they are
+    at least 10 s apart and take at most 1 % of the time. One more is written when the training ends
+    or is interrupted."""
 
 
 class RunConfig(_Section):

@@ -207,40 +207,40 @@ def adjacency(
     population: str | None = None,
     lattice: str = "native",
 ) -> xr.Dataset:
-    """Graph of the distinct vectors that are within k cells of each other in every element.
+    """Graph of the distinct vectors that are at most k values of the type apart in each element.
 
-    Two vectors are neighbors if each pair of elements is at most k values of the type apart,
-    counted as in ``lattice_displacement(metric="ordinal")``: L∞ ≤ k. The graph of a population
-    contains only its vectors.
+    Such vectors are neighbors: L∞ ≤ k, counted as by ``lattice_displacement(metric="ordinal")``.
+    The graph of a population contains only its vectors.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
     k : int
-        Maximum distance in cells, at least 1.
+        Maximum distance of neighbors in values of the type, at least 1.
     steps : int or sequence of int, optional
         Steps to compute; default: all. With many tokens, each step takes seconds.
     population : str, optional
         A single population. The result then has no dimension population.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Round W to this type, whose values are the cells.
+        Type whose values are counted. W is first rounded to it.
 
     Returns
     -------
     Dataset
         Over (step, population), int64: ``vertices``, the number of distinct vectors (−0.0 and +0.0
         are equal); ``edges``; ``components``; ``isolated``, the number of vectors without a
-        neighbor; ``largest_component`` in vectors, and ``largest_component_tokens`` in tokens;
-        float64 ``mean_degree``. Over (step, token), int64, for the population or all tokens:
-        ``degree``, and ``connected_component``, named by the smallest token in it; −1 outside the
-        population. A vector with a NaN or an infinity has no neighbors.
+        neighbor; ``largest_component``, its number of vectors, and ``largest_component_tokens``,
+        its number of tokens; float64 ``mean_degree``. Over (step, token), int64, for the
+        population or all tokens: ``degree``, the token's number of neighbors, and
+        ``connected_component``, the smallest token of its component; −1 outside the population. A
+        vector with a NaN or an infinity has no neighbors.
 
     Raises
     ------
     InvalidArgument
-        For k below 1, an unknown population or lattice, float64, or if W holds values that its
-        ``native_dtype`` does not.
+        For k below 1, an unknown population or lattice, float64 values, or if W holds values that
+        its ``native_dtype`` cannot represent.
     StepNotFound
         If a step was not recorded.
     MissingExtra

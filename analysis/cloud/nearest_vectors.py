@@ -102,25 +102,26 @@ def _nearest_kernel(values: Array, members: Numbers) -> Wide:
 def nearest_distance(
     scan: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:
-    """Distance of each token to the nearest other vector of its population, and their entropy.
+    """Distance of each token to the nearest other vector, and the entropy of all vectors.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     population : str
-        Population of the vectors. Other tokens have NaN.
+        Population of the vectors. Tokens outside it have NaN.
     steps : int or sequence of int, optional
         Steps to compute; default: all. The cost grows with the square of the number of vectors.
 
     Returns
     -------
     Dataset, float64
-        ``nearest_distance`` (step, token), ‖W_i − W_j‖₂ to the nearest j with a different vector;
-        equal for identical tokens. NaN if there is none, or W is not finite.
-        ``nearest_entropy`` (step), Kozachenko and Leonenko's estimate of the differential entropy
-        of the n distinct finite vectors, D⟨ln d⟩ + ln V_D + ψ(n) − ψ(1), V_D the volume of the unit
-        ball. In nat, for W in its units.
+        ``nearest_distance`` (step, token), ‖W_i − W_j‖₂ to the nearest token j whose vector
+        differs, so tokens with identical vectors have the same distance. NaN if there is none, or
+        if W is not finite. ``nearest_entropy`` (step), in nat: Kozachenko and Leonenko's estimate
+        of the differential entropy of the n distinct finite vectors,
+        D⟨ln d⟩ + ln V_D + ψ(n) − ψ(1). D is the length of a vector, d the nearest distance of
+        each, V_D the volume of the unit ball, ψ the digamma function.
 
     Raises
     ------

@@ -120,8 +120,8 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     The update includes ε, bias correction and decoupled weight decay in the optimizer's order, with
     intermediate results rounded to the native type as in the optimizer. W_{t−1} + update, rounded
     once, equals the recorded W_t. `RoundedAdamW`, whose state has its own type, does not round
-    intermediate results. The equality then holds for a state in float32 or wider. For a narrower
-    state, and for fused kernels, the recorded moments are rounded and the update is approximate.
+    intermediate results. Then the equality holds if the state is float32 or wider. With a narrower
+    state, or a fused kernel, the recorded moments are rounded, so the update is approximate.
     With stochastic rounding, W_t is one of the two neighbors of W_{t−1} + update.
 
     Parameters
@@ -134,9 +134,9 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     Returns
     -------
     Dataset, (step, token, hidden), one row fewer than `ds`
-        ``adam_update``, float32; ``adam_update_ulp``, the update in spacings of W_{t−1}, which is
-        lost below one half. NaN in rows whose previous step was not recorded, if W_{t−1} is needed:
-        always for the ratio, and for the update with decoupled weight decay.
+        ``adam_update``, float32; ``adam_update_ulp``, the update in spacings of W_{t−1}. An update
+        below one half is lost. If the step before a row was not recorded, ``adam_update_ulp`` is
+        NaN, and ``adam_update`` is, too, with decoupled weight decay.
 
     Raises
     ------
@@ -288,11 +288,11 @@ def freeze_cause(
 
     =============  ===========================================================================
     moved          the token moved
-    below_cell     W moved, but within its cells on another lattice than the native one
+    below_cell     W moved, but stayed in its cells of another `lattice` than the native one
     no_gradient    the gradient and both moments of the token are exactly zero
     learning_rate  the learning rate is 0
-    skipped        no optimizer step was taken: no moment of any token changed despite
-                   gradients; or the learning rate is NaN
+    skipped        no optimizer step was taken, because the learning rate is NaN, or no moment of
+                   any token changed despite gradients
     lost_update    W + update rounds to W in every element
     unexplained    none of these: the previous step was not recorded, or other code changed W
     =============  ===========================================================================
@@ -306,7 +306,7 @@ def freeze_cause(
     optimizer : mapping, optional
         ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Round W to this type to decide if the token moved. All other causes use W unchanged.
+        Round W to this type to decide if the token moved. All other causes use the unrounded W.
 
     Returns
     -------

@@ -56,16 +56,15 @@ def freeze_attribution(
 ) -> xr.Dataset:
     """Part of the optimizer that keeps each frozen token unchanged.
 
-    A token is frozen when it does not move after its last motion, as in `freeze` with
-    ``min_unchanged=1``. The first `window` optimizer steps after that motion are computed again,
-    each from the recorded state before it, and each with one change. If W + update then rounds to
-    another W in any element at any of these steps, the changed part is the cause: the token would
-    not have frozen there.
+    A token counts as frozen after its last motion, as in `freeze` with ``min_unchanged=1``. The
+    first `window` optimizer steps after that motion are computed again, each from the recorded
+    state before it, and each with one change. If W + update then rounds to another W in any element
+    at any of these steps, the changed part is the cause: the token would not have frozen there.
 
     ===============  ===========================================================================
     recorded         no change, for comparison
-    exact_moments    both moments of `exact_moments`, never rounded
-    peak_lr          the largest learning rate of these rows: of step 1, or after a warmup
+    exact_moments    both moments without rounding, as `exact_moments` computes them
+    peak_lr          the largest learning rate of all steps
     live_moments     the moments of the live token whose gradient has the median norm of all
                      live tokens at each step (the lower median for an even number)
     float32_weights  W in float32, and the update computed in float32
@@ -81,7 +80,7 @@ def freeze_attribution(
     window : int
         Maximum optimizer steps after the last motion to compute.
     lattice : 'native'
-        The only accepted value: each change acts on how W itself is rounded.
+        No other value is accepted, because each change acts on the rounding of W itself.
 
     Returns
     -------
@@ -92,7 +91,7 @@ def freeze_attribution(
         missing (no live token, only skipped steps, NaN, or float64 weights for
         `float32_weights`). ``attribution_margin``, float64 (counterfactual, token): the largest
         ``|update|``/spacing(W) of all elements and steps that were computed, in spacings of the
-        native type, or of float32 for `float32_weights`. W moves from one half on, or from one
+        native type, or of float32 for `float32_weights`. W moves if it is at least one half, or one
         quarter for a step down from a power of two. ``attribution_steps``, int64 (token): the
         number of steps that were computed. ``attribution_counts``, int64 (counterfactual,
         population, outcome_name): the number of tokens.
