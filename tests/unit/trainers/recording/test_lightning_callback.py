@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +32,41 @@ class Lit(lightning.LightningModule):  # type: ignore[misc]
         self.automatic_optimization = not manual
         self.fails_at = fails_at
         self.lists = Lists(self.model.embedding.weight)
-        self.losses: list[Any] = []
+        self.outputs: list[Any] = []
 
     def training_step(self, batch: Any, number: int) -> Any:
         if self.global_step == self.fails_at:
             raise KeyError("the training failed")
-        loss = self.model(batch[:, :-1], batch[:, 1:])["loss"]
-        self.losses.append(loss.detach())
+        output = self.model(batch[:, :-1], batch[:, 1:])
+        self.outputs.append(output)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.3)
+            self.manual_backward(output["loss"])
+            self.configure_gradient_clipping(optimizer, gradient_clip_val=0.3)
             optimizer.step()
+            self.lists.after_step(optimizer.optimizer)
             self.lr_schedulers().step()
-        return loss
+        return output["loss"]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **options: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, **options: Any
+    ) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
         self.lists.add(
-            loss=torch.stack(self.losses).mean(),
+            loss=torch.stack([output["loss"] for output in self.outputs]).mean(),
+            logits=self.outputs[0]["logits"][0, -1],
             grad=self.model.embedding.weight.grad,
-            clip_coef=clip_coefficient(norm, self.trainer.gradient_clip_val or 0.0),
+            clip_coef=clip_coefficient(norm, gradient_clip_val or 0.0),
             lr=optimizer.param_groups[0]["lr"],
         )
-        self.losses.clear()
-        super().configure_gradient_clipping(optimizer, *given, **options)
+        self.outputs.clear()
+        super().configure_gradient_clipping(optimizer, gradient_clip_val, **options)
 
     def optimizer_step(self, *given: Any, **options: Any) -> None:
         super().optimizer_step(*given, **options)
@@ -108,3 +110,26 @@ def test_every_row_equals_that_of_lists(
     assert f"Recorded {rows} rows to {tmp_path / 'run.zarr'}\n" in capsys.readouterr().out
     with pytest.raises(RunExists):
         LightningCallback(tmp_path / "run.zarr")
+
+
+def test_after_an_exception_it_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    path, failing = tmp_path / "run.zarr", Lit(fails_at=6)
+    save = lightning.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "4.ckpt")
+    )
+    with pytest.raises(KeyError, match="the training failed"):
+        trained(path, failing, callbacks=[save])
+    interrupted = failing.lists.agree_with(path)
+    assert interrupted.attrs["status"] == "interrupted"
+    assert interrupted.step.values.tolist() == [*range(7)]
+
+    trained(path, options={"resume": True}, ckpt_path=tmp_path / "4.ckpt")
+    unbroken = trained(tmp_path / "unbroken.zarr").lists
+    resumed = unbroken.agree_with(path)
+    assert resumed.attrs["status"] == "complete"
+    assert resumed.step.values.tolist() == [*range(9)]
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    model = trained(tmp_path / "run.zarr", Lit(manual=True))
+    model.lists.agree_with(tmp_path / "run.zarr")
