@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xarray as xr
 
 torch = pytest.importorskip("torch")
 lightning = pytest.importorskip("lightning.pytorch")
