@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,10 +87,8 @@ class LightningCallback(Callback):
             Options of `RecordingOptions`.
         """
         RecordingOptions(variables=variables, **options).check_path(path)
-        self._capture = functools.partial(
-            capture, path=path, variables=variables, on_step=on_step, on_note=on_note, **options
-        )
-        self._module = module
+        self._path, self._module = path, module
+        self._options = dict(variables=variables, on_step=on_step, on_note=on_note, **options)
         self._recording = contextlib.ExitStack()
         self.recorder: Recorder | None = None
 
@@ -99,13 +96,15 @@ class LightningCallback(Callback):
         """Attach to the model and the optimizers, and take the initial or restored state."""
         optimizers = trainer.optimizers
         clips_norm = trainer.gradient_clip_algorithm != "value"
-        recording = self._capture(
+        recording = capture(
             pl_module.get_submodule(self._module),
             optimizers[0] if len(optimizers) == 1 else optimizers,
+            self._path,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             max_grad_norm=(trainer.gradient_clip_val or 0.0) if clips_norm else 0.0,
             # Lightning counts the steps of all optimizers.
             first_step=trainer.global_step // max(1, len(optimizers)),
+            **self._options,
         )
         self.recorder = self._recording.enter_context(recording)
 
