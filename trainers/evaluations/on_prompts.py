@@ -118,7 +118,7 @@ def cka(
     step = int(stored.steps[stored.number(stored.steps[-1] if against is None else against)])
     compute = _Similarity(run, step, [_ids_of(one, found) for one in texts])
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    name = f"cka of {len(texts)} prompts (sha256 {digest[:12]}) against step {step}"
+    name = f"cka of prompts (sha256 {digest[:12]}) against step {step}"
     return ReadyMade(name=name, compute=compute)
 
 
