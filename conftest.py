@@ -21,6 +21,8 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore_glob = (
     [] if HAS_TORCH else ["trajstore/trainers/*", "tests/independent_trainings.py"]
 )
+if importlib.util.find_spec("lightning") is None:
+    collect_ignore_glob.append("trajstore/trainers/recording/lightning_callback.py")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 EXTRAS = """
 accelerate bokeh datasets datashader distributed h5netcdf h5py holoviews huggingface_hub jinja2
-matplotlib numba obstore panel platformdirs pooch pydantic scipy tokenizers tomli_w torch
+lightning matplotlib numba obstore panel platformdirs pooch pydantic scipy tokenizers tomli_w torch
 transformers
 """
 
@@ -126,8 +126,9 @@ def functions() -> Iterator[tuple[str, str, str]]:
         ),
         "to_netcdf": (lambda: ds.traj.to_netcdf("a.nc"), "hdf5"),
         "trainers.fetch": (lambda: trainers.fetch("gatsby"), "hub"),
+        "trainers.LightningCallback": (lambda: trainers.LightningCallback, "lightning"),
     }
-    for name in {*trainers.__all__} - {"fetch"}:
+    for name in {*trainers.__all__} - {"fetch", "LightningCallback"}:
         calls[f"trainers.{name}"] = (lambda name=name: getattr(trainers, name), "train")
     for name in {name for name in analysis.__all__ if name.islower()}:
         if name in OTHERS:

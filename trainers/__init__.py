@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trajstore.trainers.products import float32_products
     from trajstore.trainers.recording.capture import capture
     from trajstore.trainers.recording.hf_callback import TrajectoryCallback
+    from trajstore.trainers.recording.lightning_callback import LightningCallback
     from trajstore.trainers.replays.replay import replay
     from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
     from trajstore.trainers.runs.fork import fork
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "LightningCallback",
     "RoundedAdam",
     "RoundedAdamW",
     "RoundedSGD",
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "LightningCallback": "trajstore.trainers.recording.lightning_callback",
     "PRESETS": "trajstore.trainers.presets",
     "RoundedAdam": "trajstore.trainers.rounded_optimizer",
     "RoundedAdamW": "trajstore.trainers.rounded_optimizer",
@@ -96,7 +99,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trajstore.extras import needs_extra
 
-    with needs_extra(f"trainers.{name}", "train"):
+    extra = "lightning" if name == "LightningCallback" else "train"
+    with needs_extra(f"trainers.{name}", extra):
         module = importlib.import_module(_HOME[name])
     return module if name == "evaluations" else getattr(module, name)
 

@@ -22,6 +22,7 @@ _OPTIONS = {
     "loss": ("text", "length"),
     "hidden-cosine": ("text", "length"),
     "attention": ("prompt",),
+    "cka": ("prompt", "against"),
     "logit-lens": ("prompt",),
     "generation": ("prompt", "length"),
 }
@@ -44,7 +45,12 @@ _OPTIONS = {
     "--jobs", type=click.IntRange(1), default=1, help="Simultaneous processes; default: 1."
 )
 @click.option("--text", type=click.Path(), metavar="FILE", help="Text of loss or hidden-cosine.")
-@click.option("--prompt", metavar="TEXT", help="Prompt of attention, logit-lens or generation.")
+@click.option(
+    "--prompt", metavar="TEXT", help="Prompt of attention, cka, logit-lens or generation."
+)
+@click.option(
+    "--against", type=int, metavar="STEP", help="Step that cka compares with; default: the last."
+)
 @click.option(
     "--length",
     type=click.IntRange(1),
@@ -64,8 +70,8 @@ def evaluate(
     """Call a function with the model of each step, and append its results to a Zarr store.
 
     FUNCTION is FILE.py:NAME, MODULE:NAME, or a ready-made evaluation: loss and hidden-cosine
-    (--text), attention, logit-lens and generation (--prompt). A function is called with the model
-    and the step, and returns a dict of numbers, arrays and texts.
+    (--text), attention, cka, logit-lens and generation (--prompt). A function is called with the
+    model and the step, and returns a dict of numbers, arrays and texts.
 
     The run must be recorded with --variables everything. After a kill or an error, the same command
     evaluates the missing steps only. The results have the steps of the run: xr.merge joins both.
@@ -76,7 +82,8 @@ def evaluate(
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
     """
-    own = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
+    names = ("text", "prompt", "against", "length", "tokenizer")
+    own = {name: options.pop(name) for name in names}
     check_options(function, own)
     from trajstore import trainers
 

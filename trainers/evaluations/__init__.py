@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from trajstore.trainers.evaluations.evaluate import Evaluated, evaluate
-from trajstore.trainers.evaluations.on_prompts import attention, generation, logit_lens
+from trajstore.trainers.evaluations.on_prompts import attention, cka, generation, logit_lens
 from trajstore.trainers.evaluations.on_texts import hidden_cosine, loss
 
 __all__ = [
     "READY_MADE",
     "Evaluated",
     "attention",
+    "cka",
     "evaluate",
     "generation",
     "hidden_cosine",
@@ -26,6 +27,7 @@ __all__ = [
 READY_MADE: dict[str, Callable[..., Any]] = {
     "loss": loss,
     "attention": attention,
+    "cka": cka,
     "logit-lens": logit_lens,
     "generation": generation,
     "hidden-cosine": hidden_cosine,

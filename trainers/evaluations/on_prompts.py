@@ -1,8 +1,11 @@
-"""Ready-made evaluations of a prompt: attention, logit lens, and generated text."""
+"""Ready-made evaluations of prompts: attention, CKA, logit lens, and generated text."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +20,16 @@ from trajstore.trainers.evaluations.on_texts import (
     Ids,
     ReadyMade,
     context_of,
+    double,
     logits_of,
     read_with,
+    windows,
 )
+from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.trainers.step_models.step_model import model_at
 from trajstore.trainers.texts.tokenizer import Tokenizer
 
-__all__ = ["attention", "generation", "logit_lens"]
+__all__ = ["attention", "cka", "generation", "logit_lens"]
 
 _NORMS = ("ln_f", "norm", "final_layer_norm", "final_norm", "final_layernorm")
 """Names of the last normalization in models of transformers."""
@@ -58,6 +65,61 @@ def attention(
     found, _ = read_with(run, tokenizer)
     compute = partial(_attention, _ids_of(prompt, found))
     return ReadyMade(name=f"attention of {prompt!r}", compute=compute)
+
+
+@checks_types
+def cka(
+    run: RunPath,
+    prompts: str | Sequence[str],
+    *,
+    against: int | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> ReadyMade:
+    """Return an evaluation of how similar each layer's hidden states are to those of another step.
+
+    With the hidden states X and Y (position, hidden) of a layer at two steps, each with the mean
+    over the positions subtracted, linear CKA is ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), with Frobenius norms, in
+    float64. It is 1 if Y is X rotated and scaled, and 0 if no feature of one correlates with the
+    other. It is NaN if all positions are equal. Source: Kornblith et al., "Similarity of Neural
+    Network Representations Revisited" (2019).
+
+    Fewer positions than hidden dimensions make it too large: give long prompts, or many.
+
+    Parameters
+    ----------
+    run : path-like or str
+        Its tokenizer reads the prompts.
+    prompts : str or sequence of str
+        All their positions are compared. A prompt longer than the model's context is cut into
+        windows.
+    against : int, optional
+        Recorded step to compare with; default: the last one.
+    tokenizer : path-like or str, optional
+        As for `attention`.
+
+    Returns
+    -------
+    ReadyMade
+        Its result: ``cka`` (layer), float64, after each block. The last state is normalized, as
+        transformers returns it.
+
+    Raises
+    ------
+    InvalidArgument, CorpusError
+        As `attention`.
+    VariableNotRecorded, StepNotFound
+        If the run lacks the parameters or the step.
+    """
+    found, _ = read_with(run, tokenizer)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        raise InvalidArgument("got no prompts, expected at least one")
+    stored = RunParameters(run)
+    step = int(stored.steps[stored.number(stored.steps[-1] if against is None else against)])
+    compute = _Similarity(run, step, [_ids_of(one, found) for one in texts])
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    name = f"cka of prompts (sha256 {digest[:12]}) against step {step}"
+    return ReadyMade(name=name, compute=compute)
 
 
 @checks_types
@@ -150,11 +212,43 @@ def _input(ids: Ids, model: torch.nn.Module) -> torch.Tensor:
     return torch.from_numpy(ids)[None].to(next(model.parameters()).device)
 
 
-def _attention(ids: Ids, model: Any) -> dict[str, Any]:
+def _require_transformers(model: torch.nn.Module, evaluation: str) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise InvalidArgument(
-            f"{type(model).__name__} is not a model of transformers, which attention needs"
+            f"{type(model).__name__} is not a model of transformers, which {evaluation} needs"
         )
+
+
+class _Similarity:
+    """CKA with the hidden states of a reference step, which the first call computes."""
+
+    def __init__(self, run: RunPath, step: int, prompts: list[Ids]) -> None:
+        self._run, self._step, self._prompts = run, step, prompts
+        self._reference: list[torch.Tensor] = []
+
+    def __call__(self, model: torch.nn.Module) -> dict[str, Any]:
+        _require_transformers(model, "cka")
+        if not self._reference:
+            reference = model_at(self._run, self._step, constructor=lambda: copy.deepcopy(model))
+            self._reference = self._states(reference)
+        pairs = zip(self._states(model), self._reference, strict=True)
+        found = [float((one.T @ other).square().sum()) for one, other in pairs]
+        return {"cka": (("layer",), np.array(found))}
+
+    def _states(self, model: Any) -> list[torch.Tensor]:
+        """Return each layer's centered states X (position, hidden), divided by √‖XᵀX‖."""
+        batches = [batch for ids in self._prompts for batch in windows(ids, model)]
+        outputs = [model(batch, output_hidden_states=True).hidden_states[1:] for batch in batches]
+        found = []
+        for parts in zip(*outputs, strict=True):
+            states = double(torch.cat([part.flatten(0, 1) for part in parts]))
+            states -= states.mean(0)
+            found.append(states / (states.T @ states).norm().sqrt())
+        return found
+
+
+def _attention(ids: Ids, model: Any) -> dict[str, Any]:
+    _require_transformers(model, "attention")
     model.set_attn_implementation("eager")  # others do not return the weights
     found = model(_input(ids, model), output_attentions=True).attentions
     weights = torch.stack(found)[:, 0].float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,17 @@ from trajstore.trainers.step_models.run_tokenizer import run_tokenizer
 from trajstore.trainers.texts.corpus import tokenize_file
 from trajstore.trainers.texts.tokenizer import Tokenizer
 
-__all__ = ["Ids", "ReadyMade", "context_of", "hidden_cosine", "logits_of", "loss", "read_with"]
+__all__ = [
+    "Ids",
+    "ReadyMade",
+    "context_of",
+    "double",
+    "hidden_cosine",
+    "logits_of",
+    "loss",
+    "read_with",
+    "windows",
+]
 
 Ids = npt.NDArray[np.int64]
 
@@ -44,12 +54,12 @@ class ReadyMade:
     ----------
     name : str
         Name in the store, which differs for different inputs.
-    compute : partial
+    compute : callable
         Called with the model; returns the results of a step.
     """
 
     name: str
-    compute: partial[dict[str, Any]]
+    compute: Callable[[torch.nn.Module], dict[str, Any]]
 
     def __str__(self) -> str:
         return self.name
@@ -155,13 +165,13 @@ def read_with(run: RunPath, tokenizer: str | os.PathLike[str] | None) -> tuple[T
 
 def _loss(ids: Ids, offset: int, model: torch.nn.Module) -> dict[str, Any]:
     total, count = 0.0, 0
-    for batch in _windows(ids, model):
+    for batch in windows(ids, model):
         targets = batch[:, offset:]
         logits = logits_of(model(batch))[:, : targets.shape[1]].float()
         losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none"
         )
-        total += float(_double(losses).sum())
+        total += float(double(losses).sum())
         count += losses.numel()
     mean = total / count
     return {
@@ -179,16 +189,16 @@ def _cosine(ids: Ids, model: torch.nn.Module) -> dict[str, Any]:
     sums: list[torch.Tensor] = []
 
     def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        sums.append(_double(inputs[0].flatten(0, -2)).sum(0))
+        sums.append(double(inputs[0].flatten(0, -2)).sum(0))
 
     handle = head.register_forward_pre_hook(add)
     try:
-        for batch in _windows(ids, model):
+        for batch in windows(ids, model):
             model(batch)
     finally:
         handle.remove()
     mean = torch.stack(sums).sum(0) / len(ids)
-    W = _double(head.weight)
+    W = double(head.weight)
     cosine = torch.nn.functional.cosine_similarity(W, mean[None], dim=1)
     return {
         "hidden_mean_cosine": xr.DataArray(
@@ -200,7 +210,7 @@ def _cosine(ids: Ids, model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _double(values: torch.Tensor) -> torch.Tensor:
+def double(values: torch.Tensor) -> torch.Tensor:
     """Return values in float64, on the CPU if they are on MPS, which has none."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
@@ -222,14 +232,15 @@ def context_of(model: torch.nn.Module) -> int:
     return min(getattr(config, "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
 
 
-def _windows(ids: Ids, model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def windows(ids: Ids, model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield batches of equal windows of a text, on the device of the model."""
     context = context_of(model)
     device = next(model.parameters()).device
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or int(ids.max()) + 1
     whole = len(ids) // context
-    windows = torch.from_numpy(ids[: whole * context]).view(whole, context)
-    for batch in windows.split(max(1, _LOGITS // (context * vocabulary))):
-        yield batch.to(device)
+    rows = torch.from_numpy(ids[: whole * context]).view(whole, context)
+    if whole:
+        for batch in rows.split(max(1, _LOGITS // (context * vocabulary))):
+            yield batch.to(device)
     if rest := len(ids) - whole * context:
         yield torch.from_numpy(ids[-rest:])[None].to(device)

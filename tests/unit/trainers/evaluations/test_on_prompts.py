@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 
-from trajstore.errors import CorpusError, InvalidArgument
+from trajstore.errors import CorpusError, InvalidArgument, StepNotFound
 
 torch = pytest.importorskip("torch")
 from recorded_models import OwnModel  # noqa: E402
 
 from trajstore.trainers import model_at  # noqa: E402
-from trajstore.trainers.evaluations import attention, generation, logit_lens  # noqa: E402
+from trajstore.trainers.evaluations import (  # noqa: E402
+    attention,
+    cka,
+    evaluate,
+    generation,
+    logit_lens,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -35,6 +43,39 @@ def test_attention_weights_and_their_entropy(recorded: Any, model: Any) -> None:
     np.testing.assert_allclose(found["attention_entropy"][1], expected, atol=1e-6)
     with pytest.raises(InvalidArgument, match="OwnModel is not a model of transformers"):
         attention(recorded.path, PROMPT)(OwnModel(), 0)
+
+
+def test_cka_is_that_of_gram_matrices(recorded: Any, tmp_path: Path) -> None:
+    """Kornblith et al. define it by HSIC of two centered kernels (position, position)."""
+    prompts = ["the cat", "a mat that is long"]  # 7 tokens; windows of 8, 8 and 2
+    batches = [[*b"the cat"], [*b"a mat th"], [*b"at is lo"], [*b"ng"]]
+
+    def grams(step: int) -> list[Any]:
+        model = model_at(recorded.path, step)
+        with torch.no_grad():
+            outputs = [model(torch.tensor([ids]), output_hidden_states=True) for ids in batches]
+        found = []
+        for layer in (1, 2):
+            states = torch.cat([output.hidden_states[layer][0] for output in outputs])
+            X = states.double().numpy()
+            found.append((X - X.mean(0)) @ (X - X.mean(0)).T)
+        return found
+
+    evaluate(recorded.path, cka(recorded.path, prompts, against=1), tmp_path / "1.zarr", every=2)
+    found = xr.open_zarr(tmp_path / "1.zarr").cka
+    assert (found.dims, found.dtype) == (("step", "layer"), np.float64)
+    for step, row in zip(found.step.values, found.values, strict=True):
+        pairs = zip(grams(step), grams(1), strict=True)
+        expected = [(K * L).sum() / np.sqrt((K * K).sum() * (L * L).sum()) for K, L in pairs]
+        np.testing.assert_allclose(row, expected, rtol=1e-10)
+    assert (found < 1 - 1e-6).all()
+    last = cka(recorded.path, "the cat")
+    assert str(last).endswith("against step 6")
+    np.testing.assert_allclose(last(model_at(recorded.path, 6), 6)["cka"][1], 1, rtol=1e-10)
+    with pytest.raises(InvalidArgument, match="OwnModel is not a model of transformers"):
+        last(OwnModel(), 0)
+    with pytest.raises(StepNotFound, match="no row of step 7"):
+        cka(recorded.path, PROMPT, against=7)
 
 
 def test_the_last_depth_of_the_lens_is_the_output(recorded: Any, model: Any) -> None:
@@ -70,6 +111,8 @@ def test_generation_is_that_of_transformers(recorded: Any, model: Any) -> None:
 def test_prompts_that_cannot_be_read(recorded: Any, own: Any, model: Any) -> None:
     with pytest.raises(InvalidArgument, match="the prompt is empty"):
         generation(recorded.path, "")
+    with pytest.raises(InvalidArgument, match="got no prompts"):
+        cka(recorded.path, [])
     with pytest.raises(CorpusError, match="the corpus prompt has 2 bytes that are not ASCII"):
         logit_lens(recorded.path, "é")
     with pytest.raises(InvalidArgument, match="the prompt has 9 tokens, but the model reads 8"):

@@ -69,8 +69,8 @@ class Bigrams(torch.nn.Sequential):
 def test_evaluations_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Bigrams(torch.nn.Embedding(128, 3), torch.nn.Linear(3, 128))
     there = on_mps(copy.deepcopy(plain))
-    windows_of = on_texts._windows
-    monkeypatch.setattr(on_texts, "_windows", lambda ids, model: windows_of(ids, plain))
+    windows_of = on_texts.windows
+    monkeypatch.setattr(on_texts, "windows", lambda ids, model: windows_of(ids, plain))
     for inputs in ((on_texts._loss, IDS, 1), (on_texts._cosine, IDS)):
         found, expected = evaluated(*inputs, of=there), evaluated(*inputs, of=plain)
         assert all(np.array_equal(found[name], expected[name]) for name in expected)

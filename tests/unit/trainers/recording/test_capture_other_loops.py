@@ -14,6 +14,7 @@ from list_recorder import HIDDEN, Lists, TinyModel, batches  # noqa: E402
 from loops_of_others import about, adamw, lists_of, losses_of, read, steps  # noqa: E402
 
 from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers.recording.step_gradients import clip_coefficient  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -33,6 +34,42 @@ def test_flags_of_accelerate_do_not_concern_others(tiny: Any, record: Any, tmp_p
     ds = read(tmp_path)
     assert np.isfinite(ds.grad.values[1:]).all()
     assert np.isfinite(ds.clip_coef.values[1:]).all()
+
+
+def test_a_loop_of_accelerate(tiny: Any, record: Any, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        data = torch.utils.data.DataLoader(batches(7), batch_size=None)
+        model, optimizer, data = accelerator.prepare(tiny, adamw(tiny), data)
+        lists, losses = Lists(tiny.embedding.weight), []
+        with record(optimizer, model, max_grad_norm=0.3):
+            for batch in data:
+                with accelerator.accumulate(model):
+                    loss = model(**batch)["loss"]
+                    accelerator.backward(loss)
+                    losses.append(loss.detach())
+                    if accelerator.sync_gradients:
+                        lists.add(
+                            loss=torch.stack(losses).mean(),
+                            grad=lists.parameter.grad,
+                            lr=optimizer.param_groups[0]["lr"],
+                        )
+                        losses.clear()
+                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                        lists.add(clip_coef=clip_coefficient(norm, 0.3))
+                    optimizer.step()
+                    if accelerator.sync_gradients:
+                        lists.after_step(optimizer.optimizer)
+                    optimizer.zero_grad()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    ds = lists.agree_with(tmp_path / "run.zarr")
+    assert ds.sizes["step"] == 5  # the last step has one micro-batch
+    assert (ds.clip_coef.values[1:] < 1).any()
 
 
 def test_gradients_that_are_assigned(

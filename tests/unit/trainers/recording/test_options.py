@@ -48,6 +48,14 @@ def test_what_users_may_write_is_shown_with_its_defaults() -> None:
     assert list(inspect.signature(TrajectoryCallback).parameters)[:2] == ["path", "variables"]
 
 
+def test_the_callback_of_lightning_takes_the_same() -> None:
+    pytest.importorskip("lightning")
+    from trajstore.trainers import LightningCallback
+
+    own = {"module": "", "on_step": None, "on_note": None}
+    assert keywords(LightningCallback) == OPTIONS | own
+
+
 @pytest.mark.parametrize("function", [capture, TrajectoryCallback.__init__])
 def test_every_option_is_documented_where_it_is_taken(function: Any) -> None:
     documented = inspect.getdoc(function) or ""
