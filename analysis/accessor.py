@@ -246,6 +246,7 @@ class TrajAccessor:
     inertia = as_method(functions.inertia)
     last_moving_element = as_method(functions.last_moving_element)
     lattice_displacement = as_method(functions.lattice_displacement)
+    layers = as_method(functions.layers)
     lifecycle = as_method(functions.lifecycle)
     logit_stats = as_method(functions.logit_stats)
     mean_logits = as_method(functions.mean_logits)

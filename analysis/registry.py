@@ -20,6 +20,7 @@ from trajstore.analysis.cloud import (  # noqa: F401
 )
 from trajstore.analysis.model import (  # noqa: F401
     gradient_explanation,
+    layers,
     logit_statistics,
     mean_state_logits,
 )

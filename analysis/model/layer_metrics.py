@@ -1,0 +1,201 @@
+"""Metrics of one matrix of a model at one step, computed in float64.
+
+Definitions equal those of pico-analyze where it has them: norm (here ``frobenius``), PER
+(``effective_rank_share``), condition number, Gini and Hoyer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.ulp_lattice import unsigned_view
+
+__all__ = ["METRICS", "Layer", "Metric", "layer_of_product", "layer_of_values", "unchanged_share"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A matrix X of m × n real numbers, as far as the metrics need it.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of X; a vector has one dimension.
+    elements : ndarray, optional
+        X. None for a product, if no metric needs its elements.
+    singular_values : ndarray, (r,), optional
+        Largest first; r is the full rank. None for a vector, or if no metric needs them.
+    unchanged : float
+        Fraction of the elements with the same bits as in the row before.
+    """
+
+    shape: tuple[int, ...]
+    elements: Wide | None
+    singular_values: Wide | None
+    unchanged: float
+
+    @property
+    def spectrum(self) -> Wide:
+        """Singular values; NaN for a vector."""
+        return np.array([np.nan]) if self.singular_values is None else self.singular_values
+
+    @property
+    def magnitudes(self) -> Wide:
+        """Magnitudes of the elements, or singular values if no metric needs the elements."""
+        known = self.singular_values if self.elements is None else self.elements
+        return np.abs(np.ravel(np.asarray(known)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric of a `Layer`.
+
+    Attributes
+    ----------
+    function : callable
+    label : str
+    of : {'norm', 'spectrum', 'elements'}
+        What it needs: either form of the matrix, its singular values, or its elements.
+    has_units : bool
+        True if it has the unit of the elements.
+    """
+
+    function: Callable[[Layer], Any]
+    label: str
+    of: str
+    has_units: bool
+
+
+METRICS: dict[str, Metric] = {}
+"""Metrics by name."""
+
+
+def _metric(label: str, of: str, *, units: bool = False) -> Callable[..., Callable[[Layer], Any]]:
+    def register(function: Callable[[Layer], Any]) -> Callable[[Layer], Any]:
+        METRICS[function.__name__] = Metric(function=function, label=label, of=of, has_units=units)
+        return function
+
+    return register
+
+
+@_metric("Frobenius norm", "norm", units=True)
+def frobenius(layer: Layer) -> Any:
+    """Frobenius norm, √Σx²: for a vector, the L2 norm."""
+    return np.linalg.norm(layer.magnitudes)
+
+
+@_metric("spectral norm", "spectrum", units=True)
+def spectral(layer: Layer) -> Any:
+    """Spectral norm: the largest singular value σ₁."""
+    return layer.spectrum[0]
+
+
+@_metric("root mean square", "norm", units=True)
+def rms(layer: Layer) -> Any:
+    """Root of the mean square of the elements, ‖X‖_F / √(mn)."""
+    return frobenius(layer) / np.sqrt(np.prod(layer.shape))
+
+
+@_metric("effective rank", "spectrum")
+def effective_rank(layer: Layer) -> Any:
+    """Exponential of the entropy of p = σ/Σσ, exp(−Σ p ln p) (Roy and Vetterli 2007)."""
+    share = layer.spectrum / layer.spectrum.sum()
+    return np.exp(-np.where(share > 0, share * np.log(share), 0 * share).sum())
+
+
+@_metric("effective rank / full rank", "spectrum")
+def effective_rank_share(layer: Layer) -> Any:
+    """Effective rank over the full rank r, as the proportional effective rank of pico-analyze."""
+    return effective_rank(layer) / layer.spectrum.size
+
+
+@_metric("stable rank", "spectrum")
+def stable_rank(layer: Layer) -> Any:
+    """Stable rank, ‖X‖_F² / σ₁² (Rudelson and Vershynin 2007)."""
+    return (np.linalg.norm(layer.spectrum) / layer.spectrum[0]) ** 2
+
+
+@_metric("condition number", "spectrum")
+def condition_number(layer: Layer) -> Any:
+    """Condition number σ₁/σ_r in the 2-norm (Golub and Van Loan, Matrix Computations).
+
+    Infinite for a singular matrix: one whose σ_r is at most max(m, n)·2⁻⁵²·σ₁, its rounding error.
+    """
+    largest, smallest = layer.spectrum[[0, -1]]
+    rounding = max(layer.shape) * np.finfo(np.float64).eps * largest
+    return np.inf if smallest <= rounding else largest / smallest
+
+
+@_metric("Gini coefficient", "elements")
+def gini(layer: Layer) -> Any:
+    """Gini coefficient of the N magnitudes, Σ(2i − N − 1)|x|ᵢ / (N Σ|x|), with |x| ascending.
+
+    From 0, all equal, toward 1, sparse (Hurley and Rickard 2009). 0 if all elements are 0.
+    """
+    sizes = np.sort(layer.magnitudes)
+    places = 2 * np.arange(1, sizes.size + 1) - sizes.size - 1
+    total = sizes.sum()
+    return 0.0 if total == 0 else places @ sizes / (sizes.size * total)
+
+
+@_metric("Hoyer sparsity", "elements")
+def hoyer(layer: Layer) -> Any:
+    """Hoyer's sparsity of the N elements, (√N − ‖x‖₁/‖x‖₂) / (√N − 1) (Hoyer 2004).
+
+    From 0, all magnitudes equal, to 1, one element that is not 0.
+    """
+    root = np.sqrt(layer.magnitudes.size)
+    return (root - layer.magnitudes.sum() / frobenius(layer)) / (root - 1)
+
+
+@_metric("fraction of unchanged elements", "elements")
+def unchanged(layer: Layer) -> float:
+    """Fraction of the elements with the same bits as in the row before."""
+    return layer.unchanged
+
+
+def layer_of_values(values: Wide, unchanged: float, wanted: Collection[str]) -> Layer:
+    """Matrix or vector, with its singular values if one of these metrics needs them."""
+    decompose = values.ndim > 1 and any(METRICS[name].of == "spectrum" for name in wanted)
+    return Layer(
+        shape=values.shape,
+        elements=values,
+        singular_values=_singular_values(values) if decompose else None,
+        unchanged=unchanged,
+    )
+
+
+def layer_of_product(left: Wide, right: Wide, unchanged: float, wanted: Collection[str]) -> Layer:
+    """Product of two matrices, whose full rank is at most their common dimension.
+
+    Its singular values are those of the product of the two triangular factors R. The elements are
+    computed only if one of these metrics needs them.
+    """
+    multiply = any(METRICS[name].of == "elements" for name in wanted)
+    factors = np.linalg.qr(left, mode="r") @ np.linalg.qr(right.T, mode="r").T
+    return Layer(
+        shape=(left.shape[0], right.shape[1]),
+        elements=left @ right if multiply else None,
+        singular_values=_singular_values(factors),
+        unchanged=unchanged,
+    )
+
+
+def _singular_values(values: Wide) -> Wide:
+    """Singular values, the largest first; NaN if values are not finite."""
+    if not np.isfinite(values).all():
+        return np.full(min(values.shape), np.nan)
+    return np.linalg.svd(values, compute_uv=False)
+
+
+def unchanged_share(now: Array, before: Array) -> float:
+    """Fraction of the values with the same bits."""
+    return float((unsigned_view(now) == unsigned_view(before)).mean())

@@ -1,0 +1,286 @@
+"""Metrics of every layer: parameters, gradients, updates, and circuits of attention heads."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.model.attention_circuits import (
+    CIRCUITS,
+    Attention,
+    circuits_of,
+    gpt2_attention,
+)
+from trajstore.analysis.model.layer_metrics import (
+    METRICS,
+    Layer,
+    layer_of_product,
+    layer_of_values,
+    unchanged_share,
+)
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import Points, measure, table
+from trajstore.analysis.scan.facts import Fact, Facts
+from trajstore.analysis.scan.quantity import registered, takes_scan
+from trajstore.analysis.scan.scan import Scan
+from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
+from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
+from trajstore.values.vector_rule import VECTORS
+
+__all__ = ["SUBJECTS", "layers"]
+
+Array = npt.NDArray[Any]
+
+SUBJECTS = {
+    "params": "parameter",
+    "grad": "gradient",
+    "update": "update",
+    "ov": "OV circuit",
+    "qk": "QK circuit",
+}
+"""Values of ``of``, in words."""
+
+_NORMS = {
+    "params": "param_norm",
+    "grad": "param_grad_norm",
+    "update": "param_update_norm",
+}
+"""Variables of the tier ``norms`` that are Frobenius norms."""
+
+
+@registered(alone=True)
+@takes_scan
+def layers(
+    scan: Scan,
+    of: Literal["params", "grad", "update", "ov", "qk"] = "params",
+    metrics: str | Sequence[str] | None = None,
+    steps: int | Sequence[int] | None = None,
+    *,
+    attention: Attention | None = None,
+) -> xr.Dataset:
+    """Norms, ranks, condition and sparsity of each parameter, gradient, update or attention head.
+
+    Each matrix is measured alone, in float64. Its singular values are computed once for all
+    metrics, and only if one needs them. Only the chosen steps are read; for updates and
+    ``unchanged`` also the row before each.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run of the tier ``everything``. ``metrics="frobenius"`` alone also works for a run with
+        norms, and uses these wherever they are recorded.
+    of : {'params', 'grad', 'update', 'ov', 'qk'}
+        Parameters after the step; gradients before clipping; changes since the row before; or a
+        circuit of each attention head. With x @ W as the layer, ``ov`` is W_V·W_O and ``qk`` is
+        W_Q·W_Kᵀ of the head, without biases and rotary positions (Elhage et al. 2021).
+    metrics : str or sequence of str, optional
+        Names in the list below; default: all.
+    steps : int or sequence of int, optional
+        Default: all recorded steps.
+    attention : Attention, optional
+        Names of the attention weights. Not needed for a GPT-2 of transformers.
+
+    Returns
+    -------
+    Dataset, float64 (step, parameter)
+        One variable for each metric. ``parameter`` holds the names, for circuits such as
+        ``transformer.h.0.attn.head.3``. A tensor of more than two dimensions is a matrix of its
+        first dimension × all others. NaN at the first row for updates, gradients and
+        ``unchanged``.
+
+        - ``frobenius``, ``rms``: √Σx², and over √(mn).
+        - ``gini``, ``hoyer``: sparsity of the magnitudes, from 0, all equal, to 1.
+        - ``unchanged``: fraction of the elements with the same bits as in the row before.
+
+        These need a matrix, so that vectors have NaN:
+
+        - ``spectral``: the largest singular value σ₁.
+        - ``effective_rank``: exponential of the entropy of σ/Σσ; ``effective_rank_share``: over
+          the full rank. The full rank of a circuit is the size of its head.
+        - ``stable_rank``: ‖X‖_F²/σ₁².
+        - ``condition_number``: σ₁ over the last of the singular values up to the full rank; inf
+          for a singular matrix.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run does not hold all parameters.
+    StepNotFound
+        If a step was not recorded.
+    InvalidArgument
+        For an unknown metric, or circuits of a model with unknown names.
+
+    Examples
+    --------
+    >>> W = np.array([[[2.0, 0.0], [0.0, 1.0]]])
+    >>> table = [{"name": "w", "variable": "W", "shape": [2, 2], "dtype": "float32"}]
+    >>> made = xr.Dataset(
+    ...     {"W": (("step", "token", "hidden"), W)},
+    ...     {"step": [0], "token": [0, 1]},
+    ...     {"parameters": table},
+    ... )
+    >>> found = layers(made, metrics=["spectral", "stable_rank", "condition_number"])
+    >>> [float(found[name]) for name in found]
+    [2.0, 1.25, 2.0]
+    """
+    wanted = _wanted(metrics)
+    if attention is not None and of not in CIRCUITS:
+        raise InvalidArgument(f"got attention for of={of!r}, expected {' or '.join(CIRCUITS)}")
+    ds = scan.ds
+    rows = np.unique(input_checks.rows_of_steps(ds, steps))
+    rows = rows[np.isin(scan.steps[rows], scan.window)]
+    facts = {name: _fact(name, of) for name in wanted}
+    norms = _NORMS.get(of)
+    if wanted == ("frobenius",) and norms in ds:
+        recorded = ds[norms].transpose("step", "parameter").isel(step=rows).astype(np.float64)
+        return xr.Dataset({"frobenius": recorded.assign_attrs(facts["frobenius"].attributes)})
+    entries = parameter_table(ds.attrs)
+    pairs = of == "update" or "unchanged" in wanted
+    chosen = _ChosenRows(ds, "grad" if of == "grad" else "W", rows, pairs=pairs)
+    names: list[str] = []
+    found: list[da.Array] = []
+    if of in CIRCUITS:
+        known = attention or gpt2_attention(ds.attrs)
+        for weights, heads in circuits_of(ds.attrs, of, known):
+            layers_of = partial(_heads, attention=known, roles=CIRCUITS[of])
+            found.append(chosen.measure(layers_of, facts, weights, len(heads)))
+            names += heads
+    else:
+        for entry in entries:
+            is_matrix = len(entry["shape"]) > 1
+            layers_of = partial(_parameter, is_matrix=is_matrix, is_update=of == "update")
+            found.append(chosen.measure(layers_of, facts, [entry["name"]], 1))
+            names.append(entry["name"])
+    coords = {"step": scan.steps[rows], "parameter": names}
+    return table(da.concatenate(found, axis=1), facts, ("step", "parameter"), coords)
+
+
+def _wanted(metrics: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = [metrics] if isinstance(metrics, str) else metrics
+    wanted = tuple(METRICS if names is None else dict.fromkeys(map(str, names)))
+    unknown = [f"{name!r}{did_you_mean(name, METRICS)}" for name in wanted if name not in METRICS]
+    if unknown or not wanted:
+        raise InvalidArgument(
+            f"got metrics {', '.join(unknown) or 'without names'}, expected one or more of "
+            f"{', '.join(METRICS)}"
+        )
+    return wanted
+
+
+def _fact(name: str, of: str) -> Fact:
+    units = "nat" if METRICS[name].has_units and of == "grad" else "1"
+    return Fact("f8", f"{METRICS[name].label} of each {SUBJECTS[of]}", units)
+
+
+class _ChosenRows:
+    """Chosen rows of all parameters; with `pairs`, also the row before each."""
+
+    def __init__(self, ds: xr.Dataset, kind: str, rows: Array, *, pairs: bool) -> None:
+        stored = {"W": kind, "params": VECTORS[kind]}
+        needed = [stored[name] for name in {one["variable"] for one in ds.attrs["parameters"]}]
+        input_checks.variables(ds, *needed)
+        read = np.union1d(rows, np.maximum(rows - 1, 0)) if pairs else rows
+        self._kind, self._pairs = kind, pairs
+        self._part = ds[needed].isel(step=read)
+        self._is_chosen = np.isin(read, rows)
+        self._has_before = (read > 0) & pairs
+
+    def measure(
+        self, layers_of: Callable[..., list[Layer]], facts: Facts, names: Sequence[str], size: int
+    ) -> da.Array:
+        """Metrics of some parameters together, (step, size).
+
+        Parameters
+        ----------
+        layers_of : callable
+            From the values of these parameters at a step, those at the row before or None, and the
+            names of the metrics, to `size` layers.
+        facts : mapping
+        names : sequence of str
+        size : int
+        """
+        sources: list[Any] = []
+        for at, name in enumerate(names):
+            values = parameter_dataset(self._part, name)[self._kind].data.rechunk({1: -1, 2: -1})
+            points = Points(variable=name, type="", blocks=values) if self._pairs else values
+            sources.append((points, f"s{string.ascii_uppercase[2 * at :][:2]}"))
+        measured = measure(
+            _measured,
+            "sp",
+            *sources,
+            self._is_chosen,
+            self._has_before,
+            dtype=facts,
+            sizes={"p": size},
+            by_row=True,
+            layers_of=layers_of,
+            pairs=self._pairs,
+            wanted=tuple(facts),
+        )
+        return measured if self._is_chosen.all() else measured[np.flatnonzero(self._is_chosen)]
+
+
+def _measured(
+    *given: Any, layers_of: Callable[..., list[Layer]], pairs: bool, wanted: Sequence[str]
+) -> dict[str, Any]:
+    """Metrics of the layers of one step; NaN for a step that only precedes a chosen one."""
+    *values, is_chosen, has_before = given
+    if not is_chosen:
+        return dict.fromkeys(wanted, np.nan)
+    now = values[::2] if pairs else values
+    found = layers_of(now, values[1::2] if has_before else None, wanted)
+    return {name: [METRICS[name].function(layer) for layer in found] for name in wanted}
+
+
+def _parameter(
+    now: Sequence[Array],
+    before: Sequence[Array] | None,
+    wanted: Sequence[str],
+    *,
+    is_matrix: bool,
+    is_update: bool,
+) -> list[Layer]:
+    values = now[0].astype(np.float64)
+    if is_update:
+        values -= np.nan if before is None else before[0]
+    same = np.nan if before is None else unchanged_share(now[0], before[0])
+    return [layer_of_values(values if is_matrix else values.ravel(), same, wanted)]
+
+
+def _heads(
+    now: Sequence[Array],
+    before: Sequence[Array] | None,
+    wanted: Sequence[str],
+    *,
+    attention: Attention,
+    roles: tuple[str, str],
+) -> list[Layer]:
+    found = []
+    for head in range(attention.heads):
+        left, right = _factors(now, attention, roles, head)
+        same = np.nan
+        if before is not None:
+            same = unchanged_share(
+                left @ right, np.matmul(*_factors(before, attention, roles, head))
+            )
+        found.append(layer_of_product(left, right, same, wanted))
+    return found
+
+
+def _factors(
+    weights: Sequence[Array], attention: Attention, roles: tuple[str, str], head: int
+) -> tuple[Array, Array]:
+    """Factors of the circuit of a head, (model, head size) and (head size, model)."""
+    left, right = (
+        attention.part(role, head, weight).astype(np.float64)
+        for role, weight in zip(roles, weights, strict=True)
+    )
+    return left, right.T
