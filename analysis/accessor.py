@@ -300,6 +300,8 @@ class Drawing(Protocol):
         steps: Steps = None,
         within: bool = False,
         min_unchanged: int = MIN_UNCHANGED,
+        metric: str = "frobenius",
+        parameters: str | None = None,
     ) -> Axes:
         """Draw the figure, as `analysis.figures.Figure` does."""
 
@@ -334,6 +336,7 @@ class Plots:
     heatmap: Drawing
     last_motion: Drawing
     lattice_displacement: Drawing
+    layers: Drawing
     lifecycle: Drawing
     logit_stats: Drawing
     loss: Drawing
@@ -390,6 +393,7 @@ class Plots:
                 for option in options
                 if (option.name != "lattice" or figure.on_lattice)
                 and (option.name not in ("population", "also") or figure.of_populations)
+                and (option.name not in ("metric", "parameters") or figure.of_layers)
             ]
         )
         return drawing

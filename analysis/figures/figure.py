@@ -82,6 +82,12 @@ class Options:
         Compute everything from the rows of the window alone.
     min_unchanged : int
         Unchanged steps that make a token frozen, as for `analysis.freeze`.
+    metric : str
+        Metric of the figure ``layers``, of `analysis.layers`. A prefix names what is measured:
+        ``grad:rms``, ``update:rms``, ``ov:spectral``, ``qk:spectral``; default: parameters.
+    parameters : str, optional
+        Layers in the figure ``layers``: names or patterns such as ``*.c_fc.weight``, separated by
+        commas.
     """
 
     population: str | None = None
@@ -92,6 +98,8 @@ class Options:
     steps: Steps = None
     within: bool = False
     min_unchanged: int = MIN_UNCHANGED
+    metric: str = "frobenius"
+    parameters: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("color", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
@@ -158,6 +166,8 @@ class Figure:
         True if users can choose the scales of its axes.
     of_populations : bool
         True if it can show a single population.
+    of_layers : bool
+        True if it has a metric, and can show chosen parameters.
     of_window : bool
         True if it is computed from the rows of a window alone, as for `Quantity`.
     reading : str
@@ -180,6 +190,7 @@ class Figure:
     between: bool = False
     scales: bool = True
     of_populations: bool = True
+    of_layers: bool = False
     of_window: bool = False
     reading: str = "blocks"
     projection: str = "rectilinear"
@@ -249,7 +260,7 @@ class Figure:
             Width and height of a new figure, in inches.
         **options
             Of `Options`: ``population``, ``also``, ``lattice``, ``color``, ``plane``, ``steps``,
-            ``within``, ``min_unchanged``.
+            ``within``, ``min_unchanged``, ``metric``, ``parameters``.
 
         Returns
         -------
@@ -303,7 +314,7 @@ class Figure:
         Raises
         ------
         InvalidArgument
-            For a population, a lattice or scales that the figure lacks.
+            For a population, a lattice, a metric or scales that the figure lacks.
         """
         if options.population is not None and not self.of_populations:
             raise InvalidArgument(
@@ -312,6 +323,11 @@ class Figure:
         if options.lattice != "native" and not self.on_lattice:
             raise InvalidArgument(
                 f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
+            )
+        if not self.of_layers and (options.metric, options.parameters) != ("frobenius", None):
+            raise InvalidArgument(
+                f"{self.name} is not a figure of layers, got metric={options.metric!r} and "
+                f"parameters={options.parameters!r}; leave them out"
             )
         if log is not None and log not in LOGS:
             raise InvalidArgument(f"got log={log!r}, expected one of {', '.join(LOGS)}")

@@ -6,8 +6,9 @@ Definitions equal those of pico-analyze where it has them: norm (here ``frobeniu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ import numpy.typing as npt
 
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["METRICS", "Layer", "Metric", "layer_of_product", "layer_of_values", "unchanged_share"]
+__all__ = ["METRICS", "Layer", "Metric", "layer_of"]
 
-Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 
 
@@ -162,40 +162,55 @@ def unchanged(layer: Layer) -> float:
     return layer.unchanged
 
 
-def layer_of_values(values: Wide, unchanged: float, wanted: Collection[str]) -> Layer:
-    """Matrix or vector, with its singular values if one of these metrics needs them."""
-    decompose = values.ndim > 1 and any(METRICS[name].of == "spectrum" for name in wanted)
-    return Layer(
-        shape=values.shape,
-        elements=values,
-        singular_values=_singular_values(values) if decompose else None,
-        unchanged=unchanged,
-    )
+def layer_of(
+    factors: Sequence[Wide],
+    before: Sequence[Wide] | None,
+    wanted: Collection[str],
+    *,
+    is_update: bool = False,
+) -> Layer:
+    """Prepare a matrix, a vector or a product of two matrices for some metrics.
 
+    The full rank of a product is at most the common dimension of its factors. Its singular values
+    are those of the product of their two triangular factors R.
 
-def layer_of_product(left: Wide, right: Wide, unchanged: float, wanted: Collection[str]) -> Layer:
-    """Product of two matrices, whose full rank is at most their common dimension.
-
-    Its singular values are those of the product of the two triangular factors R. The elements are
-    computed only if one of these metrics needs them.
+    Parameters
+    ----------
+    factors : sequence of ndarray of float64
+        One matrix or vector, or the two factors of a product.
+    before : sequence of ndarray of float64, optional
+        The same at the row before.
+    wanted : collection of str
+        Names in `METRICS`.
+    is_update : bool
+        Use the change since the row before; NaN if there is none.
     """
-    multiply = any(METRICS[name].of == "elements" for name in wanted)
-    factors = np.linalg.qr(left, mode="r") @ np.linalg.qr(right.T, mode="r").T
+    needs = {METRICS[name].of for name in wanted}
+    first, last = factors[0], factors[-1]
+    is_product = len(factors) > 1
+    elements: Any = None
+    same = np.nan
+    if "elements" in needs or not is_product:
+        elements = reduce(np.matmul, factors)
+        if before is not None:
+            old = reduce(np.matmul, before)
+            same = float((unsigned_view(elements) == unsigned_view(old)).mean())
+        if is_update:
+            elements = elements - (np.nan if before is None else old)
+    core = elements
+    if is_product:
+        core = np.linalg.qr(first, mode="r") @ np.linalg.qr(last.T, mode="r").T
+    decompose = is_product or ("spectrum" in needs and first.ndim > 1)
     return Layer(
-        shape=(left.shape[0], right.shape[1]),
-        elements=left @ right if multiply else None,
-        singular_values=_singular_values(factors),
-        unchanged=unchanged,
+        shape=(*first.shape[:1], *last.shape[1:]),
+        elements=elements,
+        singular_values=_singular_values(core) if decompose else None,
+        unchanged=same,
     )
 
 
-def _singular_values(values: Wide) -> Wide:
+def _singular_values(matrix: Wide) -> Wide:
     """Singular values, the largest first; NaN if values are not finite."""
-    if not np.isfinite(values).all():
-        return np.full(min(values.shape), np.nan)
-    return np.linalg.svd(values, compute_uv=False)
-
-
-def unchanged_share(now: Array, before: Array) -> float:
-    """Fraction of the values with the same bits."""
-    return float((unsigned_view(now) == unsigned_view(before)).mean())
+    if not np.isfinite(matrix).all():
+        return np.full(min(matrix.shape), np.nan)
+    return np.linalg.svd(matrix, compute_uv=False)

@@ -18,13 +18,7 @@ from trajstore.analysis.model.attention_circuits import (
     circuits_of,
     gpt2_attention,
 )
-from trajstore.analysis.model.layer_metrics import (
-    METRICS,
-    Layer,
-    layer_of_product,
-    layer_of_values,
-    unchanged_share,
-)
+from trajstore.analysis.model.layer_metrics import METRICS, layer_of
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Points, measure, table
 from trajstore.analysis.scan.facts import Fact, Facts
@@ -35,11 +29,11 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["SUBJECTS", "layers"]
+__all__ = ["RECORDED_NORMS", "layers"]
 
 Array = npt.NDArray[Any]
 
-SUBJECTS = {
+_SUBJECTS = {
     "params": "parameter",
     "grad": "gradient",
     "update": "update",
@@ -48,7 +42,7 @@ SUBJECTS = {
 }
 """Values of ``of``, in words."""
 
-_NORMS = {
+RECORDED_NORMS = {
     "params": "param_norm",
     "grad": "param_grad_norm",
     "update": "param_update_norm",
@@ -138,27 +132,24 @@ def layers(
     rows = np.unique(input_checks.rows_of_steps(ds, steps))
     rows = rows[np.isin(scan.steps[rows], scan.window)]
     facts = {name: _fact(name, of) for name in wanted}
-    norms = _NORMS.get(of)
+    norms = RECORDED_NORMS.get(of)
     if wanted == ("frobenius",) and norms in ds:
         recorded = ds[norms].transpose("step", "parameter").isel(step=rows).astype(np.float64)
         return xr.Dataset({"frobenius": recorded.assign_attrs(facts["frobenius"].attributes)})
     entries = parameter_table(ds.attrs)
     pairs = of == "update" or "unchanged" in wanted
     chosen = _ChosenRows(ds, "grad" if of == "grad" else "W", rows, pairs=pairs)
-    names: list[str] = []
-    found: list[da.Array] = []
+    measured = partial(chosen.measure, facts=facts, is_update=of == "update")
     if of in CIRCUITS:
         known = attention or gpt2_attention(ds.attrs)
-        for weights, heads in circuits_of(ds.attrs, of, known):
-            layers_of = partial(_heads, attention=known, roles=CIRCUITS[of])
-            found.append(chosen.measure(layers_of, facts, weights, len(heads)))
-            names += heads
+        circuits = list(circuits_of(ds.attrs, of, known))
+        split: Callable[..., Any] = partial(_heads, attention=known, roles=CIRCUITS[of])
+        found = [measured(split, one.weights, size=len(one.heads)) for one in circuits]
+        names = [name for one in circuits for name in one.heads]
     else:
-        for entry in entries:
-            is_matrix = len(entry["shape"]) > 1
-            layers_of = partial(_parameter, is_matrix=is_matrix, is_update=of == "update")
-            found.append(chosen.measure(layers_of, facts, [entry["name"]], 1))
-            names.append(entry["name"])
+        names = [entry["name"] for entry in entries]
+        splits = (_matrix if len(entry["shape"]) > 1 else _vector for entry in entries)
+        found = [measured(split, [name]) for split, name in zip(splits, names, strict=True)]
     coords = {"step": scan.steps[rows], "parameter": names}
     return table(da.concatenate(found, axis=1), facts, ("step", "parameter"), coords)
 
@@ -177,7 +168,7 @@ def _wanted(metrics: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _fact(name: str, of: str) -> Fact:
     units = "nat" if METRICS[name].has_units and of == "grad" else "1"
-    return Fact("f8", f"{METRICS[name].label} of each {SUBJECTS[of]}", units)
+    return Fact("f8", f"{METRICS[name].label} of each {_SUBJECTS[of]}", units)
 
 
 class _ChosenRows:
@@ -194,19 +185,15 @@ class _ChosenRows:
         self._has_before = (read > 0) & pairs
 
     def measure(
-        self, layers_of: Callable[..., list[Layer]], facts: Facts, names: Sequence[str], size: int
+        self,
+        split: Callable[..., list[Sequence[Array]]],
+        names: Sequence[str],
+        *,
+        facts: Facts,
+        is_update: bool,
+        size: int = 1,
     ) -> da.Array:
-        """Metrics of some parameters together, (step, size).
-
-        Parameters
-        ----------
-        layers_of : callable
-            From the values of these parameters at a step, those at the row before or None, and the
-            names of the metrics, to `size` layers.
-        facts : mapping
-        names : sequence of str
-        size : int
-        """
+        """Metrics of some parameters, (step, size); `split` makes the factors of each of `size`."""
         sources: list[Any] = []
         for at, name in enumerate(names):
             values = parameter_dataset(self._part, name)[self._kind].data.rechunk({1: -1, 2: -1})
@@ -221,66 +208,44 @@ class _ChosenRows:
             dtype=facts,
             sizes={"p": size},
             by_row=True,
-            layers_of=layers_of,
+            split=split,
             pairs=self._pairs,
+            is_update=is_update,
             wanted=tuple(facts),
         )
         return measured if self._is_chosen.all() else measured[np.flatnonzero(self._is_chosen)]
 
 
 def _measured(
-    *given: Any, layers_of: Callable[..., list[Layer]], pairs: bool, wanted: Sequence[str]
+    *given: Any, split: Callable[..., Any], pairs: bool, is_update: bool, wanted: Sequence[str]
 ) -> dict[str, Any]:
     """Metrics of the layers of one step; NaN for a step that only precedes a chosen one."""
     *values, is_chosen, has_before = given
     if not is_chosen:
         return dict.fromkeys(wanted, np.nan)
-    now = values[::2] if pairs else values
-    found = layers_of(now, values[1::2] if has_before else None, wanted)
-    return {name: [METRICS[name].function(layer) for layer in found] for name in wanted}
+    wide = [each.astype(np.float64) for each in values]
+    now = split(*wide[:: 1 + pairs])
+    before = split(*wide[1::2]) if has_before else [None] * len(now)
+    layers = [
+        layer_of(one, old, wanted, is_update=is_update)
+        for one, old in zip(now, before, strict=True)
+    ]
+    return {name: [METRICS[name].function(layer) for layer in layers] for name in wanted}
 
 
-def _parameter(
-    now: Sequence[Array],
-    before: Sequence[Array] | None,
-    wanted: Sequence[str],
-    *,
-    is_matrix: bool,
-    is_update: bool,
-) -> list[Layer]:
-    values = now[0].astype(np.float64)
-    if is_update:
-        values -= np.nan if before is None else before[0]
-    same = np.nan if before is None else unchanged_share(now[0], before[0])
-    return [layer_of_values(values if is_matrix else values.ravel(), same, wanted)]
+def _matrix(values: Array) -> list[Sequence[Array]]:
+    return [(values,)]
+
+
+def _vector(values: Array) -> list[Sequence[Array]]:
+    return [(values.ravel(),)]
 
 
 def _heads(
-    now: Sequence[Array],
-    before: Sequence[Array] | None,
-    wanted: Sequence[str],
-    *,
-    attention: Attention,
-    roles: tuple[str, str],
-) -> list[Layer]:
-    found = []
-    for head in range(attention.heads):
-        left, right = _factors(now, attention, roles, head)
-        same = np.nan
-        if before is not None:
-            same = unchanged_share(
-                left @ right, np.matmul(*_factors(before, attention, roles, head))
-            )
-        found.append(layer_of_product(left, right, same, wanted))
-    return found
-
-
-def _factors(
-    weights: Sequence[Array], attention: Attention, roles: tuple[str, str], head: int
-) -> tuple[Array, Array]:
-    """Factors of the circuit of a head, (model, head size) and (head size, model)."""
-    left, right = (
-        attention.part(role, head, weight).astype(np.float64)
-        for role, weight in zip(roles, weights, strict=True)
-    )
-    return left, right.T
+    first: Array, second: Array, *, attention: Attention, roles: tuple[str, str]
+) -> list[Sequence[Array]]:
+    """Factors of the circuit of each head, (model, head size) and (head size, model)."""
+    return [
+        (attention.part(roles[0], head, first), attention.part(roles[1], head, second).T)
+        for head in range(attention.heads)
+    ]
