@@ -104,7 +104,7 @@ def _american(word: str) -> str:
     "kinds. Of the film: .gif (default), .webp or .mp4, a folder for its frames, or .png, .svg or "
     ".pdf for the last one.",
 )
-@SELECT("step", "token", "population", "parameter", note=OF_WHOLE_RUN)
+@SELECT("step", "token", "row", "population", "parameter", note=OF_WHOLE_RUN)
 @WITHIN
 @POPULATIONS
 @UNCHANGED

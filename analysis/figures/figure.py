@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -15,7 +16,12 @@ from trajstore.analysis.figures.across_runs import (
     mean_and_spread,
     run_groups,
 )
-from trajstore.analysis.figures.axes_marks import add_legend, set_title, widen_covered
+from trajstore.analysis.figures.axes_marks import (
+    add_legend,
+    reword,
+    set_title,
+    widen_covered,
+)
 from trajstore.analysis.figures.style import STYLES, Look, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
@@ -27,6 +33,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.extras import needs_extra
 from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import check_dataset, populations
+from trajstore.populations.row_vectors import is_of_parameter, row_words
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -46,6 +53,7 @@ __all__ = [
     "figure",
     "in_style",
     "prepared",
+    "worded",
 ]
 
 SIZE = (8.0, 5.0)
@@ -53,6 +61,9 @@ SIZE = (8.0, 5.0)
 
 USUAL = ("dead", "live", "hidden_mean")
 """Populations that figures show; the last is the single vector of `analysis.vectors`."""
+
+_OF_PARAMETER = "of_parameter"
+"""Attribute of data of the rows of one parameter."""
 
 ALONE = "alone"
 """Attribute of data that were computed from the rows of a window alone."""
@@ -222,6 +233,8 @@ class Figure:
         found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
         if options.within or (self.of_window and scan.has_window):
             found.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+        if is_of_parameter(scan.ds):
+            found.attrs[_OF_PARAMETER] = True
         return found
 
     def __call__(
@@ -298,7 +311,7 @@ class Figure:
         with in_style(style):
             self.draw_groups(target, found, groups, style=style, log=log)
             about = titled_runs(runs, labels)
-            set_title(target, title or f"{self.title}\n{about}")
+            set_title(target, title or f"{worded(self.title, found[0])}\n{about}")
         return target
 
     def in_one_axes(self, groups: Sequence[Group]) -> bool:
@@ -349,6 +362,7 @@ class Figure:
         curves: list[xr.Dataset] = []
         drawn: dict[str, list[Artist]] = {}
         notes: list[str] = []
+        others = {*ax.figure.axes}
         for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
             if len(group.members) > 1:
@@ -370,8 +384,16 @@ class Figure:
         if log is not None:
             ax.set_xscale("log" if "x" in log else "linear")
             ax.set_yscale("log" if "y" in log else "linear")
+        notes[:] = [worded(note, found[0]) for note in notes]
+        for one in (ax, *({*ax.figure.axes} - others)):  # also a color bar
+            reword(one, partial(worded, data=found[0]))
         notes += widen_covered(ax, drawn)
         add_legend(ax, notes)
+
+
+def worded(text: str, data: xr.Dataset) -> str:
+    """A text about tokens; for data of one parameter, about its rows."""
+    return row_words(text) if _OF_PARAMETER in data.attrs else text
 
 
 def _after_the_first(groups: Sequence[Group]) -> list[Group]:

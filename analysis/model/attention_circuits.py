@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from trajstore.argument_types import Count, check_fields
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.recorded_parameters import parameter_entry, parameter_table
 
-__all__ = ["CIRCUITS", "Attention", "Circuit", "circuits_of", "gpt2_attention"]
+__all__ = ["CIRCUITS", "Attention", "circuits_of", "gpt2_attention"]
 
 Array = npt.NDArray[Any]
 
@@ -105,15 +105,10 @@ class Attention:
         return columns[:, first : first + size]
 
 
-class Circuit(NamedTuple):
-    """Circuits of one layer: the names of its two weights, and of a row per head."""
-
-    weights: tuple[str, str]
-    heads: list[str]
-
-
-def circuits_of(attributes: Mapping[str, Any], of: str, attention: Attention) -> Iterator[Circuit]:
-    """Circuits of each layer, in the order of the parameters.
+def circuits_of(
+    attributes: Mapping[str, Any], of: str, attention: Attention
+) -> dict[str, tuple[str, str]]:
+    """Names of the two weights of each layer's circuits, by the name of the attention module.
 
     Parameters
     ----------
@@ -135,14 +130,14 @@ def circuits_of(attributes: Mapping[str, Any], of: str, attention: Attention) ->
             f"no parameter is named {first!r} with a number in place of {_LAYER}; list the names "
             "with: trajstore info"
         )
+    found = {}
     for layer in layers:
         weights = (first.replace(_LAYER, layer), second.replace(_LAYER, layer))
         for role, name in zip(CIRCUITS[of], weights, strict=True):
             shape = parameter_entry(attributes, name)["shape"]
             attention.part(role, 0, np.broadcast_to(0.0, shape))  # raises if heads do not fit
-        block = attention.output.replace(_LAYER, layer).rsplit(".", 2)[0]
-        rows = [f"{block}.head.{head}" for head in range(attention.heads)]
-        yield Circuit(weights, rows)
+        found[attention.output.replace(_LAYER, layer).rsplit(".", 2)[0]] = weights
+    return found
 
 
 def gpt2_attention(attributes: Mapping[str, Any]) -> Attention:

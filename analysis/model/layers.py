@@ -42,11 +42,7 @@ _SUBJECTS = {
 }
 """Values of ``of``, in words."""
 
-RECORDED_NORMS = {
-    "params": "param_norm",
-    "grad": "param_grad_norm",
-    "update": "param_update_norm",
-}
+RECORDED_NORMS = {"params": "param_norm", "grad": "param_grad_norm", "update": "param_update_norm"}
 """Variables of the tier ``norms`` that are Frobenius norms."""
 
 
@@ -142,13 +138,13 @@ def layers(
     measured = partial(chosen.measure, facts=facts, is_update=of == "update")
     if of in CIRCUITS:
         known = attention or gpt2_attention(ds.attrs)
-        circuits = list(circuits_of(ds.attrs, of, known))
+        circuits = circuits_of(ds.attrs, of, known)
         split: Callable[..., Any] = partial(_heads, attention=known, roles=CIRCUITS[of])
-        found = [measured(split, one.weights, size=len(one.heads)) for one in circuits]
-        names = [name for one in circuits for name in one.heads]
+        found = [measured(split, weights, size=known.heads) for weights in circuits.values()]
+        names = [f"{block}.head.{head}" for block in circuits for head in range(known.heads)]
     else:
         names = [entry["name"] for entry in entries]
-        splits = (_matrix if len(entry["shape"]) > 1 else _vector for entry in entries)
+        splits = (partial(_whole, is_matrix=len(entry["shape"]) > 1) for entry in entries)
         found = [measured(split, [name]) for split, name in zip(splits, names, strict=True)]
     coords = {"step": scan.steps[rows], "parameter": names}
     return table(da.concatenate(found, axis=1), facts, ("step", "parameter"), coords)
@@ -233,12 +229,8 @@ def _measured(
     return {name: [METRICS[name].function(layer) for layer in layers] for name in wanted}
 
 
-def _matrix(values: Array) -> list[Sequence[Array]]:
-    return [(values,)]
-
-
-def _vector(values: Array) -> list[Sequence[Array]]:
-    return [(values.ravel(),)]
+def _whole(values: Array, *, is_matrix: bool) -> list[Sequence[Array]]:
+    return [(values if is_matrix else values.ravel(),)]
 
 
 def _heads(

@@ -85,6 +85,7 @@ def _recordable() -> str:
 _KEYWORDS = {
     "step": "steps",
     "token": "tokens",
+    "row": "tokens",
     "population": "population",
     "parameter": "parameters",
 }
@@ -93,6 +94,7 @@ _KEYWORDS = {
 _EXAMPLES = {
     "step": "step=0:500 (steps 0 to 499) or step=::10",
     "token": "token=dead, token=1,2,3 or token=FILE",
+    "row": "row=0,1,2 (with --parameter)",
     "population": "population=dead",
     "parameter": "parameter=*.c_fc.weight",
 }
