@@ -134,13 +134,8 @@ def draw_rows(
         ax.set_ylabel(data.attrs["rows"])
         return
     along_steps(ax, label, units)
-    for values, row, color in zip(
-        data[name].transpose("row", "step").values,
-        data["row"].values,
-        look.style.runs,
-        strict=False,
-    ):
-        ax.plot(data["step"].values, values, color=color, label=str(row))
+    for row, color in zip(data[name].transpose("row", "step"), look.style.runs, strict=False):
+        ax.plot(row["step"].values, row.values, color=color, label=str(row["row"].values))
     if data.attrs["every"] > 1:
         look.note(f"1 of every {data.attrs['every']} steps")
 

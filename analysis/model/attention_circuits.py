@@ -131,12 +131,13 @@ def circuits_of(
             "with: trajstore info"
         )
     found = {}
+    before, _, after = attention.output.partition(_LAYER)
     for layer in layers:
         weights = (first.replace(_LAYER, layer), second.replace(_LAYER, layer))
         for role, name in zip(CIRCUITS[of], weights, strict=True):
             shape = parameter_entry(attributes, name)["shape"]
             attention.part(role, 0, np.broadcast_to(0.0, shape))  # raises if heads do not fit
-        found[attention.output.replace(_LAYER, layer).rsplit(".", 2)[0]] = weights
+        found[f"{before}{layer}{after.removesuffix('.weight').rpartition('.')[0]}"] = weights
     return found
 
 

@@ -18,7 +18,7 @@ from trajstore.analysis.model.attention_circuits import (
     circuits_of,
     gpt2_attention,
 )
-from trajstore.analysis.model.layer_metrics import METRICS, layer_of
+from trajstore.analysis.model.layer_metrics import METRICS, Metric, layer_of
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import Points, measure, table
 from trajstore.analysis.scan.facts import Fact, Facts
@@ -111,11 +111,11 @@ def layers(
     Examples
     --------
     >>> W = np.array([[[2.0, 0.0], [0.0, 1.0]]])
-    >>> table = [{"name": "w", "variable": "W", "shape": [2, 2], "dtype": "float32"}]
+    >>> entry = {"name": "w", "variable": "W", "shape": [2, 2], "dtype": "float32", "group": 0}
     >>> made = xr.Dataset(
     ...     {"W": (("step", "token", "hidden"), W)},
     ...     {"step": [0], "token": [0, 1]},
-    ...     {"parameters": table},
+    ...     {"parameters": [entry]},
     ... )
     >>> found = layers(made, metrics=["spectral", "stable_rank", "condition_number"])
     >>> [float(found[name]) for name in found]
@@ -127,9 +127,14 @@ def layers(
     ds = scan.ds
     rows = np.unique(input_checks.rows_of_steps(ds, steps))
     rows = rows[np.isin(scan.steps[rows], scan.window)]
-    facts = {name: _fact(name, of) for name in wanted}
+    units = {True: "nat" if of == "grad" else "1", False: "1"}
+    facts = {
+        name: Fact("f8", f"{one.label} of each {_SUBJECTS[of]}", units[one.has_units])
+        for name, one in wanted.items()
+    }
     norms = RECORDED_NORMS.get(of)
-    if wanted == ("frobenius",) and norms in ds:
+    if [*wanted] == ["frobenius"] and norms and (norms in ds or "parameters" not in ds.attrs):
+        input_checks.variables(ds, norms)
         recorded = ds[norms].transpose("step", "parameter").isel(step=rows).astype(np.float64)
         return xr.Dataset({"frobenius": recorded.assign_attrs(facts["frobenius"].attributes)})
     entries = parameter_table(ds.attrs)
@@ -150,21 +155,14 @@ def layers(
     return table(da.concatenate(found, axis=1), facts, ("step", "parameter"), coords)
 
 
-def _wanted(metrics: str | Sequence[str] | None) -> tuple[str, ...]:
-    names = [metrics] if isinstance(metrics, str) else metrics
-    wanted = tuple(METRICS if names is None else dict.fromkeys(map(str, names)))
-    unknown = [f"{name!r}{did_you_mean(name, METRICS)}" for name in wanted if name not in METRICS]
-    if unknown or not wanted:
-        raise InvalidArgument(
-            f"got metrics {', '.join(unknown) or 'without names'}, expected one or more of "
-            f"{', '.join(METRICS)}"
-        )
-    return wanted
-
-
-def _fact(name: str, of: str) -> Fact:
-    units = "nat" if METRICS[name].has_units and of == "grad" else "1"
-    return Fact("f8", f"{METRICS[name].label} of each {_SUBJECTS[of]}", units)
+def _wanted(metrics: str | Sequence[str] | None) -> dict[str, Metric]:
+    names = [metrics] if isinstance(metrics, str) else [*(METRICS if metrics is None else metrics)]
+    unknown = [name for name in names if name not in METRICS]
+    if unknown or not names:
+        hint = did_you_mean(unknown[0], METRICS) if unknown else ""
+        known = ", ".join(METRICS)
+        raise InvalidArgument(f"got metrics={metrics!r}{hint}, expected one or more of {known}")
+    return {name: METRICS[name] for name in names}
 
 
 class _ChosenRows:
