@@ -36,7 +36,8 @@ def _layers(scan: Scan, options: Options) -> xr.Dataset:
     recorded = metric == "frobenius" and RECORDED_NORMS.get(of) in scan.ds
     most = MOST_CELLS // max(1, scan.ds.sizes.get("parameter", 1)) if recorded else _COLUMNS
     every = max(1, -(-scan.window.size // most))
-    found: Any = measured_layers(scan, of, metric, scan.window[::every])[metric]
+    measure: Any = measured_layers  # whose literal is checked at run time
+    found: xr.DataArray = measure(scan, of, metric, scan.window[::every])[metric]
     names = [str(name) for name in found["parameter"].values]
     patterns = (options.parameters or "*").split(",")
     chosen = [

@@ -50,8 +50,8 @@ class Layer:
     @property
     def magnitudes(self) -> Wide:
         """Magnitudes of the elements, or singular values if no metric needs the elements."""
-        known = self.singular_values if self.elements is None else self.elements
-        return np.abs(np.ravel(np.asarray(known)))
+        known: Any = self.singular_values if self.elements is None else self.elements
+        return np.asarray(np.abs(known).ravel())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,8 @@ def layer_of(
             elements = elements - (np.nan if before is None else old)
     core = elements
     if is_product:
-        core = np.linalg.qr(first, mode="r") @ np.linalg.qr(last.T, mode="r").T
+        left, right = (np.asarray(np.linalg.qr(one, mode="r")) for one in (first, last.T))
+        core = left @ right.T
     decompose = is_product or ("spectrum" in needs and first.ndim > 1)
     return Layer(
         shape=(*first.shape[:1], *last.shape[1:]),
@@ -213,4 +214,4 @@ def _singular_values(matrix: Wide) -> Wide:
     """Singular values, the largest first; NaN if values are not finite."""
     if not np.isfinite(matrix).all():
         return np.full(min(matrix.shape), np.nan)
-    return np.linalg.svd(matrix, compute_uv=False)
+    return np.asarray(np.linalg.svd(matrix, compute_uv=False), np.float64)

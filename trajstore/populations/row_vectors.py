@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import xarray as xr
 
@@ -13,7 +13,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 __all__ = ["errors_about_rows", "is_of_parameter", "named_as_rows", "row_vectors", "row_words"]
 
-T = TypeVar("T", xr.DataArray, xr.Dataset)
+T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
 _NAMES = {"token": "row", "hidden": "column", "tokens": "rows"}
 
@@ -74,11 +74,11 @@ def named_as_rows(result: T, ds: xr.Dataset) -> T:
     if not is_of_parameter(ds):
         return result
     known = {*result.dims, *result.coords, *getattr(result, "data_vars", ())}
-    renamed = result.rename({old: new for old, new in _NAMES.items() if old in known})
+    renamed: Any = result.rename({old: new for old, new in _NAMES.items() if old in known})
     for one in (renamed, *(renamed[name] for name in getattr(renamed, "data_vars", ()))):
         if "long_name" in one.attrs:
             one.attrs = {**one.attrs, "long_name": row_words(one.attrs["long_name"])}
-    return renamed
+    return cast(T, renamed)
 
 
 @contextmanager
