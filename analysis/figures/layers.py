@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xarray as xr
@@ -36,13 +36,11 @@ def _layers(scan: Scan, options: Options) -> xr.Dataset:
     recorded = metric == "frobenius" and RECORDED_NORMS.get(of) in scan.ds
     most = MOST_CELLS // max(1, scan.ds.sizes.get("parameter", 1)) if recorded else _COLUMNS
     every = max(1, -(-scan.window.size // most))
-    measure: Any = measured_layers  # whose literal is checked at run time
+    measure = cast(Any, measured_layers)  # it checks its literal at run time
     found: xr.DataArray = measure(scan, of, metric, scan.window[::every])[metric]
     names = [str(name) for name in found["parameter"].values]
-    patterns = (options.parameters or "*").split(",")
-    chosen = [
-        at for at, name in enumerate(names) if any(fnmatchcase(name, p.strip()) for p in patterns)
-    ]
+    patterns = (options.parameters or "*").replace(" ", "").split(",")
+    chosen = [at for at, name in enumerate(names) if any(fnmatchcase(name, p) for p in patterns)]
     if not chosen:
         raise InvalidArgument(
             f"got parameter={options.parameters}, which no layer matches; the first ones are "
