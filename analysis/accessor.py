@@ -246,6 +246,7 @@ class TrajAccessor:
     inertia = as_method(functions.inertia)
     last_moving_element = as_method(functions.last_moving_element)
     lattice_displacement = as_method(functions.lattice_displacement)
+    layers = as_method(functions.layers)
     lifecycle = as_method(functions.lifecycle)
     logit_stats = as_method(functions.logit_stats)
     mean_logits = as_method(functions.mean_logits)
@@ -299,6 +300,8 @@ class Drawing(Protocol):
         steps: Steps = None,
         within: bool = False,
         min_unchanged: int = MIN_UNCHANGED,
+        metric: str = "frobenius",
+        parameters: str | None = None,
     ) -> Axes:
         """Draw the figure, as `analysis.figures.Figure` does."""
 
@@ -333,6 +336,7 @@ class Plots:
     heatmap: Drawing
     last_motion: Drawing
     lattice_displacement: Drawing
+    layers: Drawing
     lifecycle: Drawing
     logit_stats: Drawing
     loss: Drawing
@@ -389,6 +393,7 @@ class Plots:
                 for option in options
                 if (option.name != "lattice" or figure.on_lattice)
                 and (option.name not in ("population", "also") or figure.of_populations)
+                and (option.name not in ("metric", "parameters") or figure.of_layers)
             ]
         )
         return drawing

@@ -10,7 +10,9 @@ from trajstore.analysis.cloud.nearest_vectors import nearest_distance
 from trajstore.analysis.cloud.projections import projection
 from trajstore.analysis.cloud.shape import inertia, pca
 from trajstore.analysis.cloud.sky_directions import sky
+from trajstore.analysis.model.attention_circuits import Attention
 from trajstore.analysis.model.gradient_explanation import explain_gradient
+from trajstore.analysis.model.layers import layers
 from trajstore.analysis.model.logit_statistics import logit_stats
 from trajstore.analysis.model.mean_state_logits import mean_logits
 from trajstore.analysis.motion.autocorrelation import autocorrelation
@@ -61,6 +63,7 @@ __all__ = [
     "QUANTITIES",
     "REGIMES",
     "VECTORS",
+    "Attention",
     "acceleration",
     "adam_update",
     "adjacency",
@@ -90,6 +93,7 @@ __all__ = [
     "inertia",
     "last_moving_element",
     "lattice_displacement",
+    "layers",
     "lifecycle",
     "logit_stats",
     "mean_logits",

@@ -20,6 +20,7 @@ from trajstore.analysis.cloud import (  # noqa: F401
 )
 from trajstore.analysis.model import (  # noqa: F401
     gradient_explanation,
+    layers,
     logit_statistics,
     mean_state_logits,
 )
@@ -56,6 +57,7 @@ from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import over_runs
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
+from trajstore.populations.row_vectors import errors_about_rows, named_as_rows
 
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
@@ -148,7 +150,8 @@ def compute(
             variables[name] = result
         else:
             variables |= {str(key): array for key, array in result.data_vars.items()}
-    return xr.Dataset({name: _with_every_step(array, scan) for name, array in variables.items()})
+    found = xr.Dataset({name: _with_every_step(array, scan) for name, array in variables.items()})
+    return named_as_rows(found, scan.ds)
 
 
 def _check_lattice(names: Sequence[str], lattice: str) -> None:
@@ -284,16 +287,24 @@ def answer(
     for option in quantity.required:
         if option not in options:
             raise InvalidArgument(f"{name} requires the option {option}; add --set {option}=…")
-    result = quantity.function(windowed_scan(ds, steps, within=within), **options)
+    scan = windowed_scan(ds, steps, within=within)
+    result = quantity.function(scan, **options)
     if by_population:
-        if not isinstance(result, xr.DataArray) or "token" not in result.dims:
-            raise InvalidArgument(
-                f"{name} does not have one number per token; leave out --by-population"
-            )
-        if is_category(result):
-            return category_counts(result).to_dataset(name="tokens")
-        return statistics_by_population(result)
-    return result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
+        with errors_about_rows(scan.ds):
+            result = _by_population(name, result)
+    elif isinstance(result, xr.DataArray):
+        result = result.to_dataset(name=name)
+    return named_as_rows(result, scan.ds)
+
+
+def _by_population(name: str, result: xr.DataArray | xr.Dataset) -> xr.Dataset:
+    if not isinstance(result, xr.DataArray) or "token" not in result.dims:
+        raise InvalidArgument(
+            f"{name} does not have one number per token; leave out --by-population"
+        )
+    if is_category(result):
+        return category_counts(result).to_dataset(name="tokens")
+    return statistics_by_population(result)
 
 
 def _answer_of_runs(

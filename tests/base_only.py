@@ -66,7 +66,9 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """Arguments of analyses after the Dataset."""
 
-OTHERS = {"by_population", "compare", "divergence", "each_run", "explain_gradient", "over_runs"}
+OTHERS = {
+    "by_population", "compare", "divergence", "each_run", "explain_gradient", "layers", "over_runs",
+}  # fmt: skip
 """Analyses of something else than one run with the default variables."""
 
 

@@ -39,6 +39,7 @@ MAPS = (
     "speed_density",
     "moments",
     "param_update_lost",
+    "layers",
     "moment_tracks",
     "trajectory",
     "bulk_thermal",

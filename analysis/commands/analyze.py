@@ -78,6 +78,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 @SELECT(
     "step",
     "token",
+    "row",
     "population",
     note=f"{OF_WHOLE_RUN} With token, all values are computed from these tokens only.",
 )

@@ -36,7 +36,7 @@ VECTORS = click.option(
 PARAMETER = click.option(
     "--parameter",
     metavar="NAME",
-    help="Use this parameter of a run with everything in place of W; token is the row number. "
+    help="Use the rows of this parameter of a run with everything in place of the tokens of W; "
     "`info` lists the names.",
 )
 

@@ -6,9 +6,9 @@ all that it draws. ``figure`` separates lazy data from drawing. ``across_runs`` 
 the colors, ``titles`` the names, and ``axes_marks`` the parts that figures share.
 
 Modules group the figures by subject: ``training``, ``variables``, ``motion``, ``densities``,
-``freezing``, ``regimes``, ``cloud``, ``trajectory``, ``divergence``. A new figure goes into one of
-them and into the registry. It has the name of the quantity that it draws. ``film`` animates a run;
-the film is no `Figure`, since it draws several pictures.
+``freezing``, ``regimes``, ``cloud``, ``trajectory``, ``layers``, ``divergence``. A new
+figure goes into one of them and into the registry. It has the name of the quantity that it draws.
+``film`` animates a run; the film is no `Figure`, since it draws several pictures.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["grad_norms"](ds).get_ylabel()

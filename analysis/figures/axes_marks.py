@@ -29,6 +29,7 @@ __all__ = [
     "message",
     "name_kinds",
     "named",
+    "reword",
     "set_title",
     "shade_region",
     "step_edges",
@@ -287,6 +288,14 @@ def named(population: str) -> str:
     """Name of a population in labels."""
     own = {"all": "all tokens", "mostly_dead": "mostly dead tokens", "hidden_mean": "h̄"}
     return own.get(population, f"{population} tokens")
+
+
+def reword(ax: Axes, change: Callable[[str], str]) -> None:
+    """Change the labels of axes, those of the legend to come, and the texts in the axes."""
+    for text in (ax.xaxis.label, ax.yaxis.label, *ax.texts):
+        text.set_text(change(text.get_text()))
+    for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+        handle.set_label(change(label))
 
 
 def add_legend(ax: Axes, notes: Sequence[str]) -> None:

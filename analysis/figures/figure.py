@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -15,7 +16,12 @@ from trajstore.analysis.figures.across_runs import (
     mean_and_spread,
     run_groups,
 )
-from trajstore.analysis.figures.axes_marks import add_legend, set_title, widen_covered
+from trajstore.analysis.figures.axes_marks import (
+    add_legend,
+    reword,
+    set_title,
+    widen_covered,
+)
 from trajstore.analysis.figures.style import STYLES, Look, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
@@ -27,6 +33,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.extras import needs_extra
 from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import check_dataset, populations
+from trajstore.populations.row_vectors import is_of_parameter, row_words
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -46,6 +53,7 @@ __all__ = [
     "figure",
     "in_style",
     "prepared",
+    "worded",
 ]
 
 SIZE = (8.0, 5.0)
@@ -53,6 +61,9 @@ SIZE = (8.0, 5.0)
 
 USUAL = ("dead", "live", "hidden_mean")
 """Populations that figures show; the last is the single vector of `analysis.vectors`."""
+
+_OF_PARAMETER = "of_parameter"
+"""Attribute of data of the rows of one parameter."""
 
 ALONE = "alone"
 """Attribute of data that were computed from the rows of a window alone."""
@@ -82,6 +93,12 @@ class Options:
         Compute everything from the rows of the window alone.
     min_unchanged : int
         Unchanged steps that make a token frozen, as for `analysis.freeze`.
+    metric : str
+        Metric of the figure ``layers``, of `analysis.layers`. A prefix names what is measured:
+        ``grad:rms``, ``update:rms``, ``ov:spectral``, ``qk:spectral``; default: parameters.
+    parameters : str, optional
+        Layers in the figure ``layers``: names or patterns such as ``*.c_fc.weight``, separated by
+        commas.
     """
 
     population: str | None = None
@@ -92,6 +109,8 @@ class Options:
     steps: Steps = None
     within: bool = False
     min_unchanged: int = MIN_UNCHANGED
+    metric: str = "frobenius"
+    parameters: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("color", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
@@ -158,6 +177,8 @@ class Figure:
         True if users can choose the scales of its axes.
     of_populations : bool
         True if it can show a single population.
+    of_layers : bool
+        True if it has a metric, and can show chosen parameters.
     of_window : bool
         True if it is computed from the rows of a window alone, as for `Quantity`.
     reading : str
@@ -180,6 +201,7 @@ class Figure:
     between: bool = False
     scales: bool = True
     of_populations: bool = True
+    of_layers: bool = False
     of_window: bool = False
     reading: str = "blocks"
     projection: str = "rectilinear"
@@ -211,6 +233,8 @@ class Figure:
         found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
         if options.within or (self.of_window and scan.has_window):
             found.attrs[ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+        if is_of_parameter(scan.ds):
+            found.attrs[_OF_PARAMETER] = True
         return found
 
     def __call__(
@@ -249,7 +273,7 @@ class Figure:
             Width and height of a new figure, in inches.
         **options
             Of `Options`: ``population``, ``also``, ``lattice``, ``color``, ``plane``, ``steps``,
-            ``within``, ``min_unchanged``.
+            ``within``, ``min_unchanged``, ``metric``, ``parameters``.
 
         Returns
         -------
@@ -287,7 +311,7 @@ class Figure:
         with in_style(style):
             self.draw_groups(target, found, groups, style=style, log=log)
             about = titled_runs(runs, labels)
-            set_title(target, title or f"{self.title}\n{about}")
+            set_title(target, title or f"{worded(self.title, found[0])}\n{about}")
         return target
 
     def in_one_axes(self, groups: Sequence[Group]) -> bool:
@@ -303,7 +327,7 @@ class Figure:
         Raises
         ------
         InvalidArgument
-            For a population, a lattice or scales that the figure lacks.
+            For a population, a lattice, a metric or scales that the figure lacks.
         """
         if options.population is not None and not self.of_populations:
             raise InvalidArgument(
@@ -312,6 +336,11 @@ class Figure:
         if options.lattice != "native" and not self.on_lattice:
             raise InvalidArgument(
                 f"{self.name} has no lattice, got {options.lattice!r}; leave it out"
+            )
+        if not self.of_layers and (options.metric, options.parameters) != ("frobenius", None):
+            raise InvalidArgument(
+                f"{self.name} is not a figure of layers, got metric={options.metric!r} and "
+                f"parameters={options.parameters!r}; leave them out"
             )
         if log is not None and log not in LOGS:
             raise InvalidArgument(f"got log={log!r}, expected one of {', '.join(LOGS)}")
@@ -333,6 +362,7 @@ class Figure:
         curves: list[xr.Dataset] = []
         drawn: dict[str, list[Artist]] = {}
         notes: list[str] = []
+        others = {*ax.figure.axes}
         for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
             if len(group.members) > 1:
@@ -354,8 +384,16 @@ class Figure:
         if log is not None:
             ax.set_xscale("log" if "x" in log else "linear")
             ax.set_yscale("log" if "y" in log else "linear")
+        notes[:] = [worded(note, found[0]) for note in notes]
+        for one in (ax, *({*ax.figure.axes} - others)):  # also a color bar
+            reword(one, partial(worded, data=found[0]))
         notes += widen_covered(ax, drawn)
         add_legend(ax, notes)
+
+
+def worded(text: str, data: xr.Dataset) -> str:
+    """A text about tokens; for data of one parameter, about its rows."""
+    return row_words(text) if _OF_PARAMETER in data.attrs else text
 
 
 def _after_the_first(groups: Sequence[Group]) -> list[Group]:

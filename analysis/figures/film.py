@@ -22,6 +22,7 @@ from trajstore.analysis.figures.figure import (
     compute_together,
     in_style,
     prepared,
+    worded,
 )
 from trajstore.analysis.figures.sheet import ENDINGS
 from trajstore.analysis.figures.style import Style, population_color, style
@@ -199,7 +200,7 @@ def _drawn(canvas: Any, data: xr.Dataset, look: Style, title: str) -> Callable[[
         color = population_color(population)
         # Dead tokens, the first population, are in front: most of them share one place.
         front = 4 + 2 * (len(populations) - number)
-        label = f"{named(population)} ({member[number].sum():,})"
+        label = f"{worded(named(population), data)} ({member[number].sum():,})"
         moving += plane.plot([], [], **dots, color=color, zorder=front + 1, label=label)
         rim = {"mec": color, "mew": 0.8 if few else 0}
         frozen += plane.plot([], [], **{**dots, **rim}, mfc=_FROZEN, zorder=front)

@@ -11,6 +11,7 @@ from trajstore.analysis.figures.densities import lattice_displacement, speed_den
 from trajstore.analysis.figures.divergence import divergence
 from trajstore.analysis.figures.figure import Figure
 from trajstore.analysis.figures.freezing import freeze, heatmap, last_motion, lifecycle
+from trajstore.analysis.figures.layers import layers
 from trajstore.analysis.figures.motion import (
     autocorrelation,
     bulk_thermal,
@@ -76,6 +77,7 @@ FIGURES = Figures(
         clusters,
         logit_stats,
         param_update_lost,
+        layers,
         discontinuities,
         divergence,
     )

@@ -21,6 +21,7 @@ from trajstore.analysis.figures.figure import (
     compute_together,
     in_style,
     prepared,
+    worded,
 )
 from trajstore.analysis.figures.titles import run_name, titled_runs
 from trajstore.analysis.scan.task_progress import return_memory
@@ -206,7 +207,7 @@ def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
             label = f"\n{groups[0].label}" if len(shown) > 1 else ""
             curves = [replace(groups[0], label="")] if len(shown) > 1 else groups
             draw = partial(figure.draw_groups, found=data, groups=curves, style=style, log=log)
-            panels.append((f"{figure.title}{label}", draw, figure.projection))
+            panels.append((f"{worded(figure.title, data[0])}{label}", draw, figure.projection))
     if len(panels) > _MOST_PANELS:
         raise InvalidArgument(
             f"got {len(panels)} panels for {len(collected.runs)} runs, expected at most "

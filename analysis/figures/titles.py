@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xarray as xr
 
+from trajstore.populations.row_vectors import row_vectors
 from trajstore.schema import EVALUATION
 
 __all__ = ["run_name", "run_system", "titled_runs", "token_names"]
@@ -32,6 +33,7 @@ def run_system(*runs: xr.Dataset) -> str:
 def _facts(ds: xr.Dataset) -> list[str]:
     if EVALUATION in ds.attrs:
         return [ds.attrs[EVALUATION]["function"], "", "", ds.attrs[EVALUATION]["run"]]
+    ds = row_vectors(ds)
     config = ds.attrs.get("config") or {}
     sizes = " × ".join(f"{ds.sizes[dim]:,}" for dim in ("token", "hidden") if dim in ds.sizes)
     optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]

@@ -24,10 +24,14 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["loss", "param_update_lost", "variable"]
+__all__ = ["MOST_CELLS", "NAMES", "draw_rows", "loss", "param_update_lost", "variable"]
 
-_CELLS = 1 << 21
-_NAMES = 40
+MOST_CELLS = 1 << 21
+"""Most values that a map shows; of more, one of every few steps."""
+
+NAMES = 40
+"""Most rows of a map that have a name."""
+
 _MOST_DIMS = 2
 
 
@@ -101,7 +105,7 @@ def _rows(scan: Scan, options: Options, *, name: str) -> xr.Dataset:
     array = array.squeeze([dim for dim in array.dims if dim not in ("step", *dims)], drop=True)
     if not dims:
         return array.to_dataset(name=name)
-    every = max(1, -(-array.size // _CELLS))
+    every = max(1, -(-array.size // MOST_CELLS))
     thinned = array.transpose("step", *dims).isel(step=slice(None, None, every))
     parts = [[f"{dim} {value}" for value in thinned[dim].values] for dim in dims]
     labels = [", ".join(places) for places in product(*parts)]
@@ -114,18 +118,24 @@ def _rows(scan: Scan, options: Options, *, name: str) -> xr.Dataset:
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look, *, name: str) -> None:
     units = data[name].attrs.get("units")
-    if "row" in data.dims and data.sizes["row"] > MOST_CURVES:
-        _map(ax, data, look, name, with_units(name, units))
-        ax.set_ylabel(data.attrs["rows"])
+    if "row" in data.dims:
+        draw_rows(ax, data, look, name, name, units)
         return
     along_steps(ax, name, units)
-    if "row" not in data.dims:
-        _curve(ax, data, look, name)
+    _curve(ax, data, look, name)
+
+
+def draw_rows(
+    ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, units: Any, **colors: Any
+) -> None:
+    """Draw the values of dims (step, row): a curve per row, or a map of more than eight rows."""
+    if data.sizes["row"] > MOST_CURVES:
+        _map(ax, data, look, name, with_units(label, units), **colors)
+        ax.set_ylabel(data.attrs["rows"])
         return
-    for values, label, color in zip(
-        data[name].values.T, data["row"].values, look.style.runs, strict=False
-    ):
-        ax.plot(data["step"].values, values, color=color, label=str(label))
+    along_steps(ax, label, units)
+    for row, color in zip(data[name].transpose("row", "step"), look.style.runs, strict=False):
+        ax.plot(row["step"].values, row.values, color=color, label=str(row["row"].values))
     if data.attrs["every"] > 1:
         look.note(f"1 of every {data.attrs['every']} steps")
 
@@ -135,7 +145,7 @@ def _param_update_lost(scan: Scan, options: Options) -> xr.Dataset:
     lost = after_first_row(scan.in_window(scan.ds[["param_update_lost"]]), scan)[
         "param_update_lost"
     ]
-    every = max(1, -(-lost.size // _CELLS))
+    every = max(1, -(-lost.size // MOST_CELLS))
     thinned = lost.isel(step=slice(None, None, every)).rename(parameter="row")
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
@@ -162,7 +172,7 @@ def _map(ax: Axes, data: xr.Dataset, look: Look, name: str, label: str, **limits
     )
     ax.figure.colorbar(mesh, ax=ax).set_label(label)
     ax.invert_yaxis()
-    named = places[:: max(1, -(-rows.size // _NAMES))]
+    named = places[:: max(1, -(-rows.size // NAMES))]
     ax.set_yticks(named, [str(rows[at]) for at in named], fontsize="xx-small")
     ax.set_xlabel("optimizer step")
     if data.attrs["every"] > 1:

@@ -115,7 +115,7 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     trained = [1, steps.size - 1]
     parts: dict[str, xr.DataArray] = {}
     if "grad" in ds:
-        norms = grad_norms(ds.isel(step=slice(1, None)))
+        norms = grad_norms(Scan(ds.isel(step=slice(1, None))))
         ends = norms.isel(step=[0, -1]).rename(step="when").drop_vars("when")
         parts["grad_norms"] = _table(ends)
         if "dead" in names:
@@ -130,7 +130,7 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         parts["param_update_lost"] = recorded.rename(step="when").drop_vars("when")
     elif holds_all_parameters(ds):
         parts["param_update_lost"] = lost_by_parameter(ds, trained).rename(row="when")
-    parts["displacement"] = _table(displacement(ds).isel(step=-1, drop=True))
+    parts["displacement"] = _table(displacement(Scan(ds)).isel(step=-1, drop=True))
     if "W" in ds:
         parts["centroid_norm"] = _ends(ds, groups, len(names))
     if "logits" in ds:

@@ -13,6 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
+from trajstore.populations.row_vectors import errors_about_rows, named_as_rows
 
 __all__ = ["ALONE", "QUANTITIES", "Quantity", "quantity", "registered", "takes_scan"]
 
@@ -88,12 +89,16 @@ def takes_scan(
 ) -> Callable[Concatenate[xr.Dataset | Scan, P], R]:
     """Decorator that makes a function of a `Scan` accept a Dataset or a Scan.
 
-    It also checks the types of the other arguments. The public signature has a Dataset, ``ds``.
+    It also checks the types of the other arguments. For one parameter of a run, results and errors
+    name its rows, not tokens. The public signature has a Dataset, ``ds``.
     """
     checked = checks_types(function)
 
     def prepared(ds: xr.Dataset | Scan, *arguments: P.args, **options: P.kwargs) -> R:
-        return checked(ds if isinstance(ds, Scan) else Scan(ds), *arguments, **options)
+        scan = ds if isinstance(ds, Scan) else Scan(ds)
+        with errors_about_rows(scan.ds):
+            result = checked(scan, *arguments, **options)
+        return result if scan is ds else named_as_rows(result, scan.ds)
 
     signature = inspect.signature(function)
     scan, *others = signature.parameters.values()

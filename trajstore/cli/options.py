@@ -82,20 +82,29 @@ def _recordable() -> str:
     )
 
 
-_KEYWORDS = {"step": "steps", "token": "tokens", "population": "population"}
+_KEYWORDS = {
+    "step": "steps",
+    "token": "tokens",
+    "row": "tokens",
+    "population": "population",
+    "parameter": "parameters",
+}
 """Keyword of a selection in Python, by the dimension that ``--select`` names."""
 
 _EXAMPLES = {
     "step": "step=0:500 (steps 0 to 499) or step=::10",
     "token": "token=dead, token=1,2,3 or token=FILE",
+    "row": "row=0,1,2 (with --parameter)",
     "population": "population=dead",
+    "parameter": "parameter=*.c_fc.weight",
 }
 
 
 def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
     """``--select DIM=VALUES``, for the dimensions of which a command takes a part.
 
-    The command receives ``selected``: the values by keyword, ``steps``, ``tokens``, ``population``.
+    The command receives ``selected``: the values by keyword, ``steps``, ``tokens``, ``population``,
+    ``parameters``.
     """
 
     def parse(ctx: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.exact_values import ANY, exact
 from trajstore.populations.expressions import select_tokens
 from trajstore.populations.masks import POPULATIONS, check_dataset
-from trajstore.populations.row_vectors import row_vectors
+from trajstore.populations.row_vectors import is_of_parameter, row_vectors
 from trajstore.schema import POPULATION_FILES
 
 __all__ = ["with_populations"]
@@ -39,7 +39,8 @@ def with_populations(
         Populations by name. A value is one of: a mask, bool (token); token ids, whole numbers as in
         ``token`` (also a set); labels, one text per token, where each label except the empty one
         becomes a population NAME_LABEL; an expression, a str such as
-        ``token_count < quantile(token_count, 0.25)`` (docs/reference/variables.md).
+        ``token_count < quantile(token_count, 0.25)`` (docs/reference/variables.md). Of a parameter,
+        the number of a row is ``row``.
     **named
         Further populations.
 
@@ -91,7 +92,8 @@ def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bo
             f"the command line reads files: --population {name}={given}"
         )
     if isinstance(given, str):
-        return {name: select_tokens(ds, given)}
+        rows = {"row": ds["token"]} if is_of_parameter(ds) else {}
+        return {name: select_tokens(ds.assign_coords(rows), given)}
     values = _values(name, given)
     tokens = ds.sizes["token"]
     if values.dtype.kind in "iu" or not values.size:

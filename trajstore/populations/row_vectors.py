@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
 import xarray as xr
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 
-__all__ = ["row_vectors"]
+__all__ = ["errors_about_rows", "is_of_parameter", "named_as_rows", "row_vectors", "row_words"]
+
+T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
+
+_NAMES = {"token": "row", "hidden": "column", "tokens": "rows"}
 
 
 def row_vectors(ds: xr.Dataset) -> xr.Dataset:
@@ -36,3 +45,48 @@ def row_vectors(ds: xr.Dataset) -> xr.Dataset:
     found = ds.rename(row="token", column="hidden")
     found.encoding = dict(ds.encoding)
     return found.assign_attrs(parameter=name)
+
+
+def is_of_parameter(ds: xr.Dataset) -> bool:
+    """True for the result of `row_vectors` if the vectors are rows of a parameter."""
+    return "parameter" in ds.attrs
+
+
+def row_words(text: str) -> str:
+    """A text about tokens, as one about the rows of a parameter.
+
+    >>> row_words("tokens of token_text, one token")
+    'parameter rows of token_text, one parameter row'
+    """
+    rows = re.sub(r"\btoken(s?)\b(?!=)", r"parameter row\1", text)
+    return re.sub(r"\bToken(s?)\b", r"Parameter row\1", rows)
+
+
+def named_as_rows(result: T, ds: xr.Dataset) -> T:
+    """Name tokens in a result of a parameter as rows, and hidden as column; others are returned.
+
+    Parameters
+    ----------
+    result : DataArray or Dataset
+    ds : Dataset
+        What it was computed from, after `row_vectors`.
+    """
+    if not is_of_parameter(ds):
+        return result
+    known = {*result.dims, *result.coords, *getattr(result, "data_vars", ())}
+    renamed: Any = result.rename({old: new for old, new in _NAMES.items() if old in known})
+    for one in (renamed, *(renamed[name] for name in getattr(renamed, "data_vars", ()))):
+        if "long_name" in one.attrs:
+            one.attrs = {**one.attrs, "long_name": row_words(one.attrs["long_name"])}
+    return cast(T, renamed)
+
+
+@contextmanager
+def errors_about_rows(ds: xr.Dataset) -> Iterator[None]:
+    """Name tokens as rows in the errors of a computation from a parameter."""
+    try:
+        yield
+    except (InvalidArgument, VariableNotRecorded) as error:
+        if is_of_parameter(ds):
+            raise type(error)(row_words(str(error))) from error
+        raise

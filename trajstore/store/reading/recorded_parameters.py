@@ -14,7 +14,30 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.values.native_types import native_type
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["holds_all_parameters", "own_type", "parameter_dataset", "parameter_entry"]
+__all__ = [
+    "holds_all_parameters",
+    "own_type",
+    "parameter_dataset",
+    "parameter_entry",
+    "parameter_table",
+]
+
+
+def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Root attribute ``parameters``: an entry for each parameter, in the order of the model.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run has no such attribute.
+    """
+    table: list[dict[str, Any]] | None = attributes.get("parameters")
+    if table is None:
+        raise VariableNotRecorded(
+            "the run holds one matrix only, not all parameters; record it with "
+            "--variables everything"
+        )
+    return table
 
 
 def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -34,14 +57,8 @@ def parameter_entry(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
     InvalidArgument
         If there is no parameter of that name.
     """
-    table = attributes.get("parameters")
-    if table is None:
-        raise VariableNotRecorded(
-            "the run holds one matrix only, not all parameters; record it with "
-            "--variables everything"
-        )
     known: dict[str, dict[str, Any]] = {}
-    for entry in table:
+    for entry in parameter_table(attributes):
         for one in (entry["name"], *entry.get("tied", [])):
             known[one] = entry
     if name not in known:

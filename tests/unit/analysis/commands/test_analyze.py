@@ -213,12 +213,17 @@ def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
     from recorded_models import record_gpt2
 
     run, name = record_gpt2(tmp_path).path, "transformer.wpe.weight"
-    chosen = ("--parameter", name, "--population", "first=token < 3")
+    chosen = ("--parameter", name, "--population", "first=row < 3")
     call("analyze", run, "displacement", *chosen, "--by-population", "-o", tmp_path / "moved.zarr")
     W = open_run(run).traj.parameter(name).W.values
     expected = np.linalg.norm(W[-1, :3].astype("f8") - W[0, :3], axis=-1).max()
     found = xr.open_zarr(tmp_path / "moved.zarr")["max"].sel(population="first")[-1]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+    printed = call("analyze", run, "speed", *chosen, "--select", "row=0,1").stdout
+    assert "row 2" in printed
+    assert "token" not in printed
+    spectral = call("analyze", run, "layers", "--set", "metrics=spectral", "--set", "of=qk").stdout
+    assert "parameter 4" in spectral
     pytest.importorskip("matplotlib")
     call("plot", run, "displacement", *chosen, "-o", tmp_path / "moved.png")
     assert (tmp_path / "moved.png").stat().st_size

@@ -45,5 +45,6 @@ def run(make_run, walk) -> xr.Dataset:
     lost[0] = np.nan
     return ds.assign_attrs(optimizer=ADAM).assign(
         param_update_lost=(("step", "parameter"), lost),
+        param_norm=(("step", "parameter"), 1 + lost),
         parameter=["wte.weight", "ln_f.weight", "ln_f.bias"],
     )

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore.analysis.figures import FIGURES, figures_named
 from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES
+from trajstore.analysis.registry import ALONE as OWN_OPTIONS
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import VARIABLES
 
@@ -22,6 +23,7 @@ NEEDS = {
     "moment_tracks": "exp_avg",
     "logit_stats": "logits",
     "param_update_lost": "param_update_lost",
+    "layers": "param_norm",
 }
 
 ALONE = [name for name, figure in FIGURES.items() if not figure.between]
@@ -145,7 +147,7 @@ def test_a_figure_of_one_quantity_has_its_name():
         "heatmap", "last_motion", "moment_tracks", "moments", "spectrum", "speed_density",
         "trajectory",
     }  # fmt: skip
-    quantities = {*QUANTITIES, *ACROSS_RUNS, *VARIABLES}
+    quantities = {*QUANTITIES, *OWN_OPTIONS, *ACROSS_RUNS, *VARIABLES}
     assert {name for name in FIGURES if name not in quantities} == drawn_otherwise
 
 
