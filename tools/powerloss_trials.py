@@ -212,7 +212,7 @@ if importlib.util.find_spec("torch"):
 
 
 def prepare(folder: Path, needs: set[str]) -> None:
-    """Make the inputs of commands; the training run takes long, and is made only if it is needed."""
+    """Make the inputs of commands; the training run, which takes long, only if it is needed."""
     folder.mkdir(parents=True)
     with contextlib.chdir(folder), _quiet():
         _create("run.zarr")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +29,14 @@ def test_the_docs_have_a_script_for_trainer_and_loop() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_the_docs(name: str, tmp_path: Path) -> None:
+def test_a_script_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([line for line in SCRIPTS[name].splitlines() if line.strip()]) < 25
     script = tmp_path / "train.py"
     script.write_text(SCRIPTS[name])
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
     (path,) = tmp_path.glob("*.zarr")
     ds = xr.open_zarr(path)
     assert ds.attrs["status"] == "complete"
