@@ -23,8 +23,7 @@ STEPS = 80
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, trajstore_cli: Callable[..., Any]) -> Path:
     path = tmp_path_factory.mktemp("laws") / "gatsby.zarr"
-    settings = ("--set", "recording.block_rows=32", "--set", "training.batch_size=8")
-    options = ("--steps", STEPS, *settings, "-o", path)
+    options = ("--steps", STEPS, "--set", "recording.block_rows=32", "-o", path)
     trajstore_cli("record", "--preset", "gatsby", *options)
     return path
 
