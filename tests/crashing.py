@@ -137,7 +137,7 @@ def poll(path: Path, stop: Any, result: Connection) -> None:
     problems: list[str] = []
     opens = most = 0
     while not problems:
-        last_look = stop.is_set()
+        last_look = stop.wait(0.01)  # and leave the processor to the writer
         if path.exists():
             try:
                 most = max(most, _check(xr.open_zarr(path), opens))

@@ -1,7 +1,8 @@
 """Training programs of plain torch and transformers, which import nothing of trajstore.
 
-``python independent_trainings.py CASE IDS.npy TOTAL FOLDER STEP...`` trains TOTAL steps, and saves
-the state dicts of model and optimizer after each STEP as ``FOLDER/STEP.pt``.
+``python independent_trainings.py FOLDER TOTAL STEP...`` trains TOTAL steps of each case on the
+token ids ``FOLDER/CASE.npy``, and saves the state dicts of model and optimizer after each STEP as
+``FOLDER/CASE/STEP.pt``. The presets have small batches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 CONTEXT = 128
+BATCH = 2
 OWN_TOKENS, OWN_CONTEXT = 64, 12
 
 
@@ -88,11 +90,11 @@ def arguments(total: int, **more: Any) -> TrainingArguments:
 
 
 def linear_trainer(
-    model: Any, optimizer: Any, data: Windows, total: int, batch: int, then: Callable[..., None]
+    model: Any, optimizer: Any, data: Windows, total: int, then: Callable[..., None]
 ) -> None:
     """Train with the Trainer: a rate that falls to 0, bfloat16 autocast, clipping to 1."""
     schedule = LambdaLR(optimizer, lambda step: max(0.0, float(total - step) / max(1, total)))
-    chosen = arguments(total, per_device_train_batch_size=batch, bf16=True, seed=42)
+    chosen = arguments(total, per_device_train_batch_size=BATCH, bf16=True, seed=42)
     trainer = Trainer(
         model, chosen, train_dataset=data, optimizers=(optimizer, schedule),
         callbacks=[Every(then)],
@@ -109,7 +111,7 @@ def gatsby(ids: Any, total: int, then: Callable[..., None]) -> None:
     with torch.no_grad():
         model.transformer.wte.weight.copy_(point / point.norm() + noise)
     optimizer = torch.optim.AdamW(groups(model, 0.01), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
-    linear_trainer(model, optimizer, Windows(ids, 1), total, 32, then)
+    linear_trainer(model, optimizer, Windows(ids, 1), total, then)
 
 
 def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
@@ -119,7 +121,7 @@ def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
     optimizer = torch.optim.Adam(groups(model, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     LambdaLR(optimizer, lambda step: 1.0)  # which adds the initial rate to the groups
     order = torch.Generator().manual_seed(42)
-    loader = DataLoader(Windows(ids, 1), batch_size=32, shuffle=True, generator=order)
+    loader = DataLoader(Windows(ids, 1), batch_size=BATCH, shuffle=True, generator=order)
     next(iter(loader))
     for step, batch in zip(range(1, total + 1), loader, strict=False):
         optimizer.zero_grad()
@@ -129,13 +131,13 @@ def gatsby_adam(ids: Any, total: int, then: Callable[..., None]) -> None:
 
 
 def duckling(ids: Any, total: int, then: Callable[..., None]) -> None:
-    """The preset duckling with small batches: float32 masters under bfloat16 autocast."""
+    """The preset duckling: float32 masters under bfloat16 autocast."""
     seed(42)
     model = gpt2(8192, 128, 4)
     with torch.no_grad():
         model.transformer.wte.weight.copy_(torch.randn(8192, 128) * 0.02)
     optimizer = torch.optim.AdamW(groups(model, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
-    linear_trainer(model, optimizer, Windows(ids, 0), total, 2, then)
+    linear_trainer(model, optimizer, Windows(ids, 0), total, then)
 
 
 def dropout_trainer(ids: Any, total: int, then: Callable[..., None], *recorders: Any) -> None:
@@ -223,6 +225,8 @@ def save(folder: str, steps: set[int], step: int, model: Any, optimizer: Any) ->
 
 
 if __name__ == "__main__":
-    case, data, total, folder, *steps = sys.argv[1:]
-    CASES[case](np.load(data), int(total), partial(save, folder, set(map(int, steps))))
+    folder, total, *steps = sys.argv[1:]
+    for case, train in CASES.items():
+        keep = partial(save, f"{folder}/{case}", set(map(int, steps)))
+        train(np.load(f"{folder}/{case}.npy"), int(total), keep)
     assert not any(name.partition(".")[0] == "trajstore" for name in sys.modules)

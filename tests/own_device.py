@@ -28,7 +28,7 @@ def load() -> Any:
         Counters and settings of the device.
     """
     built = cpp_extension.load(
-        "own_device", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O1", "-w"]
+        "own_device", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O0", "-w"]
     )
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())

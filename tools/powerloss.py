@@ -22,7 +22,7 @@ Promises that each state must keep:
 A run that was not flushed before the command has no promise until the command commits or ends.
 `record --resume` and the second run of a command are tried in at most --most states of each
 command, evenly spaced; all other checks run in each state. With --no-fsync, at most SAMPLE states
-of each command are counted, evenly spaced, for comparison.
+of each command are counted, evenly spaced, for comparison. --states sets another number for both.
 
 Columns: states; states after an acknowledgement; rows lost (1 for an output without rows), summed
 over all states; states that cannot be opened, that have wrong values, and that are unsound, at once
@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="by default all")
     parser.add_argument("--most", type=int, default=40, help="states from which commands run again")
     parser.add_argument("--no-fsync", action="store_true", help="also without flushes")
+    parser.add_argument("--states", type=int, help="states to check, evenly spaced; by default all")
     parser.add_argument("--carry-out", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.carry_out:
@@ -103,7 +104,9 @@ def main() -> int:
         subprocess.run(
             ["cc", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl", "-pthread"], check=True
         )
-        trials.prepare(root / "base")
+        trials.prepare(
+            root / "base", {each for name in names for each in trials.TRIALS[name].needs}
+        )
         print(f"{'command':40}", *(f"{column:>10}" for column in COLUMNS), flush=True)
         with ProcessPoolExecutor(
             PROCESSES, multiprocessing.get_context("spawn"), _begin, (memory,)
@@ -113,6 +116,9 @@ def main() -> int:
                     if not (fsync or trials.TRIALS[name].has_option):
                         continue
                     recorded = _record(root, shim, name, fsync=fsync)
+                    most = arguments.states or (len(recorded.states) if fsync else SAMPLE)
+                    every = -(-len(recorded.states) // most)
+                    recorded.states = dict(list(recorded.states.items())[::every])
                     counts, examples = _judged(pool, recorded, arguments.most)
                     title = name if fsync else f"{name} --no-fsync"
                     print(f"{title:40}", *(f"{counts[each]:>10}" for each in COLUMNS), flush=True)
@@ -176,9 +182,6 @@ def _record(root: Path, shim: Path, name: str, *, fsync: bool) -> Recorded:
                 recorded.states[digest, promised] = tree()
     if disk.tree() != tree_of(recorded.after):
         raise SystemExit(f"{name} has changed its folder by calls that were not written down")
-    if not fsync:
-        every = -(-len(recorded.states) // SAMPLE)
-        recorded.states = dict(list(recorded.states.items())[::every])
     return recorded
 
 

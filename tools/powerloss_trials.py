@@ -211,8 +211,8 @@ if importlib.util.find_spec("torch"):
     }  # fmt: skip
 
 
-def prepare(folder: Path) -> None:
-    """Make the inputs of all commands."""
+def prepare(folder: Path, needs: set[str]) -> None:
+    """Make the inputs of commands; the training run, which takes long, only if it is needed."""
     folder.mkdir(parents=True)
     with contextlib.chdir(folder), _quiet():
         _create("run.zarr")
@@ -227,7 +227,7 @@ def prepare(folder: Path) -> None:
         _command("analyze", "other.zarr", "speed", "-o", "z.zarr")(True)
         if importlib.util.find_spec("h5py"):
             export("other.zarr", "x.h5", format="hdf5")
-        if importlib.util.find_spec("torch"):
+        if "part.zarr" in needs:
             _command("record", "--preset", "gatsby", *TRAINING, "-o", "part.zarr")(True)
 
 

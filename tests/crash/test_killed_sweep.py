@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +10,10 @@ from typing import Any
 
 import pytest
 import xarray as xr
+from forked_processes import processes
 
 pytest.importorskip("torch")
+from trajstore.cli.main import main
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import is_written_to
 from trajstore.trainers import preset, record
@@ -36,13 +36,13 @@ def test_killed_in_the_middle_and_started_again(
     config.write_text(preset("gatsby-adam").with_values(FIELDS).to_toml())
     swept = ["sweep", "--config", config, "--corpus", text, "-o", folder, "--threads", 1]
     running = folder / "small_seed=2.zarr"
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from trajstore.cli.main import main; main()",
-         *map(str, swept), "--seeds", "2", "--steps", "1000000"]
-    )  # fmt: skip
+    process = processes.Process(
+        target=run_command, args=(*swept, "--seeds", 2, "--steps", 1_000_000)
+    )
+    process.start()
     wait_until(lambda: running.exists() and open_group(running).attrs["committed_rows"] > 8)
     process.kill()
-    process.wait()
+    process.join()
     wait_until(lambda: not is_written_to(running))
     left = open_group(running)
     assert left.attrs["status"] == "interrupted"
@@ -64,6 +64,10 @@ def test_killed_in_the_middle_and_started_again(
         "threads": 1,
         "runs": ["small_seed=2.zarr", "small_seed=1.zarr"],  # in the order of the calls
     }
+
+
+def run_command(*arguments: Any) -> None:
+    main([*map(str, arguments)])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

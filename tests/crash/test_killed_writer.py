@@ -2,7 +2,7 @@
 
 Every run here is killed several times, at every move of a commit in turn and at arbitrary moments,
 and resumed after each; a reader polls it throughout. `TRAJSTORE_KILLS` sets how many runs are
-killed at arbitrary moments (`make crash`).
+killed at arbitrary moments (`make crash`); with it, each move is killed both before and after.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from trajstore import repair, verify
 ROWS = 7 * BLOCK + 2
 OBJECTS = 5  # arrays, each with a shard and a metadata file in every commit, and then the root
 A_COMMIT = 2 * OBJECTS + 1
+KILLS = os.environ.get("TRAJSTORE_KILLS")
+# Whether a kill comes after the moves 1, 3, 5, …; it comes before the others.
+ODD_AFTER = [True, False] if KILLS else [True]
 
 
 @pytest.fixture(params=["run.zarr", pytest.param("compact.zarr", marks=pytest.mark.nightly)])
@@ -91,12 +94,12 @@ def test_killed_at_the_first_and_the_last_move_of_a_commit(path: Path, move: int
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_move_of_a_commit(path: Path, after: bool) -> None:
-    assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after))
+@pytest.mark.parametrize("odd_after", ODD_AFTER)
+def test_killed_at_every_move_of_a_commit(path: Path, odd_after: bool) -> None:
+    assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, odd_after))
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
-            before = committed(path)
+            before, after = committed(path), (move % 2 == 1) == odd_after
             # A resumed run cuts itself to where it stands first: the metadata files and the root.
             assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after))
             rows = check_whole(path)
@@ -107,15 +110,16 @@ def test_killed_at_every_move_of_a_commit(path: Path, after: bool) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_move_of_a_commit_by_time(path: Path, after: bool) -> None:
+@pytest.mark.parametrize("odd_after", ODD_AFTER)
+def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, odd_after: bool) -> None:
     """Of a block that is there already, with fewer rows, and is replaced."""
-    before = BLOCK + 1
+    path, before = tmp_path / "run.zarr", BLOCK + 1
     with create(path) as run:
         for step in range(before):
             run.append(step=step, **row(step, encoding_of(path)))
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
+            after = (move % 2 == 1) == odd_after
             kill = KillAt(OBJECTS + 1 + move, after)
             assert killed(write_rows_by_time, path, ROWS, kill)
             rows = check_whole(path, by_time=True)
@@ -129,14 +133,15 @@ def test_killed_at_every_move_of_a_commit_by_time(path: Path, after: bool) -> No
 
 
 @pytest.mark.parametrize("move", nightly_but(range(1, 10), 5))
-def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(path: Path, move: int) -> None:
+def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
+    path = tmp_path / "run.zarr"
     assert killed(write_rows, path, ROWS, KillAt(move, after=True))
     assert check_whole(path) == 0
     finish(path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
+@pytest.mark.parametrize("seed", range(int(KILLS or 1)))
 def test_a_writer_killed_at_any_moment_leaves_whole_rows(path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
     rng = random.Random(seed)

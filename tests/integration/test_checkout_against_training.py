@@ -1,6 +1,6 @@
 """Recorded models and states of the optimizer against those that another program saved.
 
-The programs of ``independent_trainings`` train in processes without trajstore, and save ten random
+The programs of ``independent_trainings`` train in a process without trajstore, and save four random
 steps.
 """
 
@@ -34,8 +34,8 @@ from trajstore.trainers.texts.corpus import embedded_text, id_stream  # noqa: E4
 
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
-TOTAL = 30
-SAVED = 10
+TOTAL = 10
+STEPS = sorted(random.Random(0).sample(range(1, TOTAL + 1), 4))
 
 
 def ids_of(case: str) -> Any:
@@ -48,16 +48,17 @@ def ids_of(case: str) -> Any:
 def record_case(case: str, ids: Any, path: Path, cli: Cli) -> None:
     """Record a training of a preset, or of a user's program."""
     if case == "trainer":
-        callback = TrajectoryCallback(path, variables="everything", block_rows=8)
+        callback = TrajectoryCallback(path, variables="everything", block_rows=4)
         trainings.dropout_trainer(ids, TOTAL, nothing, callback)
         return
     if case == "loop":
         record_loop(ids, path)
         return
     # The independent program multiplies as torch does, also on processors where that is slow.
-    changes = ["training.device=cpu", "training.products=native", "recording.block_rows=8"]
-    if case == "duckling":
-        changes.append("training.batch_size=2")
+    changes = [
+        "training.device=cpu", "training.products=native", "recording.block_rows=4",
+        f"training.batch_size={trainings.BATCH}",
+    ]  # fmt: skip
     chosen = [argument for change in changes for argument in ("--set", change)]
     cli(
         "record", "--preset", case, "--variables", "everything", "--steps", TOTAL, *chosen,
@@ -73,7 +74,7 @@ def record_loop(ids: Any, path: Path) -> None:
             recorder = stack.enter_context(
                 capture(
                     model, optimizer, path, variables="everything", parameter="embedding.weight",
-                    max_grad_norm=0.5, block_rows=8,
+                    max_grad_norm=0.5, block_rows=4,
                 )
             )  # fmt: skip
             return lambda loss: recorder.observe(loss=loss)
@@ -85,18 +86,20 @@ def nothing(step: int, model: Any, optimizer: Any) -> None:
     """Keep nothing of a step."""
 
 
-def saved_states(case: str, ids: Any, folder: Path) -> dict[int, dict[str, Any]]:
-    """States at ten random steps of the independent program."""
-    steps = sorted(random.Random(case).sample(range(1, TOTAL + 1), SAVED))
-    np.save(folder / "ids.npy", ids)
-    (folder / "saved").mkdir()
-    program = [sys.executable, trainings.__file__, case, folder / "ids.npy", TOTAL]
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the states that the independent programs save."""
+    folder = tmp_path_factory.mktemp("states")
+    for case in trainings.CASES:
+        np.save(folder / f"{case}.npy", ids_of(case))
+        (folder / case).mkdir()
+    command = [sys.executable, trainings.__file__, folder, TOTAL, *STEPS]
     done = subprocess.run(
-        [*map(str, program), str(folder / "saved"), *map(str, steps)], cwd=folder,
-        env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True, check=False,
+        [*map(str, command)], cwd=folder, env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return {step: torch.load(folder / "saved" / f"{step}.pt") for step in steps}
+    return folder
 
 
 def check_model(model: Any, saved: dict[str, Any]) -> None:
@@ -108,11 +111,11 @@ def check_model(model: Any, saved: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", list(trainings.CASES))
 def test_recorded_steps_are_those_of_an_independent_training(
-    case: str, tmp_path: Path, trajstore_cli: Cli
+    case: str, states: Path, tmp_path: Path, trajstore_cli: Cli
 ) -> None:
-    run, ids = tmp_path / "run.zarr", ids_of(case)
-    record_case(case, ids, run, trajstore_cli)
-    saved = saved_states(case, ids, tmp_path)
+    run = tmp_path / "run.zarr"
+    record_case(case, ids_of(case), run, trajstore_cli)
+    saved = {step: torch.load(states / case / f"{step}.pt") for step in STEPS}
     constructor = trainings.Reader if case == "loop" else None
     for step, wanted in saved.items():
         check_model(model_at(run, step, constructor=constructor), wanted)

@@ -24,7 +24,7 @@ STEPS = 16
 def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("story") / "gatsby.zarr"
     settings = ("--set", "recording.block_rows=8", "--set", "training.device=cpu")
-    options = ("--steps", STEPS, *settings, "-o", path)
+    options = ("--steps", STEPS, "--memory", "64MiB", *settings, "-o", path)
     done = trajstore_cli("record", "--preset", "gatsby", *options)
     assert "gatsby stand-in (embedded)" in done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stderr
@@ -130,17 +130,3 @@ def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -
     assert "Loss: 4.8520 at step 1" in text
     assert "NON-ZERO" in text
     json.loads(trajstore_cli("summary", gatsby, "--json").stdout)
-
-
-@pytest.mark.nightly
-def test_the_same_seed_gives_the_same_bits(
-    gatsby: Path, trajstore_cli: Cli, tmp_path: Path
-) -> None:
-    """Steps, blocks and bits do not depend on how the run is stored; other memory, same numbers."""
-    other = tmp_path / "again.zarr"
-    trajstore_cli(
-        "record", "--preset", "gatsby", "--steps", STEPS, "--memory", "64MiB", "-o", other
-    )
-    a, b = xr.open_zarr(gatsby).load(), xr.open_zarr(other).load()
-    for name in a.data_vars:
-        assert a[name].values.tobytes() == b[name].values.tobytes(), name

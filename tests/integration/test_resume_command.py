@@ -133,35 +133,6 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.nightly
-def test_a_killed_recording_continues_from_its_checkpoint(
-    text: Path,
-    tmp_path: Path,
-    straight: Callable[[str, int], Path],
-    trajstore_cli: Callable[..., Any],
-) -> None:
-    path = tmp_path / "run.zarr"
-    script = (
-        "import os, signal, sys\n"
-        "from trajstore.trainers.runs import checkpoint_schedule\n"
-        "from trajstore.cli.main import main\n"
-        "after_step = checkpoint_schedule.Checkpointing.after_step\n"
-        "def kill(self, recorder, scaler):\n"
-        "    if recorder.step == 60:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return after_step(self, recorder, scaler)\n"
-        "checkpoint_schedule.Checkpointing.after_step = kill\n"
-        "main(sys.argv[1:])\n"
-    )
-    call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
-    call += ["--set", "recording.checkpoint_every=10", "--steps", 70]
-    done = subprocess.run([sys.executable, "-c", script, *map(str, call)], capture_output=True)
-    assert done.returncode == -signal.SIGKILL
-    assert xr.open_zarr(path).attrs["status"] == "recording"
-    trajstore_cli("record", "--resume", "-o", path)
-    same_values(straight("gatsby", 70), path)
-
-
 def test_the_steps_of_a_preset_are_not_those_of_a_run_that_continues(
     text: Path, tmp_path: Path, trajstore_cli: Callable[..., Any]
 ) -> None:

@@ -42,8 +42,6 @@ COMMANDS = {
     ("command", "packages"),
     [
         ("script", True),
-        pytest.param("script", False, marks=pytest.mark.nightly),
-        pytest.param("tests", True, marks=pytest.mark.nightly),
         pytest.param("tests", False, marks=pytest.mark.nightly),
     ],
 )

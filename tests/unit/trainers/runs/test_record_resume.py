@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,26 +144,26 @@ QUICK = {
     ("trainer, float32 state, rounded at random", "at the end of a block"),
     ("plain, float16", "before the last step"),
 }
-"""Of each loop, of each place and of each kind of state at least one; the others nightly."""
+"""Of each loop, of each place and of each kind of state at least one."""
+NIGHTLY = {
+    *product(("trainer, every 3, accumulated", "plain, every 3, accumulated"), PLACES),
+    ("trainer, float32, momentum", "within a block and an epoch"),
+    ("plain, momentum rounded at random", "at the end of a block"),
+}
+"""Each loop at each place, and each kind of state at one."""
 
 
 @pytest.mark.parametrize(
-    ("name", "step"),
+    ("name", "place"),
     [
-        pytest.param(
-            name,
-            step,
-            id=f"{name}, {place}",
-            marks=[] if (name, place) in QUICK else [pytest.mark.nightly],
-        )
-        for name in VARIANTS
-        for place, step in PLACES.items()
+        *sorted(QUICK),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in sorted(NIGHTLY - QUICK)),
     ],
 )
 def test_a_seam_leaves_no_trace(
-    name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
+    name: str, place: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.zarr"
+    path, step = tmp_path / "run.zarr", PLACES[place]
     record(config_of(name), path, corpus=text, stop=stop_after(step))
     ds = xr.open_zarr(path)
     assert ds.attrs["status"] == "interrupted"

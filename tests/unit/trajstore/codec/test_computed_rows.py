@@ -82,24 +82,13 @@ def test_a_store_without_files_reads_the_same_bits(written: Path, history: xr.Da
     assert picked.tobytes() == history.W[5:35:3, [70, 3]].values.tobytes()
 
 
-@pytest.mark.parametrize(
-    "scheduler", nightly_but([None, "threads", "processes", "cluster"], None, "threads")
-)
+@pytest.mark.parametrize("scheduler", nightly_but([None, "threads", "processes"], None, "threads"))
 def test_plain_xarray_computes_the_rows(
     written: Path, history: xr.Dataset, scheduler: str | None
 ) -> None:
     opened = xr.open_zarr(written, chunks=None if scheduler is None else {"step": BLOCK})
     ds = pickle.loads(pickle.dumps(opened))  # as it travels to another process
-    if scheduler == "cluster":
-        distributed = pytest.importorskip("distributed")
-        with (
-            distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, dashboard_address=None
-            ) as cluster,
-            distributed.Client(cluster),
-        ):
-            ds = ds.compute()
-    elif scheduler is not None:
+    if scheduler is not None:
         ds = ds.compute(scheduler=scheduler)
     for name in MATRICES:
         assert ds[name].values.tobytes() == history[name].values.tobytes()
