@@ -176,20 +176,25 @@ class EveryOtherStep:
     def __init__(self, whole: Any) -> None:
         self.whole, self.last, self.works = whole, {}, True
 
-    def after_backward(self, unscale: float) -> None:
+    def after_backward(self, *args: Any) -> None:
         """Take the gradients at every other step."""
         if self.works:
-            self.whole.after_backward(unscale)
+            self.whole.after_backward(*args)
 
-    def before_step(self) -> None:
+    def before_step(self, groups: Any) -> None:
         """Copy the weights at every other step."""
         if self.works:
-            self.whole.before_step()
+            self.whole.before_step(groups)
 
-    def after_step(self, *, skipped: bool) -> dict[str, Any]:
+    def after_update(self, groups: Any, *, skipped: bool) -> None:
+        """Take the updates of every other step."""
+        if self.works:
+            self.whole.after_update(groups, skipped=skipped)
+
+    def after_step(self) -> dict[str, Any]:
         """Return the values of the step, or of the step before."""
         if self.works:
-            self.last = self.whole.after_step(skipped=skipped)
+            self.last = self.whole.after_step()
         self.works = not self.works
         return self.last
 
@@ -205,7 +210,8 @@ def with_the_model(training: Any, memory: str) -> dict[str, float]:
     class Clock(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not begun:
-                run.recorder._whole = EveryOtherStep(run.recorder._whole)
+                of_model = run.recorder._recording
+                of_model.summaries = EveryOtherStep(of_model.summaries)
             begun.append((time.perf_counter(), time.thread_time()))
 
     with tempfile.TemporaryDirectory() as folder:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import transformers
-from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.trainers.recording.flat_vectors import (
@@ -25,13 +24,13 @@ from trajstore.trainers.recording.flat_vectors import (
     same_bits,
 )
 from trajstore.trainers.recording.forward_values import ForwardPasses
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import (
     RecordedParameter,
     as_float64,
     gradient_of,
-    rate_of,
     unwrap,
 )
 from trajstore.trainers.recording.random_states import random_state
@@ -61,7 +60,7 @@ class ModelState:
     ----------
     model : Module
         Wrapped or not.
-    optimizer : Optimizer
+    optimizer : JoinedOptimizer
     recorded : RecordedParameter
         The matrix that the run holds by itself.
     variables : collection of str
@@ -82,7 +81,7 @@ class ModelState:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: JoinedOptimizer,
         recorded: RecordedParameter,
         variables: Collection[str],
     ) -> None:
@@ -260,7 +259,13 @@ class ModelState:
         """Whether the model was called, and its forward pass drew no random numbers."""
         return self._draws is False
 
-    def after_backward(self, variables: Collection[str], unscale: float) -> State:
+    def after_backward(
+        self,
+        variables: Collection[str],
+        unscale: float,
+        consumed: Set[torch.Tensor] = frozenset(),
+        before: torch.Tensor | None = None,
+    ) -> State:
         """Return the gradients before clipping; `unscale` multiplies them.
 
         Parameters
@@ -268,10 +273,25 @@ class ModelState:
         variables : collection of str
             Variables of the run; others are not returned.
         unscale : float
+        consumed : set of tensor
+            Parameters that were stepped in this step; they keep their values of `before`.
+        before : tensor, (element,), optional
+            Gradients of the step so far.
         """
         if not self._others or "params_grad" not in variables:
             return {}
         gradients = [gradient_of(tensor) for tensor in self._others]
+        if consumed and before is not None:
+            kept = before.split([tensor.numel() for tensor in self._others])
+            gradients = [
+                part.view(own.shape).to(own.dtype)
+                if own in consumed
+                else None
+                if grad is None
+                else grad * unscale
+                for own, grad, part in zip(self._others, gradients, kept, strict=True)
+            ]
+            unscale = 1.0
         if unscale != 1.0 and len(set(self._part_types("params_grad", gradients))) > 1:
             # Rounded to the type of each, not to that of the vector.
             gradients = [None if grad is None else grad * unscale for grad in gradients]
@@ -279,10 +299,9 @@ class ModelState:
         nan = float("nan")
         return {"params_grad": self._vector("params_grad", gradients, missing=nan, factor=unscale)}
 
-    def rates(self, *, known: bool = True) -> torch.Tensor:
-        """Return the rate of each group; NaN for one that is not a number, or not `known`."""
+    def rates(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the rate of each group as a vector; NaN for None."""
         unknown = torch.tensor(float("nan"), dtype=torch.float64)
-        found = [rate_of(group) if known else None for group in self._optimizer.param_groups]
         return self._stacked([unknown if rate is None else rate for rate in found])
 
     def after_step(self, variables: Collection[str], *, first: bool) -> State:
@@ -401,7 +420,7 @@ class ModelState:
         return torch.stack(numbers)
 
 
-def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
+def _places_in(optimizer: JoinedOptimizer) -> dict[int, tuple[int, int]]:
     """Return group and position of each parameter of an optimizer, by its `id`."""
     return {
         id(tensor): (number, position)
@@ -410,7 +429,7 @@ def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
     }
 
 
-def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
+def _check_whole(model: torch.nn.Module, optimizer: JoinedOptimizer) -> None:
     """Raise an error if the optimizer has parameters that are not in the model."""
     missing = _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}
     if missing:
