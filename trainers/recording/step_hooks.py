@@ -57,7 +57,6 @@ from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
 from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile
 from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
-from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
@@ -551,10 +550,7 @@ class Recorder:
             parameter = rows.parameter.tensor
             rows.set("W", parameter)
             rows.set_cells()
-            kept = self._optimizer.state.get(parameter, {})
-            for name in MOMENTS:
-                if isinstance(kept.get(name), torch.Tensor):
-                    rows.set(name, kept[name])
+            rows.set_state()
             rows.set_change_norms()
             if self._recording.state is not None:
                 state = self._recording.state.after_step(rows.variables, first=rows.writer is None)
