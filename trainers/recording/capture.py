@@ -103,7 +103,13 @@ def attach(
                 of_state = [name for name in EVERYTHING if name in options.resolved]
                 if of_state:
                     _check_one_matrix(len(parameters), of_state[0])
-                    recording.state = ModelState(model, joined, parameters[0], options.resolved)
+                    recording.state = ModelState(
+                        model,
+                        joined,
+                        parameters[0],
+                        options.resolved,
+                        whole_state=options.whole_state,
+                    )
                 planned = plan_runs(path, parameters, recording, shares)
             rows = []
             for run in planned:

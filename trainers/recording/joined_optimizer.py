@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,13 @@ def real_optimizer(optimizer: Any) -> Optimizer:
             "that trains the parameter"
         )
     return optimizer
+
+
+class _States(ChainMap[torch.Tensor, dict[str, Any]]):
+    """States of several optimizers. Theirs are defaultdicts, in which a look-up adds an entry."""
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return next(one[parameter] for one in self.maps if parameter in one)
 
 
 class JoinedOptimizer:
@@ -85,9 +93,7 @@ class JoinedOptimizer:
     @property
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
         """State of each parameter."""
-        if len(self.members) == 1:
-            return self.members[0].state
-        return {tensor: kept for member in self.members for tensor, kept in member.state.items()}
+        return _States(*(member.state for member in self.members))
 
     @property
     def waiting(self) -> tuple[Optimizer, ...]:

@@ -25,6 +25,7 @@ from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.kept_state import find_kept, state_attribute
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -204,6 +205,9 @@ class PlannedRun:
         if recording.state is not None:
             optimizer["groups"] = group_attributes(recording.optimizer)
             attributes = recording.state.attributes()
+        if recording.options.whole_state:
+            kept = find_kept(recording.optimizer, recording.state.kept if recording.state else ())
+            attributes |= state_attribute(recording.optimizer, kept)
         return {
             "optimizer": optimizer,
             "provenance": provenance(self.device, recording.options.origin),

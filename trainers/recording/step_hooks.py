@@ -57,7 +57,6 @@ from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
 from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile
 from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
-from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["Recorder", "clip_coefficient"]
 
@@ -566,7 +565,6 @@ class Recorder:
         scalars = {name: None if value is None else whole(value) for name, value in scalars.items()}
         loss = scalars["loss"]
         self.loss = torch.tensor(float("nan")) if loss is None else loss
-        kept_by_all = self._optimizer.state
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
@@ -574,10 +572,7 @@ class Recorder:
                 rows.set("skipped", torch.tensor({0: 1.0, 1: 0.0}.get(taken, float("nan"))))
             rows.set("W", parameter)
             rows.set_cells()
-            kept = kept_by_all.get(parameter, {})
-            for name in MOMENTS:
-                if isinstance(kept.get(name), torch.Tensor):
-                    rows.set(name, kept[name])
+            rows.set_state()
             rows.set_change_norms()
             if self._recording.state is not None:
                 state = self._recording.state.after_step(rows.variables, first=rows.writer is None)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
-from trajstore.schema import ENCODINGS, FORMAT
+from trajstore.schema import ENCODINGS, FORMAT, OPTIMIZER_STATE
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
 from trajstore.strict_json import MISSING, JsonObject, changes, fits
@@ -166,10 +166,14 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
         {"class": str, "transformers": str, "config": dict},
         "an object with class, transformers and config",
     ),
+    OPTIMIZER_STATE: (
+        [{"name": str, "of": ("element", "parameter", "other").__contains__, "type?": str}],
+        "a list of objects with name, of, type",
+    ),
 }
 """Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
-_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config")
+_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config", OPTIMIZER_STATE)
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 
