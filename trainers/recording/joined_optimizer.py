@@ -31,7 +31,10 @@ class _States(ChainMap[torch.Tensor, dict[str, Any]]):
     """States of several optimizers. Theirs are defaultdicts, in which a look-up adds an entry."""
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return next(one[parameter] for one in self.maps if parameter in one)
+        for one in self.maps:
+            if parameter in one:
+                return one[parameter]
+        raise KeyError(parameter)
 
 
 class JoinedOptimizer:
