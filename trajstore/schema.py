@@ -329,14 +329,16 @@ def variables_of(attributes: Mapping[str, Any]) -> tuple[str, ...]:
         Attributes of its root. A damaged attribute `OPTIMIZER_STATE` names nothing.
     """
     listed = attributes.get(OPTIMIZER_STATE)
+    if not isinstance(listed, list):
+        return tuple(VARIABLES)
     names = [
         name
-        for one in (listed if isinstance(listed, list) else ())
+        for one in listed
         if isinstance(one, dict)
         for name in kept_as(str(one.get("name")), str(one.get("of")))
         if name.isidentifier() and coordinate(name) is None
     ]
-    return tuple(dict.fromkeys([*VARIABLES, *names, *([KEPT.name] if names else ())]))
+    return tuple(dict.fromkeys([*VARIABLES, *names, KEPT.name]))
 
 
 def belongs(name: str, variables: Collection[str]) -> bool:

@@ -83,7 +83,10 @@ def _entry(name: object, parameter: torch.Tensor, value: Any) -> Entry:
 
 
 def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) or is_sharded(value)
+    # Blocks of 8 bits pretend to be one tensor.
+    is_plain = isinstance(value, torch.Tensor) and (
+        not hasattr(value, "__tensor_flatten__") or is_sharded(value)
+    )
     if entry["of"] == "element":
         return is_plain and value.shape == parameter.shape and value.dtype in FLOATS
     if entry["of"] == "parameter" and _type(value) == entry["type"]:
