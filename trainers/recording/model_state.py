@@ -204,9 +204,9 @@ class ModelState:
         Raises
         ------
         InvalidArgument
-            If the run was recorded with other parameters.
+            If the run was recorded with other parameters or groups of them.
         """
-        keys = ("name", "shape", "dtype", "variable")
+        keys = ("name", "shape", "dtype", "variable", "group")
         now, before = (
             [tuple(entry.get(key) for key in keys) for entry in table]
             for table in (self._parameter_table(), attributes.get("parameters", []))
@@ -215,7 +215,7 @@ class ModelState:
             if one != other:
                 raise InvalidArgument(
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
-                    "with the model of the run"
+                    "with the model and the optimizers of the run"
                 )
         self.kept = attributes.get("optimizer_state", [*ADAM_STATE])
         if KEPT.name in held:

@@ -458,7 +458,8 @@ class ParameterRows:
 
     def _expected(self, row: Row, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
-        W, state = self._initial_W, self._planned.recording.optimizer.state
+        W, owner = self._initial_W, self.parameter.optimizer
+        state = {} if owner is None else owner.state
         found = {
             "grad": torch.full_like(W, float("nan")),
             "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type

@@ -40,11 +40,12 @@ _OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
 def check_skipped(rows: RecordedRows, findings: list[Finding]) -> None:
-    """Check that every row except the first is 0 or 1."""
+    """Check that every row except the first is 0 or 1, or NaN like the rate of several steps."""
     if "skipped" not in rows:
         return
     for number, step in enumerate(rows.steps[1:].tolist(), 1):
-        if rows.value("skipped", number) not in (0, 1):
+        skipped, rate = rows.value("skipped", number), rows.value("lr", number)
+        if skipped not in (0, 1) and not (np.isnan(skipped) and np.isnan(rate)):
             findings.append(Finding(kind="invalid", variable="skipped", step=step, tokens=0))
 
 

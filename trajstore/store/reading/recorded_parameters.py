@@ -92,9 +92,11 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     if "params_lr" in ds and entry["group"] is not None:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
     if "params_count" in ds:
-        count = ds["params_count"].sel(parameter=entry["name"]).values
+        of_group = [e["name"] for e in ds.attrs["parameters"] if e["group"] == entry["group"]]
+        counts = ds["params_count"].sel(parameter=of_group)
+        count = counts.sel(parameter=entry["name"]).values
         not_taken = np.diff(count, prepend=np.nan) == 0
-        if not_taken.any():
+        if not_taken.any() and counts.values.any():  # one of several optimizers may not count
             skipped = np.where(np.arange(count.size) > 0, not_taken, np.nan).astype(np.float32)
             found["skipped"] = xr.Variable("step", skipped, {"units": "1"})
     attributes = dict(ds.attrs)
