@@ -23,6 +23,7 @@ __all__ = [
     "KEPT",
     "LATTICES",
     "MODEL",
+    "NUMBERS",
     "OF_EXAMPLES",
     "OF_PARAMETERS",
     "OF_RUN",
@@ -66,6 +67,10 @@ OPTIMIZER_STATE = "optimizer_state"
 A list of objects with ``name`` and ``of``: ``element`` for tensors of the parameter's shape,
 ``parameter`` for one number, whose ``type`` is given, or ``other``, which no run holds.
 """
+
+NUMBERS = ("bool", "int", "float", "bfloat16", "float16", "float32", "float64",
+           "int8", "int16", "int32", "int64", "uint8")  # fmt: skip
+"""Types of numbers that an optimizer keeps: of Python, and of tensors."""
 
 Encoding = Literal["delta", "compact"]
 ENCODINGS: tuple[str, ...] = get_args(Encoding)

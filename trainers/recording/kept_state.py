@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trajstore.schema import KEPT, OPTIMIZER_STATE, VARIABLES, coordinate, kept_as
+from trajstore.schema import KEPT, NUMBERS, OPTIMIZER_STATE, VARIABLES, coordinate, kept_as
 from trajstore.trainers.recording.flat_vectors import FLOATS
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.run_notes import CannotFollow
@@ -89,9 +89,9 @@ def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
     )
     if entry["of"] == "element":
         return is_plain and value.shape == parameter.shape and value.dtype in FLOATS
-    if entry["of"] == "parameter" and _type(value) == entry["type"]:
-        return isinstance(value, bool | int | float) or (
-            is_plain and value.ndim == 0 and not value.is_complex()
+    if entry["of"] == "parameter" and _type(value) == entry["type"] in NUMBERS:
+        return not isinstance(value, torch.Tensor) or (
+            is_plain and value.ndim == 0 and value.dtype != torch.bool
         )
     return entry["of"] == "other"
 

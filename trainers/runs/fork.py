@@ -16,7 +16,7 @@ from trajstore.argument_types import Count, checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP, variables_of
 from trajstore.store.metadata.segments import listed_segments, segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
@@ -326,7 +326,7 @@ class _Source:
             types={
                 name: str(array.attrs["native_dtype"])
                 for name, array in group.arrays()
-                if name in VARIABLES
+                if name in variables_of(attributes)
             },
             steps=np.asarray(group[STEP.name][...]).tolist(),
         )

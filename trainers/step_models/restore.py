@@ -26,10 +26,10 @@ def restore(
 ) -> int:
     """Set a model and its optimizer to the state after a recorded step.
 
-    Weights, recorded buffers, moments and step counts get the recorded bits. The settings of the
-    optimizer stay, with its learning rates. If the model draws random numbers, the generators of
-    the CPU and of its device get their states before the first forward pass of the next step. The
-    schedule and the order of the data are those of the caller.
+    Weights, recorded buffers, and all that the optimizer keeps get the recorded bits. The settings
+    of the optimizer stay, with its learning rates. If the model draws random numbers, the
+    generators of the CPU and of its device get their states before the first forward pass of the
+    next step. The schedule and the order of the data are those of the caller.
 
     Parameters
     ----------
@@ -113,6 +113,12 @@ def restore_from(
     groups = optimizer.state_dict()["param_groups"]
     state = {numbers[one]: values for one, values in states.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for one, parameter in tensors.parameters:
+        for name, value in states.get(one, {}).items():
+            loaded = optimizer.state[parameter][name]
+            if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
+                # torch has converted it to the type of the parameter.
+                optimizer.state[parameter][name] = value.to(loaded.device)
     if draws:
         set_generators(model, stored.value("random_state", step + 1))
     return step
