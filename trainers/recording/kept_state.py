@@ -25,7 +25,6 @@ ADAM_STATE: tuple[Entry, ...] = (
 )
 """Entries of a run without the attribute."""
 
-_PLAIN = {*ADAM, "SGD"}
 _TAKEN = {KEPT.name, *VARIABLES}
 _DIMENSIONS = {dim for entry in VARIABLES.values() for dim in entry.dims}
 
@@ -47,7 +46,7 @@ def find_kept(optimizer: JoinedOptimizer, known: Iterable[Entry] = ()) -> list[E
 def state_attribute(optimizer: JoinedOptimizer, kept: Iterable[Entry]) -> dict[str, Any]:
     """Return the attribute of the root, if the state is not that of Adam or plain SGD."""
     names = {type(member).__name__.removeprefix("Rounded") for member in optimizer.members}
-    if names <= _PLAIN and all(entry in ADAM_STATE for entry in kept):
+    if (names <= {*ADAM} or names == {"SGD"}) and all(entry in ADAM_STATE for entry in kept):
         return {}
     return {OPTIMIZER_STATE: [dict(entry) for entry in kept]}
 

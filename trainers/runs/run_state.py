@@ -33,7 +33,7 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+from trajstore.trainers.step_models.optimizer_state import state_dicts_at
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.values.optimizer_rule import MOMENTUM
 from trajstore.version import __version__
@@ -145,7 +145,8 @@ class RunState:
         tensors = {
             _MODEL + one.name: tensor_of(one.bits(row), one.native) for one in stored.parameters
         }
-        for number, values in optimizer_state_at(run, step)["state"].items():
+        (saved,) = state_dicts_at(run, step)
+        for number, values in saved["state"].items():
             tensors |= {f"{_OPTIMIZER}{number}.{key}": value for key, value in values.items()}
         every = config.recording.every
         regular = (stored.steps % every == 0) | (np.arange(stored.steps.size) == 0)

@@ -22,11 +22,11 @@ from trajstore.trainers.step_models.recorded_parameters import (
 )
 from trajstore.values.optimizer_rule import ADAM
 
-__all__ = ["optimizer_state_at", "state_of"]
+__all__ = ["optimizer_state_at", "state_dicts_at", "state_of"]
 
 
 @checks_types
-def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
+def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the optimizer's state after a step, as `load_state_dict` takes it.
 
     Tensors and numbers have the recorded bits and types. The learning rate of a group is the one
@@ -43,8 +43,9 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
 
     Returns
     -------
-    dict
-        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state.
+    dict, or list of dict
+        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state. Of
+        several optimizers, a list in the order in which `capture` got them.
 
     Raises
     ------
@@ -66,18 +67,28 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     >>> state["state"][0]["step"].item(), decays
     (3.0, [0.01, 0.0])
     """
+    found = state_dicts_at(run, step)
+    return found[0] if len(found) == 1 else found
+
+
+def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
+    """Return the state dict of each optimizer of a run, as `optimizer_state_at`."""
     stored = RunParameters(run)
     states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
-    order = sorted(
-        (one for one in stored.parameters if one.group is not None),
-        key=lambda one: (one.group or 0, one.position),
-    )
-    lengths = [sum(one.group == number for one in order) for number in range(len(groups))]
-    return {
-        "state": {number: states[one] for number, one in enumerate(order) if one in states},
-        "param_groups": _groups(stored, step, groups, lengths),
-    }
+    rates = stored.value("params_lr", step).tolist()
+    found: dict[str | None, dict[str, Any]] = {}
+    for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+        made = found.setdefault(group.get("name"), {"state": {}, "param_groups": []})
+        own = [one for one in stored.parameters if one.group == number]
+        own.sort(key=lambda one: one.position)
+        first = sum(len(each["params"]) for each in made["param_groups"])
+        numbers = range(first, first + len(own))
+        made["state"] |= {
+            n: states[one] for n, one in zip(numbers, own, strict=True) if one in states
+        }
+        made["param_groups"].append({**_settings(group, rate), "params": [*numbers]})
+    return [*found.values()]
 
 
 def _check_state(stored: RunParameters) -> None:
@@ -162,17 +173,9 @@ def _number(value: float, kind: str) -> Any:
     return torch.tensor(value, dtype=getattr(torch, kind)) if python is None else python(value)
 
 
-def _groups(
-    stored: RunParameters, step: int, groups: list[Mapping[str, Any]], lengths: list[int]
-) -> list[dict[str, Any]]:
-    """Return the parameter groups with the rates of a step."""
-    rates = stored.value("params_lr", step).tolist()
-    found, first = [], 0
-    for group, rate, length in zip(groups, rates, lengths, strict=True):
-        settings = group["hyperparameters"].items()
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
-        if not math.isnan(rate):  # NaN at step 0, which took no step
-            values["lr"] = rate
-        found.append({**values, "params": list(range(first, first + length))})
-        first += length
-    return found
+def _settings(group: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the settings of a parameter group with the rate of a step."""
+    settings = group["hyperparameters"].items()
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
+    # NaN at step 0, which took no step
+    return values if math.isnan(rate) else values | {"lr": rate}
