@@ -34,7 +34,7 @@ class OuterStep:
         self,
         before: Callable[..., Any],
         after: Callable[..., Any],
-        inside: Callable[[], Any],
+        inside: Callable[..., Any],
     ) -> None:
         self._before, self._after, self._inside = before, after, inside
         self._frame: FrameType | None = None

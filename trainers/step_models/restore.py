@@ -122,7 +122,9 @@ def restore_from(
             "optimizer with the recorded parameters"
         )
     tensors.copy(stored.row(step, tensors.variables))
-    of_tensors = {trained[one]: values for one, values in states.items()}
+    of_tensors: dict[torch.Tensor, dict[str, Any]] = {
+        trained[one]: values for one, values in states.items()
+    }
     for member in joined.members:
         groups, order = member.state_dict()["param_groups"], joined.parameters(member)
         state = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
