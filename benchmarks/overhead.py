@@ -181,20 +181,25 @@ class EveryOtherStep:
         """Return the values before the first step."""
         return self.whole.initial()
 
-    def after_backward(self, unscale: float) -> None:
+    def after_backward(self, *args: Any) -> None:
         """Take the gradients at every other step."""
         if self.works:
-            self.whole.after_backward(unscale)
+            self.whole.after_backward(*args)
 
-    def before_step(self) -> None:
+    def before_step(self, groups: Any) -> None:
         """Copy the weights at every other step."""
         if self.works:
-            self.whole.before_step()
+            self.whole.before_step(groups)
 
-    def after_step(self, *, skipped: bool) -> dict[str, Any]:
+    def after_update(self, groups: Any, *, skipped: bool) -> None:
+        """Take the updates of every other step."""
+        if self.works:
+            self.whole.after_update(groups, skipped=skipped)
+
+    def after_step(self) -> dict[str, Any]:
         """Return the values of the step, or of the step before."""
         if self.works:
-            self.last = self.whole.after_step(skipped=skipped)
+            self.last = self.whole.after_step()
         self.works = not self.works
         return self.last
 

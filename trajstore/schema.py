@@ -5,7 +5,7 @@ Writer, reader, exporter and documentation read this table. Nothing else repeats
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -20,11 +20,14 @@ __all__ = [
     "EVERYTHING",
     "FORMAT",
     "IMPORTED",
+    "KEPT",
     "LATTICES",
     "MODEL",
+    "NUMBERS",
     "OF_EXAMPLES",
     "OF_PARAMETERS",
     "OF_RUN",
+    "OPTIMIZER_STATE",
     "POPULATION",
     "POPULATION_FILES",
     "RECORDED",
@@ -36,11 +39,14 @@ __all__ = [
     "Encoding",
     "Variable",
     "along_token",
+    "belongs",
     "coordinate",
     "entry_of",
+    "kept_as",
     "resolve_variables",
     "row_lengths",
     "variable",
+    "variables_of",
 ]
 
 FORMAT = 3
@@ -54,6 +60,17 @@ EVALUATION = "trajstore_evaluation"
 
 OF_RUN = "of_run"
 """Attribute of a Dataset of several runs: the attributes of each run."""
+
+OPTIMIZER_STATE = "optimizer_state"
+"""Attribute of the root: what the optimizer keeps, if that is not the state of Adam or plain SGD.
+
+A list of objects with ``name`` and ``of``: ``element`` for tensors of the parameter's shape,
+``parameter`` for one number, whose ``type`` is given, or ``other``, which no run holds.
+"""
+
+NUMBERS = ("bool", "int", "float", "bfloat16", "float16", "float32", "float64",
+           "int8", "int16", "int32", "int64", "uint8")  # fmt: skip
+"""Types of numbers that an optimizer keeps: of Python, and of tensors."""
 
 Encoding = Literal["delta", "compact"]
 ENCODINGS: tuple[str, ...] = get_args(Encoding)
@@ -182,7 +199,35 @@ _TABLE: tuple[tuple[str, tuple[str, ...], State, Row0, str, str], ...] = (
     ("scale", _STEP, _IN, "nan", "1", "factor of the gradient scaler in the step"),
 )  # fmt: skip
 
-VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _TABLE}
+KEPT = Variable("param_kept", _MODEL, _AFTER, "zero", "1",
+                "what the optimizer keeps of each parameter: the sum of 2**position in "
+                f"the attribute {OPTIMIZER_STATE}")  # fmt: skip
+"""Marks the parameters that lack a value of the optimizer."""
+
+_UNITS = {"momentum_buffer": "nat", "square_avg": "nat2", "grad_avg": "nat", "sum": "nat2",
+          "exp_inf": "nat", "max_exp_avg_sq": "nat2"}  # fmt: skip
+_KEPT_AS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("params_", _ELEMENT, "of the other parameters"),
+    ("param_", _MODEL, "of each parameter"),
+    ("", _MATRIX, "of the recorded parameter"),
+)
+
+
+class _Table(dict[str, Variable]):
+    """The table. An identifier that is not in it names a value that an optimizer keeps."""
+
+    def __missing__(self, name: str) -> Variable:
+        if name == KEPT.name:
+            return KEPT
+        if not name.isidentifier() or coordinate(name):
+            raise KeyError(name)
+        prefix, dims, whose = next(one for one in _KEPT_AS if name.startswith(one[0]))
+        own = name.removeprefix(prefix)
+        text = f"{own} that the optimizer keeps {whose}, after the step"
+        return Variable(name, dims, _AFTER, "zero", _UNITS.get(own, "1"), text)
+
+
+VARIABLES: dict[str, Variable] = _Table((row[0], Variable(*row)) for row in _TABLE)
 
 IMPORTED = ("delta",)
 """Variables of imported runs only. A recorded run holds W, from which they follow."""
@@ -218,10 +263,11 @@ POPULATION = "is_"
 POPULATION_FILES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors")
 """Suffixes of the files that can define a population."""
 
-OF_PARAMETERS = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
+_OF_PARAMETERS = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
+OF_PARAMETERS = (*_OF_PARAMETERS, KEPT.name)
 """Variables with one number per parameter of the model."""
 
-MODEL = tuple(name for name in OF_PARAMETERS if name.startswith("param_"))
+MODEL = tuple(name for name in _OF_PARAMETERS if name.startswith("param_"))
 """Summaries of all parameters of the model."""
 
 EVERYTHING = (
@@ -261,9 +307,48 @@ def coordinate(name: str) -> Coordinate | None:
     return Coordinate(name, ("token",), "bool", False, attributes)
 
 
-def entry_of(name: str) -> Variable | Coordinate | None:
-    """Entry of an array by name; None for an unknown name."""
-    return STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
+def entry_of(name: str) -> Variable | Coordinate:
+    """Entry of an array of a run by name."""
+    return STEP if name == STEP.name else coordinate(name) or VARIABLES[name]
+
+
+def kept_as(name: str, of: str) -> tuple[str, ...]:
+    """Names of the variables with a value that an optimizer keeps.
+
+    >>> kept_as("momentum_buffer", "element"), kept_as("mu_product", "parameter")
+    (('momentum_buffer', 'params_momentum_buffer'), ('param_mu_product',))
+    """
+    if of == "element":
+        return (name, f"params_{name}")
+    if of == "parameter":
+        return ("params_count" if name == "step" else f"param_{name}",)
+    return ()
+
+
+def variables_of(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the variables that a run can hold, those of the table first.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of its root. A damaged attribute `OPTIMIZER_STATE` names nothing.
+    """
+    listed = attributes.get(OPTIMIZER_STATE)
+    if not isinstance(listed, list):
+        return tuple(VARIABLES)
+    names = [
+        name
+        for one in listed
+        if isinstance(one, dict)
+        for name in kept_as(str(one.get("name")), str(one.get("of")))
+        if name.isidentifier() and coordinate(name) is None
+    ]
+    return tuple(dict.fromkeys([*VARIABLES, *names, KEPT.name]))
+
+
+def belongs(name: str, variables: Collection[str]) -> bool:
+    """True if an array is part of a run that can hold these variables."""
+    return name == STEP.name or name in variables or coordinate(name) is not None
 
 
 def along_token(names: Iterable[str]) -> tuple[str, ...]:
@@ -273,21 +358,20 @@ def along_token(names: Iterable[str]) -> tuple[str, ...]:
     return (*(name for name in ALONG_TOKEN if name in given), *own)
 
 
-def variable(name: str) -> Variable:
-    """Entry of the table.
+def variable(name: str, known: Collection[str] = VARIABLES) -> Variable:
+    """Entry of a variable, one of the known ones.
 
     Raises
     ------
     InvalidArgument
         If there is no variable of that name.
     """
-    try:
-        return VARIABLES[name]
-    except KeyError:
+    if name not in known:
         raise InvalidArgument(
-            f"there is no variable {name!r}{did_you_mean(name, VARIABLES)}; "
-            f"choose from {', '.join(VARIABLES)}"
-        ) from None
+            f"there is no variable {name!r}{did_you_mean(name, known)}; "
+            f"choose from {', '.join(known)}"
+        )
+    return VARIABLES[name]
 
 
 def row_lengths(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from trajstore.analysis.figures.trajectory import moment_tracks, sky, trajectory
 from trajstore.analysis.figures.variables import loss, param_update_lost, variable
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import EVALUATION, VARIABLES
+from trajstore.schema import EVALUATION, variables_of
 
 __all__ = ["FIGURES", "Figures", "figures_named", "figures_of"]
 
@@ -91,7 +91,8 @@ def figures_of(ds: xr.Dataset) -> Figures:
     The results of `trajstore evaluate` have only the latter.
     """
     known = Figures(() if EVALUATION in ds.attrs else FIGURES.values())
-    others = [str(name) for name in ds.data_vars if name not in VARIABLES and name not in known]
+    recorded = {*known, *variables_of(ds.attrs)}
+    others = [str(name) for name in ds.data_vars if name not in recorded]
     return Figures([*known.values(), *(variable(name, ds) for name in others)])
 
 

@@ -22,7 +22,7 @@ from trajstore.analysis.several.differences import (
 )
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
-from trajstore.schema import OF_PARAMETERS, VARIABLES
+from trajstore.schema import VARIABLES, variables_of
 
 __all__ = ["compare"]
 
@@ -141,9 +141,9 @@ def compare(a: xr.Dataset, b: xr.Dataset, over: float | None = None) -> xr.Datas
     steps, rows_a, rows_b = np.intersect1d(a["step"].values, b["step"].values, return_indices=True)
     names = [
         name
-        for name in VARIABLES
+        for name in variables_of(a.attrs)
         if name in a and name in b and _shape_of_rows(a[name]) == _shape_of_rows(b[name])
-        if name not in OF_PARAMETERS or a["parameter"].equals(b["parameter"])
+        if "parameter" not in VARIABLES[name].dims or a["parameter"].equals(b["parameter"])
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"

@@ -132,6 +132,7 @@ class PlannedCounterfactual:
         clip_coef = changed_clip_coefs(rows, settings)
         _check_known(rows, lr, clip_coef, range(first + 1, len(rows)))
         placement, chosen = _placement(source, tokens, device)
+        recorded.check_whole(placement)
         return cls(
             source=source,
             rows=rows,

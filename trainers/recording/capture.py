@@ -15,6 +15,7 @@ from trajstore.schema import EVERYTHING, MODEL
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.token_share import in_all_processes
 from trajstore.trainers.recording.compared_run import Comparison
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.numeric_advice import optimizer_advice, report_notes
@@ -25,7 +26,7 @@ from trajstore.trainers.recording.planned_run import Recording, plan_runs
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
-from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
+from trajstore.trainers.recording.step_hooks import Recorder
 
 __all__ = ["attach", "capture"]
 
@@ -49,8 +50,8 @@ def attach(
     Parameters
     ----------
     model : Module
-    optimizer : Optimizer
-        An optimizer, or accelerate's wrapper of one.
+    optimizer : Optimizer or JoinedOptimizer
+        May be wrapped by accelerate.
     path : path-like
         Path of the run, by custom ``NAME.zarr``.
     options : RecordingOptions
@@ -76,15 +77,15 @@ def attach(
     NothingToResume
         If the existing run lacks the step of the training, or has other weights.
     """
-    real = real_optimizer(optimizer)
+    joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
-    parameters = find_parameters(model, real, options.parameter)
-    advice = optimizer_advice(parameters, real)
+    parameters = find_parameters(model, joined, options.parameter)
+    advice = optimizer_advice(parameters)
     if options.strict_numerics:
         require_sound(advice)
     recording = Recording(
         model=unwrap(model),
-        optimizer=real,
+        optimizer=joined,
         options=options,
         loop=loop,
         notes=notes,
@@ -98,11 +99,17 @@ def attach(
             if _is_first_process() or shares[0] is not None:
                 device = parameters[0].tensor.device
                 if of_model := set(MODEL).intersection(options.resolved):
-                    recording.summaries = ModelParameters(model, real, device, of_model)
+                    recording.summaries = ModelParameters(model, device, of_model)
                 of_state = [name for name in EVERYTHING if name in options.resolved]
                 if of_state:
                     _check_one_matrix(len(parameters), of_state[0])
-                    recording.state = ModelState(model, real, parameters[0], options.resolved)
+                    recording.state = ModelState(
+                        model,
+                        joined,
+                        parameters[0],
+                        options.resolved,
+                        whole_state=options.whole_state,
+                    )
                 planned = plan_runs(path, parameters, recording, shares)
             rows = []
             for run in planned:
@@ -151,6 +158,7 @@ def capture(
     optimizer: Any,
     path: RunPath,
     *,
+    ends_step: Any = None,
     scaler: Any = None,
     max_grad_norm: float = 0.0,
     first_step: int = 0,
@@ -167,13 +175,19 @@ def capture(
     model : Module
         May be wrapped by `torch.compile` or `DistributedDataParallel`, or sharded by
         `torch.distributed.fsdp.fully_shard`; then each process records its own tokens.
-    optimizer : Optimizer
-        Any optimizer; moments are recorded if it has Adam's.
+    optimizer : Optimizer, or sequence of Optimizer
+        Any optimizer; moments are recorded if it has Adam's. Of several, each trains parameters of
+        its own, and a step is complete when each has stepped once, in any order. The run is created
+        when each has stepped.
     path : path-like
         Path of the run, by custom ``NAME.zarr``.
+    ends_step : Optimizer, optional
+        One of several optimizers: its step ends a recorded step, in which the others may step
+        several times or not at all. ``skipped`` is 1 if the matrix's optimizer does not step, and
+        NaN with ``lr`` if it steps several times.
     scaler : GradScaler, optional
-        Scaler of the loss. Gradients are recorded unscaled; a skipped step is marked in
-        ``skipped``.
+        Scaler of the loss, of all optimizers. Gradients are recorded unscaled; a skipped step of
+        the matrix's optimizer is marked in ``skipped``.
     max_grad_norm : float
         Norm to which the loop clips all gradients; 0 is no clipping. The recorded ``clip_coef`` is
         checked against the gradient, and is NaN if they do not agree.
@@ -197,7 +211,8 @@ def capture(
     Raises
     ------
     RecordingError
-        If the parameter is not found, has requires_grad=False, or is missing in the optimizer.
+        If the parameter is not found, has requires_grad=False, or is missing in the optimizer; if
+        two optimizers have a parameter, or one steps again before the others have stepped.
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
     NothingToResume
@@ -232,7 +247,8 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    with attach(model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note) as recorder:
+    joined = JoinedOptimizer(optimizer, ends_step)
+    with attach(model, joined, path, wanted, loop, on_step=on_step, on_note=on_note) as recorder:
         if wanted.is_dead is None and wanted.token_count is None and not wanted.resume:
             recorder.mention(
                 "the tokens have no labels dead and live; pass token_count= or is_dead=, or label "
@@ -241,6 +257,6 @@ def capture(
         yield recorder
     if recorder.writer is None and not recorder.has_failed and _is_first_process():
         raise RecordingError(
-            f"no optimizer step was taken, so {path} was not written; call the step() of the given "
-            "optimizer inside the with block, or give the optimizer whose step() runs"
+            f"no step of {joined.named(joined.waiting)} was taken, so {path} was not written; call "
+            "the step() of each given optimizer inside the with block, or give those that step"
         )

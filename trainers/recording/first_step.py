@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from trajstore.trainers.products import choose_products, modes_of_products
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.parameters import gradient_of, rate_of
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import name_outside_compile
@@ -26,22 +26,21 @@ class FirstStep:
     ----------
     model : Module
         Not wrapped.
-    optimizer : Optimizer
+    optimizer : JoinedOptimizer
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: JoinedOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_over = False
 
-    def begin(self) -> None:
-        """Copy some elements of each parameter that the step may change."""
+    def begin(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Copy some elements of each parameter that an optimizer with these groups may change."""
         if self.is_over:
             return
-        self._before = {}
         trained = set()
-        for group in self._optimizer.param_groups:
+        for group in groups:
             rate = rate_of(group)
             if rate is None or rate.item() > 0:
                 trained |= {id(parameter) for parameter in group["params"]}
@@ -68,7 +67,7 @@ class FirstStep:
             for name, (before, used) in self._before.items()
             if bool(used) and torch.equal(before, _part(now[name]))
         ]
-        self._before = None
+        self._before.clear()
         if stuck:
             yield (
                 f"the first step changed nothing in {_named(stuck)}, which had a gradient: the "
@@ -79,8 +78,7 @@ class FirstStep:
         if outside:
             yield (
                 f"the optimizer lacks {len(outside)} parameters with requires_grad=True "
-                f"({outside[0]}); if another optimizer trains them, call its step before that of "
-                "this one"
+                f"({outside[0]}); if another optimizer trains them, pass a list of both"
             )
         kinds = {p.dtype for p in now.values()} | kinds_of_autocast
         device = next(iter(now.values())).device
@@ -90,20 +88,19 @@ class FirstStep:
                 "trajstore.trainers.float32_products(), or with training.products=float32, to be "
                 "several times as fast"
             )
-        group = self._optimizer.param_groups[0]
-        if "scheduled_lr" in group or "ScheduleFree" in type(self._optimizer).__name__:
-            yield (
-                f"{type(self._optimizer).__name__} computes its own rate from lr during warm-up; "
-                "lr is that of the group"
-            )
-        state: Mapping[str, Any] = next(
-            (kept for kept in self._optimizer.state.values() if kept), {}
-        )
-        if "exp_avg" in state and not {"exp_avg_sq", "max_exp_avg_sq", "exp_inf"} & state.keys():
-            yield (
-                f"exp_avg is what {type(self._optimizer).__name__} keeps under this name, and may "
-                "not be Adam's first moment"
-            )
+        for one in self._optimizer.members:
+            name = type(one).__name__
+            if "scheduled_lr" in one.param_groups[0] or "ScheduleFree" in name:
+                yield (
+                    f"{name} computes its own rate from lr during warm-up; lr is that of the group"
+                )
+            state: Mapping[str, Any] = next((kept for kept in one.state.values() if kept), {})
+            second = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf"}
+            if "exp_avg" in state and not second & state.keys():
+                yield (
+                    f"exp_avg is what {name} keeps under this name, and may not be Adam's first "
+                    "moment"
+                )
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of
@@ -50,11 +51,13 @@ class FollowedMatrices:
         self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
-        self._rates: list[Any] = []
+        self._before: list[Any] = []  # rates before the step of an optimizer
+        self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self.begin_step()
 
     def begin_step(self) -> None:
         """Remember the weights, as those of the last row."""
+        self._rates.clear()
         self._versions = self._present_versions()
 
     def release(self) -> None:
@@ -63,7 +66,7 @@ class FollowedMatrices:
         self._rows = ()
 
     def find_again(self) -> None:
-        """Find the matrices, their groups and rates before a step; check the weights.
+        """Find the matrices and their groups before a step; check the weights.
 
         Raises
         ------
@@ -75,7 +78,10 @@ class FollowedMatrices:
         if self._has_no_rows and self._versions != self._present_versions():
             self._take_again()
         self.check_weights()
-        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
+
+    def begin_turn(self, optimizer: Optimizer) -> None:
+        """Look at the rates before the step of an optimizer."""
+        self._before = [group.get("lr") for group in optimizer.param_groups]
 
     def _find_again(self, rows: ParameterRows) -> None:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -95,27 +101,38 @@ class FollowedMatrices:
         group = find_group(self._optimizer, found)
         if group is None:
             self._on_note(f"{parameter.name} is not in the optimizer in a step; lr is NaN")
-        rows.parameter = replace(parameter, tensor=found, group=group or {})
+        group = group or {}
+        owner = self._optimizer.owner(group)
+        rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
 
-    def set_rates(self, *, may_change: bool) -> None:
-        """Set the rates of the step; they `may_change` in a closure, before they are used."""
-        now = [group.get("lr") for group in self._optimizer.param_groups]
-        numbers = [(a, b) for a, b in zip(self._rates, now, strict=False) if _is_number(a)]
+    def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
+        """Take the rates of a step; they `may_change` in a closure, before they are used."""
+        now = [group.get("lr") for group in optimizer.param_groups]
+        numbers = [(a, b) for a, b in zip(self._before, now, strict=False) if _is_number(a)]
         known = may_change or all(not _is_number(b) or a == b for a, b in numbers)
         if not known:
             self._on_note(_RATE)
+        known = known and optimizer not in self._optimizer.turns  # two steps have no single rate
+        unknown = torch.tensor(float("nan"), dtype=torch.float64)
+        for group in optimizer.param_groups:
+            self._rates[id(group)] = rate_of(group) if known else unknown
+
+    def set_rates(self) -> None:
+        """Set the rates of the step; for a group that was not stepped, its present one."""
+        groups = self._optimizer.param_groups
+        rates = [self._rates.get(id(group), rate_of(group)) for group in groups]
         for rows in self._rows:
-            rate = rate_of(rows.parameter.group)
+            group = rows.parameter.group
+            rate = self._rates.get(id(group), rate_of(group))
             if rate is None:
                 self._on_note(
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
                     "number; lr is NaN"
                 )
-            if rate is None or not known:
                 rate = torch.tensor(float("nan"), dtype=torch.float64)
             rows.set("lr", rate)
             if self._recording.state is not None:
-                rows.set("params_lr", self._recording.state.rates(known=known))
+                rows.set("params_lr", self._recording.state.rates(rates))
 
     def check_weights(self, *, quick: bool = False) -> None:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""

@@ -17,10 +17,11 @@ from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
-from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
+from trajstore.trainers.recording.step_hooks import Recorder
 
 __all__ = ["TrajectoryCallback"]
 
@@ -146,7 +147,7 @@ class TrajectoryCallback(TrainerCallback):
         )
         facts = facts_of_trainer(
             model,
-            find_parameters(model, real_optimizer(optimizer), self._options.parameter),
+            find_parameters(model, JoinedOptimizer(optimizer), self._options.parameter),
             self._options,
             data_loader=kwargs.get("train_dataloader"),
             tokenizer=kwargs.get("processing_class"),

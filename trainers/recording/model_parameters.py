@@ -6,11 +6,10 @@ optimizer's step a copy of the parameters that it may change stays on the device
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameters import gradient_of, unwrap
 from trajstore.trainers.recording.torch_internals import (
@@ -38,7 +37,6 @@ class ModelParameters:
     ----------
     model : Module
         Wrapped or not.
-    optimizer : Optimizer
     device : torch.device
         Device of the vectors.
     variables : collection of str
@@ -53,7 +51,6 @@ class ModelParameters:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
         device: torch.device,
         variables: Collection[str],
     ) -> None:
@@ -65,10 +62,8 @@ class ModelParameters:
         self.names = tuple(named)
         self._tensors: list[torch.Tensor] = list(named.values())
         self._variables = frozenset(variables)
-        self._optimizer = optimizer
-        self._groups: dict[int, dict[str, Any]] = {}  # of the parameters, found in each step
         self._before: dict[int, torch.Tensor] = {}
-        self._gradient_norms: torch.Tensor | None = None
+        self._found: dict[str, torch.Tensor] = {}  # of the step so far
         self._nan = torch.tensor(float("nan"), device=device)
 
     @torch.no_grad()
@@ -76,30 +71,48 @@ class ModelParameters:
         """Return the values before the first step by variable."""
         return {"param_norm": self._vector(dict(enumerate(norms(self._tensors))))}
 
-    def after_backward(self, unscale: float) -> None:
-        """Take the gradients before clipping; `unscale` multiplies their norms."""
+    def after_backward(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
+        """Take the gradients before clipping; `unscale` multiplies their norms.
+
+        Parameters that were stepped in this step, `consumed`, keep the norms that they have.
+        """
         if "param_grad_norm" not in self._variables:
             return
         gradients = self._gradients()
         lengths = zip(gradients, norms(list(gradients.values())), strict=True)
-        self._gradient_norms = self._vector(dict(lengths)) * unscale
+        places = [place for place, p in enumerate(self._tensors) if p not in consumed]
+        self._put({"param_grad_norm": self._vector(dict(lengths)) * unscale}, places)
 
-    def before_step(self) -> None:
-        """Copy the values that the optimizer is about to change."""
+    def before_step(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Copy the values that an optimizer with these groups is about to change."""
         if self._variables.isdisjoint(_OF_UPDATES):
             return
-        self._find_groups()
-        for place in self._groups.keys() - self._before.keys():
-            self._before[place] = torch.empty_like(self._tensors[place])
-        copy_each(list(self._before.values()), [self._tensors[place] for place in self._before])
+        places = list(self._places(groups))
+        for place in places:
+            if place not in self._before:
+                self._before[place] = torch.empty_like(self._tensors[place])
+        copy_each([self._before[one] for one in places], [self._tensors[one] for one in places])
 
-    def _find_groups(self) -> None:
-        groups = {id(p): one for one in self._optimizer.param_groups for p in one["params"]}
-        self._groups = {
-            place: groups[id(p)] for place, p in enumerate(self._tensors) if id(p) in groups
-        }
+    def _places(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """Return the group of each parameter that is in one of the groups."""
+        found = {id(p): one for one in groups for p in one["params"]}
+        return {place: found[id(p)] for place, p in enumerate(self._tensors) if id(p) in found}
 
-    def after_step(self, *, skipped: bool) -> dict[str, torch.Tensor]:
+    def _put(self, values: dict[str, torch.Tensor], places: Collection[int]) -> None:
+        """Keep the values of some parameters; those of others stay."""
+        if len(places) < len(self._tensors) and not self._found.keys().isdisjoint(values):
+            mine = torch.tensor([place in places for place in range(len(self._tensors))])
+            mine = mine.to(self._nan.device)
+            values = {n: torch.where(mine, new, self._found[n]) for n, new in values.items()}
+        self._found |= values
+
+    def after_update(self, groups: Iterable[Mapping[str, Any]], *, skipped: bool) -> None:
+        """Take the updates of an optimizer with these groups, right after its step."""
+        if not self._variables.isdisjoint(_OF_UPDATES):
+            places = self._places(groups)
+            self._put(self._updates(places, skipped=skipped), places)
+
+    def after_step(self) -> dict[str, torch.Tensor]:
         """Return the results of the step by variable.
 
         Returns
@@ -108,20 +121,15 @@ class ModelParameters:
             NaN for a parameter without a gradient. In `param_update_lost` also NaN for a learning
             rate of 0, a gradient of zeros, and a step that the gradient scaler skipped.
         """
-        values: dict[str, torch.Tensor] = {}
+        values, self._found = self._found, {}
         if "param_norm" in self._variables:
             values |= self.initial()
-        if self._gradient_norms is not None:
-            values["param_grad_norm"] = self._gradient_norms
-            self._gradient_norms = None
-        if not self._variables.isdisjoint(_OF_UPDATES):
-            values |= self._updates(skipped=skipped)
         return values
 
-    def _updates(self, *, skipped: bool) -> dict[str, torch.Tensor]:
-        if skipped:
-            self._find_groups()
-        gradients = {p: grad for p, grad in self._gradients().items() if p in self._groups}
+    def _updates(
+        self, groups: Mapping[int, Mapping[str, Any]], *, skipped: bool
+    ) -> dict[str, torch.Tensor]:
+        gradients = {p: grad for p, grad in self._gradients().items() if p in groups}
         if skipped or not gradients:
             zeros = dict.fromkeys(gradients, torch.zeros_like(self._nan))
             return {
@@ -141,12 +149,14 @@ class ModelParameters:
         moved = self._vector(dict(zip(gradients, norms(changes, 1), strict=True)))
         return {
             "param_update_norm": self._vector(lengths),
-            "param_update_lost": (wanted - moved) / wanted * self._one_where_trained(gradients),
+            "param_update_lost": (wanted - moved)
+            / wanted
+            * self._one_where_trained({place: groups[place] for place in gradients}),
         }
 
-    def _one_where_trained(self, places: Collection[int]) -> torch.Tensor:
+    def _one_where_trained(self, groups: Mapping[int, Mapping[str, Any]]) -> torch.Tensor:
         """Return 1 if the learning rate is not 0, NaN otherwise."""
-        rates = {place: self._groups[place].get("lr") for place in places}
+        rates = {place: group.get("lr") for place, group in groups.items()}
         one = torch.ones_like(self._nan)
         if not any(isinstance(rate, torch.Tensor) for rate in rates.values()):
             return self._vector({place: one for place, rate in rates.items() if rate != 0})

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import transformers
-from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.schema import KEPT, VARIABLES, kept_as
 from trajstore.trainers.recording.flat_vectors import (
     JoinedVector,
     check_joinable,
@@ -25,33 +25,37 @@ from trajstore.trainers.recording.flat_vectors import (
     same_bits,
 )
 from trajstore.trainers.recording.forward_values import ForwardPasses
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.kept_state import (
+    ADAM_STATE,
+    find_kept,
+    kept_value,
+    state_attribute,
+)
 from trajstore.trainers.recording.model_buffers import ModelBuffers, named_buffers
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import (
     RecordedParameter,
     as_float64,
     gradient_of,
-    rate_of,
     unwrap,
 )
 from trajstore.trainers.recording.random_states import random_state
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
-from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["OPTIMIZER_STATE", "STATE", "ModelState"]
 
 State = dict[str, torch.Tensor | JoinedVector]
 
-_MOMENTS = ("params_exp_avg", "params_exp_avg_sq")
-_TYPE_KEYS = {name: f"{kind}_dtype" for kind, name in VECTORS.items() if kind != "W"}
+_GRADIENTS = "params_grad"
 
-OPTIMIZER_STATE = (*_MOMENTS, "params_count")
-"""Variables that an optimizer has after its first step."""
+OPTIMIZER_STATE = ("params_exp_avg", "params_exp_avg_sq", "params_count")
+"""Variables that Adam has after its first step."""
 
 STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
-"""Variables that determine the next step, except W."""
+"""Variables that determine the next step, except W and those of the optimizer's own names."""
 
 
 class ModelState:
@@ -61,16 +65,20 @@ class ModelState:
     ----------
     model : Module
         Wrapped or not.
-    optimizer : Optimizer
+    optimizer : JoinedOptimizer
     recorded : RecordedParameter
         The matrix that the run holds by itself.
     variables : collection of str
         Recorded variables; others are not copied.
+    whole_state : bool
+        True to record all that the optimizer keeps, by its names.
 
     Attributes
     ----------
     names : tuple of str
         Names of all parameters, tied ones once.
+    kept : list of Entry
+        What the optimizer keeps.
 
     Raises
     ------
@@ -82,10 +90,13 @@ class ModelState:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: JoinedOptimizer,
         recorded: RecordedParameter,
         variables: Collection[str],
+        *,
+        whole_state: bool = False,
     ) -> None:
+        self._whole_state = whole_state
         self._model = unwrap(model)
         self._optimizer = optimizer
         self._variables = frozenset(variables)
@@ -140,9 +151,9 @@ class ModelState:
             aliases.setdefault(id(parameter), []).append(name_outside_compile(name))
         places = _places_in(self._optimizer)
         mixed = {
-            _TYPE_KEYS[name]: iter(types)
+            _type_key(name): iter(types)
             for name, types in self._types.items()
-            if name in _TYPE_KEYS and len(set(types)) > 1
+            if name != "params" and len(set(types)) > 1
         }
         table, offset = [], 0
         for name, tensor in zip(self.names, self._tensors, strict=True):
@@ -171,6 +182,10 @@ class ModelState:
     @torch.no_grad()
     def take_initial(self) -> None:
         """Copy the state before the first step."""
+        self.kept = find_kept(self._optimizer)
+        self._take_initial()
+
+    def _take_initial(self) -> None:
         self._initial = {
             name: value.on_host() if isinstance(value, JoinedVector) else value.cpu()
             for name, value in self._state(self._variables, initial=True).items()
@@ -189,9 +204,9 @@ class ModelState:
         Raises
         ------
         InvalidArgument
-            If the run was recorded with other parameters.
+            If the run was recorded with other parameters or groups of them.
         """
-        keys = ("name", "shape", "dtype", "variable")
+        keys = ("name", "shape", "dtype", "variable", "group")
         now, before = (
             [tuple(entry.get(key) for key in keys) for entry in table]
             for table in (self._parameter_table(), attributes.get("parameters", []))
@@ -200,9 +215,14 @@ class ModelState:
             if one != other:
                 raise InvalidArgument(
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
-                    "with the model of the run"
+                    "with the model and the optimizers of the run"
                 )
-        for name, key in _TYPE_KEYS.items():
+        self.kept = attributes.get("optimizer_state", [*ADAM_STATE])
+        if KEPT.name in held:
+            self._take_initial()  # with the entries of the run
+        self._whole_state &= KEPT.name in held
+        for name in (_GRADIENTS, *(f"params_{entry['name']}" for entry in self.kept)):
+            key = _type_key(name)
             types = [entry[key] for entry in attributes["parameters"] if key in entry]
             if types:
                 self._types[name] = [getattr(torch, native_type(kind).name) for kind in types]
@@ -220,10 +240,9 @@ class ModelState:
             optimizer has moments and counts of 0.
         """
         now = self.initial()
-        moments = self._optimizer.state.get(self._matrix, {})
-        for name in ("exp_avg", "exp_avg_sq"):
-            if isinstance(moments.get(name), torch.Tensor):
-                now[name] = moments[name].detach().cpu()
+        for name, value in self._optimizer.state.get(self._matrix, {}).items():
+            if name in row and isinstance(value, torch.Tensor):
+                now[name] = value.detach().cpu()
         return tuple(
             name
             for name, values in row.items()
@@ -260,7 +279,13 @@ class ModelState:
         """Whether the model was called, and its forward pass drew no random numbers."""
         return self._draws is False
 
-    def after_backward(self, variables: Collection[str], unscale: float) -> State:
+    def after_backward(
+        self,
+        variables: Collection[str],
+        unscale: float,
+        consumed: Set[torch.Tensor] = frozenset(),
+        before: torch.Tensor | None = None,
+    ) -> State:
         """Return the gradients before clipping; `unscale` multiplies them.
 
         Parameters
@@ -268,21 +293,35 @@ class ModelState:
         variables : collection of str
             Variables of the run; others are not returned.
         unscale : float
+        consumed : set of tensor
+            Parameters that were stepped in this step; they keep their values of `before`.
+        before : tensor, (element,), optional
+            Gradients of the step so far.
         """
-        if not self._others or "params_grad" not in variables:
+        if not self._others or _GRADIENTS not in variables:
             return {}
         gradients = [gradient_of(tensor) for tensor in self._others]
-        if unscale != 1.0 and len(set(self._part_types("params_grad", gradients))) > 1:
+        if consumed and before is not None:
+            kept = before.split([tensor.numel() for tensor in self._others])
+            gradients = [
+                part.view(own.shape).to(own.dtype)
+                if own in consumed
+                else None
+                if grad is None
+                else grad * unscale
+                for own, grad, part in zip(self._others, gradients, kept, strict=True)
+            ]
+            unscale = 1.0
+        if unscale != 1.0 and len(set(self._part_types(_GRADIENTS, gradients))) > 1:
             # Rounded to the type of each, not to that of the vector.
             gradients = [None if grad is None else grad * unscale for grad in gradients]
             unscale = 1.0
         nan = float("nan")
-        return {"params_grad": self._vector("params_grad", gradients, missing=nan, factor=unscale)}
+        return {_GRADIENTS: self._vector(_GRADIENTS, gradients, missing=nan, factor=unscale)}
 
-    def rates(self, *, known: bool = True) -> torch.Tensor:
-        """Return the rate of each group; NaN for one that is not a number, or not `known`."""
+    def rates(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the rate of each group as a vector; NaN for None."""
         unknown = torch.tensor(float("nan"), dtype=torch.float64)
-        found = [rate_of(group) if known else None for group in self._optimizer.param_groups]
         return self._stacked([unknown if rate is None else rate for rate in found])
 
     def after_step(self, variables: Collection[str], *, first: bool) -> State:
@@ -300,6 +339,8 @@ class ModelState:
         RecordingError
             If the run lacks something that the step has changed.
         """
+        if first:
+            self.kept = find_kept(self._optimizer, self.kept)
         found = self._state(variables)
         random, self._random = self._random, None
         if random is not None and self._draws:
@@ -316,18 +357,44 @@ class ModelState:
         return found
 
     def _state(self, variables: Collection[str], *, initial: bool = False) -> State:
-        """Return the parameters, and the moments and counts that the optimizer has."""
+        """Return the parameters, and what the optimizer keeps of them."""
         found: State = {}
         if self._others and "params" in variables:
             found["params"] = self._vector("params", self._others, initial=initial)
-        for name in _MOMENTS:
-            moments = self._moments(name) if name in variables else []
-            if any(moment is not None for moment in moments):
-                found[name] = self._vector(name, moments, initial=initial)
-        counts = self._counts() if "params_count" in variables else None
-        if counts is not None:
-            found["params_count"] = counts
+        for entry in self.kept:
+            *_, name = kept_as(entry["name"], entry["of"]) or ("",)
+            if name not in variables and (name in VARIABLES or not self._whole_state or not name):
+                continue
+            of_elements = entry["of"] == "element"
+            values = [
+                kept_value(self._optimizer, tensor, entry)
+                for tensor in (self._others if of_elements else self._tensors)
+            ]
+            if all(value is None for value in values):
+                continue
+            if of_elements:
+                found[name] = self._vector(name, values, initial=initial)
+            else:
+                numbers = [as_float64(0.0 if value is None else value) for value in values]
+                found[name] = self._stacked([number.reshape(()) for number in numbers])
+        if self._whole_state and state_attribute(self._optimizer, self.kept):
+            found[KEPT.name] = self._marks()
         return found
+
+    def _marks(self) -> torch.Tensor:
+        """Return which values the optimizer keeps of each parameter, as the sum of their bits."""
+        bits = {entry["name"]: 1 << place for place, entry in enumerate(self.kept)}
+        marks = []
+        for tensor in self._tensors:
+            kept = self._optimizer.state.get(tensor, {})
+            held = [str(name) for name, value in kept.items() if value is not None]
+            if new := [name for name in held if name not in bits]:
+                raise CannotFollow(
+                    f"the optimizer now keeps {', '.join(new)}, but did not in the first row; "
+                    "record a new run"
+                )
+            marks.append(float(sum(bits[name] for name in held)))
+        return torch.tensor(marks, dtype=torch.float64)
 
     def _vector(
         self,
@@ -364,35 +431,12 @@ class ModelState:
     def _part_types(self, name: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype]:
         """Return the type of each; for None, the one that it will probably have."""
         pairs = list(zip(self._others, tensors, strict=True))
-        chosen = self._state_types if name in _MOMENTS else {}
+        chosen = {} if name in ("params", _GRADIENTS) else self._state_types
         seen = {own.dtype: tensor.dtype for own, tensor in pairs if tensor is not None}
         return [
             chosen.get(id(own), seen.get(own.dtype, own.dtype)) if tensor is None else tensor.dtype
             for own, tensor in pairs
         ]
-
-    def _moments(self, name: str) -> list[torch.Tensor | None]:
-        key, state = name.removeprefix("params_"), self._optimizer.state
-        found = [state[tensor].get(key) if tensor in state else None for tensor in self._others]
-        return [
-            moment
-            if isinstance(moment, torch.Tensor)
-            and moment.shape == tensor.shape
-            and moment.is_floating_point()
-            else None
-            for tensor, moment in zip(self._others, found, strict=True)
-        ]
-
-    def _counts(self) -> torch.Tensor | None:
-        """Return the optimizer's count of steps of each parameter; None if it does not count."""
-        state = self._optimizer.state
-        counts = [
-            state[tensor].get("step") if tensor in state else None for tensor in self._tensors
-        ]
-        if all(count is None for count in counts):
-            return None
-        found = [as_float64(0.0 if count is None else count) for count in counts]
-        return self._stacked([count.reshape(()) for count in found])
 
     def _stacked(self, numbers: list[torch.Tensor]) -> torch.Tensor:
         """Return a vector of numbers, on the device of the matrix if theirs differ."""
@@ -401,7 +445,7 @@ class ModelState:
         return torch.stack(numbers)
 
 
-def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
+def _places_in(optimizer: JoinedOptimizer) -> dict[int, tuple[int, int]]:
     """Return group and position of each parameter of an optimizer, by its `id`."""
     return {
         id(tensor): (number, position)
@@ -410,7 +454,7 @@ def _places_in(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
     }
 
 
-def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
+def _check_whole(model: torch.nn.Module, optimizer: JoinedOptimizer) -> None:
     """Raise an error if the optimizer has parameters that are not in the model."""
     missing = _places_in(optimizer).keys() - {id(tensor) for tensor in model.parameters()}
     if missing:
@@ -418,6 +462,11 @@ def _check_whole(model: torch.nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer has {len(missing)} parameters that {type(model).__name__} lacks; pass "
             "a model that contains them, or record matrix instead of everything"
         )
+
+
+def _type_key(vector: str) -> str:
+    """Return the key of a parameter's own type in a vector, in the table of parameters."""
+    return f"{vector.removeprefix('params_')}_dtype"
 
 
 def _type_name(dtype: torch.dtype) -> str:

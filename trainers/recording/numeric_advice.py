@@ -17,13 +17,12 @@ __all__ = ["optimizer_advice", "report_notes"]
 _LOG = logging.getLogger(__name__)
 
 
-def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimizer) -> list[Advice]:
+def optimizer_advice(parameters: Sequence[RecordedParameter]) -> list[Advice]:
     """Return advice about types in which the optimizer has no effect.
 
     Parameters
     ----------
     parameters : sequence of RecordedParameter
-    optimizer : Optimizer
 
     Returns
     -------
@@ -33,9 +32,10 @@ def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimiz
     found = (
         advice
         for parameter in parameters
+        if parameter.optimizer is not None
         for advice in advise(
-            optimizer_attributes(optimizer, parameter.group, {}),
-            state=_state_type(parameter, optimizer),
+            optimizer_attributes(parameter.optimizer, parameter.group, {}),
+            state=_state_type(parameter, parameter.optimizer),
             weights=_name(parameter.tensor.dtype),
         )
     )

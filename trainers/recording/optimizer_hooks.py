@@ -27,14 +27,14 @@ class OuterStep:
     before, after : callable
         Called with the arguments of the hooks of the outer step.
     inside : callable
-        Called without arguments before the step of a base class.
+        Called with the optimizer before the step of a base class.
     """
 
     def __init__(
         self,
         before: Callable[..., Any],
         after: Callable[..., Any],
-        inside: Callable[[], Any],
+        inside: Callable[..., Any],
     ) -> None:
         self._before, self._after, self._inside = before, after, inside
         self._frame: FrameType | None = None
@@ -54,7 +54,7 @@ class OuterStep:
         """Hook before a step."""
         if self.is_running:
             self._depth += 1
-            self._inside()
+            self._inside(*values[:1])
             return
         frame = inspect.currentframe()
         while (frame := frame and frame.f_back) is not None:

@@ -138,9 +138,17 @@ class RecordingOptions:
 
         Variables of a tier are left out if the training does not provide them.
         """
+        return frozenset(self._requested & VARIABLES.keys() - TIERS.keys())
+
+    @property
+    def whole_state(self) -> bool:
+        """True if all that the optimizer keeps in a parameter's shape is recorded, by its names."""
+        return not self._requested.isdisjoint(("matrix", "everything"))
+
+    @property
+    def _requested(self) -> set[str]:
         entries = (self._names,) if isinstance(self._names, str) else self._names
-        requested = {name.strip() for entry in entries for name in entry.split(",")}
-        return frozenset(requested & VARIABLES.keys() - TIERS.keys())
+        return {name.strip() for entry in entries for name in entry.split(",")}
 
     @property
     def has_one_run(self) -> bool:

@@ -29,6 +29,7 @@ from trajstore.trainers.recording.device_to_host import (
 )
 from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
+from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
 from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
@@ -125,14 +126,22 @@ class ParameterRows:
 
     def _initial_moments(self) -> Row:
         """Return the moments of an optimizer that has taken steps; NaN for a missing moment."""
-        state = self._planned.recording.optimizer.state.get(self.parameter.tensor, {})
-        names = [name for name in MOMENTS if state and name in self.variables]
-        return {
-            name: self.recorded_tokens(state[name]).to("cpu", copy=True)
-            if isinstance(state.get(name), torch.Tensor)
-            else torch.full_like(self._initial_W, float("nan"))
-            for name in names
+        kept = self._kept_elements()
+        missing = [
+            name
+            for name in MOMENTS
+            if self._planned.recording.optimizer.state.get(self.parameter.tensor)
+            and name in self.variables
+        ]
+        return {name: torch.full_like(self._initial_W, float("nan")) for name in missing} | {
+            name: self.recorded_tokens(value).to("cpu", copy=True) for name, value in kept.items()
         }
+
+    def _kept_elements(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the parameter's shape that the optimizer keeps, by their names."""
+        own = self.parameter.tensor
+        kept = self._planned.recording.optimizer.state.get(own, {})
+        return {name: value for name, value in kept.items() if is_element(name, own, value)}
 
     def resume(self) -> None:
         """Open the run to resume after its last row; a new run is created later.
@@ -189,7 +198,7 @@ class ParameterRows:
         RecordingError
             If the disk is full.
         """
-        if name not in self.variables:
+        if name not in self.variables and not self._adopts(name):
             return
         if isinstance(value, torch.Tensor):
             value = own_rows(value.detach())
@@ -211,6 +220,11 @@ class ParameterRows:
             self._put(name, value, ids)
         else:
             self._notes.add(problem)
+
+    def set_state(self) -> None:
+        """Set what the optimizer keeps of the parameter, in its shape."""
+        for name, value in self._kept_elements().items():
+            self.set(name, value)
 
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
@@ -321,6 +335,19 @@ class ParameterRows:
     def _select(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._ids is None else tensor.index_select(0, self._ids)
 
+    def _adopts(self, name: str) -> bool:
+        """Add a variable of a name of the optimizer, until the run is created."""
+        if name in VARIABLES or not self._planned.recording.options.whole_state:
+            return False
+        if self.writer is not None:
+            self._notes.mention(
+                f"the run does not hold {name}, which the optimizer did not keep in the first "
+                "step; record a new run"
+            )
+            return False
+        self.variables += (name,)
+        return True
+
     def _set_selected(self, name: str, value: torch.Tensor) -> None:
         if name in self.variables:
             self._put(name, value, None)
@@ -378,16 +405,25 @@ class ParameterRows:
     def _create_run(self) -> None:
         """Create the run with the variables of the current step, and write all rows so far."""
         last_step, last = self._early_rows[-1]
-        for name, empty in self._expected(last).items():
+        options = self._planned.recording.options
+        kept = find_kept(self._planned.recording.optimizer) if options.whole_state else []
+        for name, empty in self._expected(last, kept).items():
             last.setdefault(name, empty)
         requested = self.variables
         self.variables = tuple(name for name in requested if name in last)
         self.left_out = tuple(name for name in requested if name not in self.variables)
-        required = self._planned.recording.options.required
+        required = options.required
         if lost := [name for name in self.left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
         state = self._planned.recording.state
         needless = {"random_state"} if state is not None and state.draws_nothing else set()
+        if any(name not in VARIABLES for name in self.variables):
+            needless.update((*MOMENTS, *OPTIMIZER_STATE))
+        if other := [entry["name"] for entry in kept if entry["of"] == "other"]:
+            self._notes.mention(
+                f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "
+                "one tensor of the parameter's shape or one number, or under a name of the run"
+            )
         for names, remedy in _REMEDIES:  # of a tier, which takes what there is
             if lost := [name for name in self.left_out if name in names - required - needless]:
                 self._notes.mention(f"{', '.join(lost)} not recorded: {remedy}")
@@ -420,22 +456,25 @@ class ParameterRows:
         else:
             self._remember_W()
 
-    def _expected(self, row: Row) -> Row:
+    def _expected(self, row: Row, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
-        W, state = self._initial_W, self._planned.recording.optimizer.state
+        W, owner = self._initial_W, self.parameter.optimizer
+        state = {} if owner is None else owner.state
         found = {
             "grad": torch.full_like(W, float("nan")),
             "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type
             "grad_token_norm": torch.full(W.shape[:1], float("nan")),
         }
-        for name in MOMENTS:
+        names = [*MOMENTS]
+        if not state.get(self.parameter.tensor):  # it had no gradient yet
+            names += [entry["name"] for entry in entries if entry["of"] == "element"]
+        for name in names:
             for tensor, kept in state.items():
-                moment = kept.get(name)
                 same_type = tensor.dtype == self.parameter.tensor.dtype
-                if isinstance(moment, torch.Tensor) and moment.shape == tensor.shape and same_type:
-                    found[name] = torch.zeros_like(W, dtype=moment.dtype)
+                if same_type and is_element(name, tensor, kept.get(name)):
+                    found[name] = torch.zeros_like(W, dtype=kept[name].dtype)
                     break
-        return {name: value for name, value in found.items() if name in self.variables}
+        return {n: value for n, value in found.items() if n in self.variables or self._adopts(n)}
 
     def _move_to_block(self, step: int, row: Row) -> None:
         """Write a row, and release each value after its copy: rows can be as large as the model."""

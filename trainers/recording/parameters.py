@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
 __all__ = [
@@ -37,12 +38,15 @@ class RecordedParameter:
         Module that multiplies hidden states by it to make logits.
     group : dict
         The optimizer's parameter group with this parameter and its learning rate.
+    optimizer : Optimizer or None
+        The optimizer with that group; None if the loop has taken the parameter out of it.
     """
 
     name: str
     tensor: torch.nn.Parameter
     head: torch.nn.Module | None
     group: dict[str, Any]
+    optimizer: Optimizer | None
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -57,7 +61,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def find_parameters(
-    model: torch.nn.Module, optimizer: Optimizer, names: str | Sequence[str] | None
+    model: torch.nn.Module, optimizer: JoinedOptimizer, names: str | Sequence[str] | None
 ) -> tuple[RecordedParameter, ...]:
     """Find parameters by name, each matrix once.
 
@@ -65,8 +69,8 @@ def find_parameters(
     ----------
     model : Module
         Wrapped or not.
-    optimizer : Optimizer
-        Optimizer that trains them.
+    optimizer : JoinedOptimizer
+        Optimizers that train them.
     names : str or sequence of str, optional
         Names from `named_parameters`, any name of a tied weight. Default: the weight of the model's
         output embeddings.
@@ -105,6 +109,7 @@ def find_parameters(
                 tensor=tensor,
                 head=_head(inner, tensor),
                 group=group,
+                optimizer=optimizer.owner(group),
             )
     return tuple(found.values())
 
@@ -157,7 +162,9 @@ def _head(model: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Module
     return None
 
 
-def find_group(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:
+def find_group(
+    optimizer: Optimizer | JoinedOptimizer, weight: torch.Tensor
+) -> dict[str, Any] | None:
     """Return the optimizer's group that has a parameter; None if no group has it."""
     for group in optimizer.param_groups:
         if any(tensor is weight for tensor in group["params"]):

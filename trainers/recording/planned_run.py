@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xarray as xr
-from torch.optim import Optimizer
 
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument
@@ -25,6 +24,8 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.compact_encoding import check_encoding
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.kept_state import find_kept, state_attribute
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -48,8 +49,7 @@ class Recording:
     ----------
     model : Module
         Not wrapped.
-    optimizer : Optimizer
-        Not wrapped.
+    optimizer : JoinedOptimizer
     options : RecordingOptions
     loop : TrainingLoop
     notes : RunNotes
@@ -63,7 +63,7 @@ class Recording:
     """
 
     model: torch.nn.Module
-    optimizer: Optimizer
+    optimizer: JoinedOptimizer
     options: RecordingOptions
     loop: TrainingLoop
     notes: RunNotes
@@ -198,11 +198,16 @@ class PlannedRun:
     def _attributes(self) -> dict[str, Any]:
         """Root attributes of a new run."""
         recording = self.recording
-        optimizer = optimizer_attributes(recording.optimizer, self.parameter.group, self.schedule)
+        owner = self.parameter.optimizer
+        assert owner is not None  # it was found when the recording was planned
+        optimizer = optimizer_attributes(owner, self.parameter.group, self.schedule)
         attributes: dict[str, Any] = {}
         if recording.state is not None:
             optimizer["groups"] = group_attributes(recording.optimizer)
             attributes = recording.state.attributes()
+        if recording.options.whole_state:
+            kept = find_kept(recording.optimizer, recording.state.kept if recording.state else ())
+            attributes |= state_attribute(recording.optimizer, kept)
         return {
             "optimizer": optimizer,
             "provenance": provenance(self.device, recording.options.origin),

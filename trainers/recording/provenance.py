@@ -15,6 +15,7 @@ import zarr
 from torch.optim import Optimizer
 
 from trajstore.strict_json import utc_now
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.version import __version__
 
 __all__ = [
@@ -99,9 +100,14 @@ def optimizer_attributes(
     return {**_rule_attributes(optimizer, group), "schedule": schedule}
 
 
-def group_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the class and the hyperparameters of each parameter group of an optimizer."""
-    return [_rule_attributes(optimizer, group) for group in optimizer.param_groups]
+def group_attributes(optimizer: JoinedOptimizer) -> list[dict[str, Any]]:
+    """Return class and hyperparameters of each parameter group; of several optimizers the name."""
+    return [
+        _rule_attributes(member, group)
+        | ({"name": optimizer.named([member])} if len(optimizer.members) > 1 else {})
+        for member in optimizer.members
+        for group in member.param_groups
+    ]
 
 
 def _rule_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import InvalidArgument, NothingToResume
-from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token
+from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, variables_of
 from trajstore.store.metadata.segments import segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.resumed_run import resumed_run
@@ -87,7 +87,8 @@ class ExistingRun:
         """
         arrays: Any = open_group(planned.path)
         attributes: dict[str, Any] = arrays.attrs.asdict()
-        held = tuple(name for name in arrays.array_keys() if name in VARIABLES)
+        known = variables_of(attributes)
+        held = tuple(name for name in arrays.array_keys() if name in known)
         _check_recording_attribute(planned, attributes.get("recording", {}))
         _check_variables(planned, held)
         _check_tokens(planned, np.asarray(arrays["token"][...]))
@@ -102,7 +103,9 @@ class ExistingRun:
         native = native_type(str(W.attrs["native_dtype"]))
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
         last = np.asarray(W[steps.size - 1, own])
-        state = set() if planned.recording.state is None else set(STATE).intersection(held)
+        state = {name for name in held if name in STATE or name not in VARIABLES}
+        if planned.recording.state is None:
+            state.clear()
         return cls(
             planned=planned,
             variables=held,
@@ -188,7 +191,10 @@ def _check_recording_attribute(planned: PlannedRun, before: Mapping[str, Any]) -
 
 def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
     wanted, required = planned.recording.options.resolved, planned.recording.options.required
-    missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
+    extra = set(held) - set(wanted)
+    if planned.recording.options.whole_state:
+        extra &= VARIABLES.keys()
+    missing = sorted(extra) + sorted(required - set(held))
     if missing:
         raise InvalidArgument(
             f"variables: {planned.path} has {', '.join(held)}, got {', '.join(wanted)}; a resumed "

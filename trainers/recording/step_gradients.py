@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of
@@ -35,6 +36,7 @@ _REMOVED = (
     "the gradient of {name} was removed while optimizer.step() ran, so clipping there cannot be "
     "seen; clip_coef is NaN"
 )
+_BETWEEN = "a backward pass ran between the steps of the optimizers in a step, so grad_norm is NaN"
 _ASSIGNED = (
     "the gradient of {name} in a step is not that of a backward pass that ended before the step; "
     "grad is what the optimizer got, and clipping before cannot be seen"
@@ -142,7 +144,7 @@ class StepGradients:
 
     def _trained(self) -> set[torch.Tensor]:
         """Return the parameters of the optimizer."""
-        return {p for group in self._optimizer.param_groups for p in group["params"]}
+        return {*self._optimizer.parameters(*self._optimizer.members)}
 
     def are_discarded(self) -> bool:
         """Return True if the loop has discarded the gradients of the last backward pass."""
@@ -166,23 +168,35 @@ class StepGradients:
         gradients = [g for g in map(gradient_of, self._taken) if g is not None]
         if not gradients:
             return
-        self._take_of_others(unscale)
+        consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
+        self._take_of_others(unscale, consumed)
         for rows in self._rows:
             gradient = gradient_of(rows.parameter.tensor)
-            if gradient is not None:
+            if gradient is not None and rows.parameter.tensor not in consumed:
                 gradient = own_rows(gradient)
                 norm = torch.linalg.vector_norm(gradient) * unscale
                 self._norms[rows.parameter.tensor] = norm
                 self._set(rows, gradient, unscale)
         self.total_norm = total_norm(gradients) * unscale
+        if consumed:
+            self.total_norm = torch.full_like(self.total_norm, float("nan"))
+            self._on_note(_BETWEEN)
 
-    def _take_of_others(self, unscale: float) -> None:
+    def _take_of_others(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
         if (state := self._recording.state) is not None:
             for rows in self._rows:
-                for name, value in state.after_backward(rows.variables, unscale).items():
+                before = rows.copy_of("params_grad")
+                values = state.after_backward(rows.variables, unscale, consumed, before)
+                for name, value in values.items():
                     rows.set(name, value)
         if self._recording.summaries is not None:
-            self._recording.summaries.after_backward(unscale)
+            self._recording.summaries.after_backward(unscale, consumed)
+
+    def _rows_of(self, optimizer: Optimizer) -> list[ParameterRows]:
+        """Return the rows of an optimizer that has its first step, and those of none."""
+        if optimizer in self._optimizer.turns:
+            return []
+        return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
 
     def _set(self, rows: ParameterRows, gradient: torch.Tensor, unscale: float = 1.0) -> None:
         raw = gradient if unscale == 1.0 else gradient * unscale
@@ -191,15 +205,19 @@ class StepGradients:
 
     # The optimizer's step ------------------------------------------------------------------------
 
-    def settle(self, unscale: float = 1.0, *, may_be_assigned: bool = True) -> None:
-        """Compare the gradients with those that the optimizer consumes, and set `clip_coef`.
+    def settle(
+        self, optimizer: Optimizer, unscale: float = 1.0, *, may_be_assigned: bool = True
+    ) -> None:
+        """Compare the gradients with those that an optimizer consumes, and set `clip_coef`.
 
         `unscale` multiplies gradients that no backward pass was seen to produce. They are noted if
         they `may_be_assigned`.
         """
-        for rows in self._rows:
+        for rows in self._rows_of(optimizer):
             self._settle(rows, unscale, noted=may_be_assigned)
         self._settled = now = self.marks()
+        if self._optimizer.turns:
+            return  # another optimizer has consumed gradients
         same = now.keys() == self._taken.keys() and all(
             self._taken[p].is_tensor(p.grad) for p in now
         )
@@ -294,13 +312,13 @@ class StepGradients:
         yield from ((one, 0) for one in (near, *_neighbors(near), best))
         yield best, 2 * torch.finfo(seen.dtype).eps
 
-    def compare_again(self, *, inside: bool = False) -> None:
+    def compare_again(self, optimizer: Optimizer, *, inside: bool = False) -> None:
         """Find the factor of gradients that changed after `settle`, in a later hook of the step.
 
         Other changes are the optimizer's own. It is called after the step, and before the step of
         a base class, `inside` that of the optimizer.
         """
-        for rows in self._rows:
+        for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
             mark = self._settled.get(parameter)
             if mark is None or mark.is_still(parameter.grad) or parameter not in self._taken:
@@ -309,13 +327,13 @@ class StepGradients:
             if gradient is not None:
                 self._compare(rows, own_rows(gradient), only_factor=True)
             elif not self._was_inside:
-                self.set_unknown_factor()
+                self.set_unknown_factor(optimizer)
                 self._note(_REMOVED, rows)
         self._was_inside = inside
 
-    def set_unknown_factor(self) -> None:
-        """Set `clip_coef` to NaN."""
-        for rows in self._rows:
+    def set_unknown_factor(self, optimizer: Optimizer) -> None:
+        """Set `clip_coef` of the matrices of an optimizer to NaN."""
+        for rows in self._rows_of(optimizer):
             if self.total_norm is not None:
                 unknown = torch.full_like(self.total_norm, float("nan"))
                 rows.set("clip_coef", self.as_norm(unknown))

@@ -32,7 +32,6 @@ from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError
@@ -46,6 +45,7 @@ from trajstore.trainers.recording.forward_values import (
     ForwardPasses,
 )
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
+from trajstore.trainers.recording.joined_optimizer import real_optimizer
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
 from trajstore.trainers.recording.parameter_rows import ParameterRows
@@ -57,9 +57,8 @@ from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
 from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile
 from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
-from trajstore.values.optimizer_rule import MOMENTS
 
-__all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
+__all__ = ["Recorder", "clip_coefficient"]
 
 _SEVERAL = (
     "optimizer.step() differentiates the loss several times; loss, logits and grad are those of "
@@ -72,6 +71,9 @@ _STALE = (
 _DIVIDED = (
     "observe(loss=…) got several quotients in a step; their mean is recorded. If each is loss / "
     "accumulation, this is too small: pass the loss before the division"
+)
+_SOME_SKIPPED = (
+    "the GradScaler skipped the step of {idle} only; skipped is that of the matrix's optimizer"
 )
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
@@ -95,18 +97,6 @@ def _guarded(method: F) -> F:
             self._fail(error)
 
     return call  # type: ignore[return-value]
-
-
-def real_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside accelerate's wrapper."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise RecordingError(
-            f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "
-            "that trains the parameter"
-        )
-    return optimizer
 
 
 class Recorder:
@@ -171,6 +161,7 @@ class Recorder:
         self._new_roots: list[weakref.ref[torch.Tensor]] = []  # of the step
         self._steps = OuterStep(self._before_step, self._on_step_end, self._inside_step)
         self._has_closure = self._in_step = False
+        self._turns = 0  # of all optimizers
         self._scale = 1.0  # factor of the loss in the last backward pass
         self._handles: list[Any] = []
         self._begin_step()
@@ -193,7 +184,9 @@ class Recorder:
             if self._recording.state is not None:
                 self._recording.state.watch(hooks, model, self._forward)
         self._forward.watch_model(hooks, model)
-        self._handles = [hooks, *watch_steps(self._optimizer, before, after)]
+        self._handles = [hooks]
+        for optimizer in self._optimizer.members:
+            self._handles += watch_steps(optimizer, before, after)
         BACKWARD.listen(self._on_backward)
         SCALER_STEP.listen(self._on_scaler_step)
 
@@ -393,10 +386,10 @@ class Recorder:
         if self._gradients.are_discarded():
             if self._in_step and self._backwards:
                 self._is_several = True
-            else:
+            elif not self._optimizer.turns:
                 self._backwards.clear()
                 self._gradients.begin_step()
-        if self._backwards and not self._in_step:
+        if self._backwards and not self._in_step and not self._optimizer.turns:
             self._matrices.check_weights(quick=True)
         if self._is_several:
             return None
@@ -433,21 +426,23 @@ class Recorder:
         self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         """Surround a call of `GradScaler.step`, to detect whether it calls the optimizer."""
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        ours = optimizer is self._optimizer and scaler.is_enabled() and self.is_recording
+        optimizer = real_optimizer(optimizer)
+        ours = optimizer in self._optimizer.members and scaler.is_enabled() and self.is_recording
         if ours and scaler is not self._scaler:
             self._adopt(scaler)
-        before = self.step
+        before = self._turns
         yield
-        if ours and self.step == before and self.is_recording:
-            self._skip_step()
-            if self._on_step is not None and self.is_recording:
-                self._on_step(self)
+        if ours and self._turns == before and self.is_recording:
+            self._after_turn(self._skip_step, optimizer)
 
     @_guarded
     def _adopt(self, scaler: Any) -> None:
         """Use a scaler that was not passed, or that replaces the one that was."""
+        if len(self._optimizer.members) > 1:
+            raise RecordingError(
+                "the loop uses a GradScaler that was not passed, which may have unscaled some of "
+                "the gradients; pass it: capture(…, scaler=scaler)"
+            )
         self._scaler = scaler
         self._gradients.begin_step()
         self._was_adopted = True
@@ -463,67 +458,91 @@ class Recorder:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Find the parameters again, and compare the optimizer's gradient with the raw one."""
-        self._notes.step = self.step + 1
-        self._matrices.find_again()
-        if self._recording.summaries is not None:
-            self._recording.summaries.before_step()
-        if self._parameters:
-            self._first_step.begin()
+        self._optimizer.check_turn(optimizer)
+        self._begin_turn(optimizer)
+        if optimizer not in self._optimizer.turns:
+            if self._recording.summaries is not None:
+                self._recording.summaries.before_step(optimizer.param_groups)
+            if self._parameters:
+                self._first_step.begin(optimizer.param_groups)
         self._in_step = True
         self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
         if not self._has_closure:
-            self._settle()
+            self._settle(optimizer)
+
+    def _begin_turn(self, optimizer: Optimizer) -> None:
+        self._notes.step = self.step + 1
+        if not self._optimizer.turns:
+            self._matrices.find_again()
+        self._matrices.begin_turn(optimizer)
 
     @_guarded
     @torch.no_grad()
-    def _inside_step(self) -> None:
+    def _inside_step(self, optimizer: Optimizer) -> None:
         if not self._has_closure:
-            self._gradients.compare_again(inside=True)
+            self._gradients.compare_again(optimizer, inside=True)
 
-    def _settle(self) -> None:
-        if self._gradients.are_discarded():
+    def _settle(self, optimizer: Optimizer) -> None:
+        if not self._optimizer.turns and self._gradients.are_discarded():
             self._backwards.clear()
             self._gradients.begin_step()
-        fused = hasattr(self._optimizer, "grad_scale")
+        fused = hasattr(optimizer, "grad_scale")
         self._gradients.settle(
-            1.0 / self._scale if fused else 1.0, may_be_assigned=not self._was_adopted
+            optimizer, 1.0 / self._scale if fused else 1.0, may_be_assigned=not self._was_adopted
         )
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_recording:
-            return
-        self._after_step(optimizer)
-        if self._on_step is not None and self.is_recording:
+        if self.is_recording:
+            self._after_turn(self._after_step, optimizer)
+
+    def _after_turn(self, end: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        """End the turn of an optimizer; call `on_step` if that ends the step."""
+        before = self.step
+        end(optimizer)
+        if self.step > before and self._on_step is not None and self.is_recording:
             self._on_step(self)
 
     @_guarded
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._is_several:
-            self._gradients.set_unknown_factor()
+            self._gradients.set_unknown_factor(optimizer)
             self._notes.mention(_SEVERAL)
         elif self._has_closure:
-            self._settle()
+            self._settle(optimizer)
         else:
-            self._gradients.compare_again()
+            self._gradients.compare_again(optimizer)
         skipped = found_overflow(optimizer)
         if skipped:
-            self._gradients.set_unknown_factor()
-        self._end_step(skipped=skipped)
+            self._gradients.set_unknown_factor(optimizer)
+        self._end_turn(optimizer, skipped=skipped)
 
     @_guarded
     @torch.no_grad()
-    def _skip_step(self) -> None:
-        """End a step in which the scaler has not called the optimizer."""
-        self._notes.step = self.step + 1
-        self._matrices.find_again()
-        self._gradients.settle(may_be_assigned=False)
-        self._gradients.set_unknown_factor()
-        self._end_step(skipped=True)
+    def _skip_step(self, optimizer: Optimizer) -> None:
+        """End the turn of an optimizer that the scaler has not called."""
+        self._begin_turn(optimizer)
+        self._gradients.settle(optimizer, may_be_assigned=False)
+        self._gradients.set_unknown_factor(optimizer)
+        self._end_turn(optimizer, skipped=True)
 
-    def _end_step(self, *, skipped: bool) -> None:
+    def _end_turn(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        """Take what the next optimizer may change; the last one ends the step."""
+        self._turns += 1
+        self._matrices.end_turn(optimizer, may_change=self._has_closure)
+        if self._recording.summaries is not None:
+            groups = optimizer.param_groups
+            self._recording.summaries.after_update(groups, skipped=skipped)
+        if self._optimizer.end_turn(optimizer, skipped=skipped):
+            self._end_step()
+
+    def _end_step(self) -> None:
         """Take the results of the step, complete its rows, and start the next step."""
-        self._matrices.set_rates(may_change=self._has_closure)
+        self._matrices.set_rates()
+        turns = self._optimizer.turns
+        if len({*map(bool, turns.values())}) > 1:
+            idle = self._optimizer.named(one for one, taken in turns.items() if not taken)
+            self._notes.mention(_SOME_SKIPPED.format(idle=idle))
         backwards = self._backwards
         passes = {one.number: one for frame in backwards or [self._loose] for one in frame.passes}
         if not backwards and len(passes) > 1:
@@ -536,25 +555,24 @@ class Recorder:
             **self._forward.values(backwards),
             **self._examples.values(),
             "grad_norm": None if total is None else self._gradients.as_norm(total),
-            "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
             "scale": torch.tensor(self._scale, dtype=torch.float64)
             if self._scaler is not None and self._recording.state is not None
             else None,
         }
         if self._recording.summaries is not None:
-            scalars |= self._recording.summaries.after_step(skipped=skipped)
+            scalars |= self._recording.summaries.after_step()
         logits = scalars.pop("logits")
         scalars = {name: None if value is None else whole(value) for name, value in scalars.items()}
         loss = scalars["loss"]
         self.loss = torch.tensor(float("nan")) if loss is None else loss
         for rows in self._parameters:
             parameter = rows.parameter.tensor
+            taken = self._optimizer.steps_of(rows.parameter.optimizer)
+            if self._scaler is not None or self._optimizer.ends_step is not None:
+                rows.set("skipped", torch.tensor({0: 1.0, 1: 0.0}.get(taken, float("nan"))))
             rows.set("W", parameter)
             rows.set_cells()
-            kept = self._optimizer.state.get(parameter, {})
-            for name in MOMENTS:
-                if isinstance(kept.get(name), torch.Tensor):
-                    rows.set(name, kept[name])
+            rows.set_state()
             rows.set_change_norms()
             if self._recording.state is not None:
                 state = self._recording.state.after_step(rows.variables, first=rows.writer is None)
@@ -565,12 +583,14 @@ class Recorder:
             for name, value in scalars.items():
                 if value is not None:
                     rows.set(name, value)
-            rows.end_row(self.step + 1, had_effect=not skipped and total is not None)
+            started = taken and total is not None and not self._optimizer.waiting
+            rows.end_row(self.step + 1, had_effect=bool(started))
         for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)
         if self._forward.loss_looks_divided:
             self._notes.mention(_DIVIDED)
         self._begin_step()
+        turns.clear()
         self.step += 1
 
     def _begin_step(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
@@ -21,9 +22,9 @@ State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
 
 REPLAYABLE = (
-    "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam",
+    "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Muon",
 )  # fmt: skip
-"""Classes of `torch.optim` that update each element independently."""
+"""Classes of `torch.optim`. All but Muon update each element independently."""
 
 _ROUNDED = tuple(OPTIMIZERS.values())
 
@@ -47,6 +48,8 @@ class RecordedOptimizer:
     hyperparameters : dict
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
+    starts : dict of str to float
+        Its state before the first step.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class RecordedOptimizer:
         self._dtype = dtype
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
+        made = {name: float(value) for name, value in self._state().items()}
         self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"])
         self.example = self._state()
+        self.starts = {name: made.get(name, 0.0) for name in self.state_names}
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -74,6 +79,17 @@ class RecordedOptimizer:
     def counts_steps(self) -> bool:
         """True if the update depends on the number of steps."""
         return _STEP in self.example
+
+    def check_whole(self, placement: Placement) -> None:
+        """Check that the recorded tokens suffice for a step.
+
+        Raises
+        ------
+        CannotReplay
+            If each element depends on all others, of which some are not known.
+        """
+        if placement.ids is not None and self._class is getattr(torch.optim, "Muon", None):
+            raise CannotReplay("a step of Muon needs all tokens, but the run holds some of them")
 
     def begin(self, weights: torch.Tensor, state: State, steps_taken: int) -> None:
         """Set the parameter and its state.
@@ -174,7 +190,8 @@ def recorded_optimizer(
 
 
 def _optimizer_class(path: str) -> type[Optimizer]:
-    classes: list[type[Optimizer]] = [getattr(torch.optim, name) for name in REPLAYABLE]
+    names = [name for name in REPLAYABLE if hasattr(torch.optim, name)]  # Muon is new
+    classes: list[type[Optimizer]] = [getattr(torch.optim, name) for name in names]
     for known in (*classes, *_ROUNDED):
         if f"{known.__module__}.{known.__qualname__}" == path:
             return known
@@ -188,7 +205,7 @@ def _optimizer_class(path: str) -> type[Optimizer]:
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=0.0, **added)
+    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.0, **added)
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters
     return {name for name, value in group.items() if not isinstance(value, flags)}

@@ -100,7 +100,8 @@ class RecordedRows:
         """Return True if the number of skipped steps before a row is known."""
         if "skipped" not in self:
             return True
-        return self.from_start and np.array_equal(self.steps[:number], np.arange(number))
+        known = all(not np.isnan(self.value("skipped", row)) for row in range(1, number))
+        return known and self.from_start and np.array_equal(self.steps[:number], np.arange(number))
 
     def scalar(self, name: str, number: int) -> Array:
         """Return the bits of a scalar of a row."""

@@ -92,7 +92,8 @@ def replay(
         previous: RecordedRow | None = None
         for row in rows.read(names):
             if previous is None:
-                previous = checked_first_row(row, rows, findings)
+                starts = dict.fromkeys(MOMENTS, 0.0) if steps is None else steps.starts
+                previous = checked_first_row(row, rows, findings, starts)
             else:
                 if steps is not None:
                     with unreplayed.collect(row.step):
@@ -147,6 +148,8 @@ class StepReplay:
         State of the optimizer that is not recorded, so it is carried from step to step.
     replayed : list of int
         Steps that were repeated.
+    starts : dict of str to float
+        State of an element before the first step.
 
     Raises
     ------
@@ -171,7 +174,10 @@ class StepReplay:
             )
         weights = getattr(torch, natives["W"].name)
         self._optimizer = optimizer = recorded_optimizer(attributes, weights, device.device)
-        state = [name for name in MOMENTS if name in optimizer.state_names and name in natives]
+        self._placement = recorded_placement(source, device.device)
+        optimizer.check_whole(self._placement)
+        self.starts = optimizer.starts
+        state = [name for name in optimizer.state_names if name in natives]
         for name in state:
             made = str(optimizer.example[name].dtype).removeprefix("torch.")
             if natives[name].name != made:
@@ -189,7 +195,6 @@ class StepReplay:
         self.rebuilt = tuple(name for name in optimizer.state_names if name not in state)
         self.replayed: list[int] = []
         self._rows = rows
-        self._placement = recorded_placement(source, device.device)
         self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
         self._comparisons = comparisons

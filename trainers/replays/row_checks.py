@@ -8,6 +8,7 @@ the state is rounded away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,6 @@ from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows
 from trajstore.trainers.replays.replay_result import Finding
 from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
-from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.rounding import convert
 
 __all__ = [
@@ -40,23 +40,26 @@ _OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
 def check_skipped(rows: RecordedRows, findings: list[Finding]) -> None:
-    """Check that every row except the first is 0 or 1."""
+    """Check that every row except the first is 0 or 1, or NaN like the rate of several steps."""
     if "skipped" not in rows:
         return
     for number, step in enumerate(rows.steps[1:].tolist(), 1):
-        if rows.value("skipped", number) not in (0, 1):
+        skipped, rate = rows.value("skipped", number), rows.value("lr", number)
+        if skipped not in (0, 1) and not (np.isnan(skipped) and np.isnan(rate)):
             findings.append(Finding(kind="invalid", variable="skipped", step=step, tokens=0))
 
 
-def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: list[Finding]) -> RecordedRow:
-    """Return the state before training, with moments of 0.
+def checked_first_row(
+    row: RecordedRow, rows: RecordedRows, findings: list[Finding], starts: Mapping[str, float]
+) -> RecordedRow:
+    """Return the state before training, in which every element of the optimizer's is a start.
 
-    Other moments, or a gradient, give a finding. A run that starts later is not checked.
+    Another state, or a gradient, gives a finding. A run that starts later is not checked.
     """
     if not rows.from_start:
         return row
     bits = dict(row.bits)
-    for name in ("grad", *MOMENTS):
+    for name in ("grad", *starts):
         if name not in bits:
             continue
         stored = bits[name]
@@ -65,8 +68,10 @@ def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: list[Findi
             wrong = stored != values[counts.argmax()]
             wrong |= ~tensor_of(stored, rows.natives[name]).isnan().numpy()
         else:
-            wrong = stored != 0
-            bits[name] = np.zeros_like(stored)
+            native = rows.natives[name]
+            start = torch.tensor(starts[name], dtype=getattr(torch, native.name))
+            bits[name] = np.full_like(stored, as_bits(start, native, name))
+            wrong = stored != bits[name]
         if wrong.any():
             findings.append(finding_at({name: wrong}, rows.tokens, kind="start", step=row.step))
     return replace(row, bits=bits)

@@ -16,7 +16,7 @@ from trajstore.argument_types import Count, checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume
 from trajstore.exchange.exporting.branched_run import branch_run
 from trajstore.optimizer_advice import require_sound
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP, variables_of
 from trajstore.store.metadata.segments import listed_segments, segments_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
@@ -24,6 +24,7 @@ from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.parameters import find_group
 from trajstore.trainers.recording.provenance import group_attributes, optimizer_attributes
@@ -247,7 +248,7 @@ def _optimizer_attributes(config: RunConfig, parameter: str, *, groups: bool) ->
     group = find_group(optimizer, dict(model.named_parameters())[parameter])
     assert group is not None  # it trains the whole model
     found = optimizer_attributes(optimizer, group, {})
-    return found | ({"groups": group_attributes(optimizer)} if groups else {})
+    return found | ({"groups": group_attributes(JoinedOptimizer(optimizer))} if groups else {})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -325,7 +326,7 @@ class _Source:
             types={
                 name: str(array.attrs["native_dtype"])
                 for name, array in group.arrays()
-                if name in VARIABLES
+                if name in variables_of(attributes)
             },
             steps=np.asarray(group[STEP.name][...]).tolist(),
         )

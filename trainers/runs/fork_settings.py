@@ -7,7 +7,7 @@ from typing import Any
 
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.exchange.exporting.branched_run import holds_exactly
-from trajstore.schema import TIERS
+from trajstore.schema import TIERS, VARIABLES
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.runs.run_plan import native_types
 from trajstore.values.optimizer_rule import MOMENTS
@@ -91,6 +91,8 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
     before, after = native_types(recorded), native_types(config)
     types = {}
     for name, native in held.items():
+        if name not in VARIABLES and not keeps_state(recorded, config):
+            continue
         if name in MOMENTS and config.optimizer.name == "sgd":
             if name in set(config.recording.variables) - set(TIERS):
                 raise InvalidArgument(

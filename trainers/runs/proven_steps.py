@@ -24,7 +24,7 @@ from trajstore.errors import (
     VariableNotRecorded,
 )
 from trajstore.exchange.selection import Steps, select_part
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
@@ -191,7 +191,7 @@ def prove(
         repeated_on=device.replayed_on,
         steps=len(rows),
         proven=proofs.proven,
-        variables=tuple(name for name in group.array_keys() if name in VARIABLES),
+        variables=tuple(name for name in group.array_keys() if name in variables_of(attributes)),
         differences=tuple(found[:LISTED]),
         total=len(found),
         differing=len({one.step for one in found}),
@@ -212,7 +212,7 @@ def _check_provable(path: RunPath, attributes: Mapping[str, Any]) -> None:
     if not holds_state(run, recorded_config(run)):
         raise VariableNotRecorded(
             f"the rows of {path} do not hold the whole state of the training; --gradients needs "
-            "--variables everything, without float16 autocast or momentum of SGD"
+            "--variables everything, without float16 autocast"
         )
 
 

@@ -20,10 +20,12 @@ from trajstore.populations.files import populations_from
 from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
+    KEPT,
     OF_PARAMETERS,
     POPULATION,
     TIERS,
     VARIABLES,
+    kept_as,
     resolve_variables,
 )
 from trajstore.store.metadata.block_plan import Layout
@@ -39,7 +41,7 @@ from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 from trajstore.trainers.runs.matrix_runs import matrices
 from trajstore.trainers.texts.corpus import load_corpus
 from trajstore.trainers.texts.fetch import cached
-from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
+from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, OptimizerRule
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
@@ -223,12 +225,19 @@ def native_types(config: RunConfig) -> dict[str, str]:
         absent |= {*MOMENTS, *_MOMENTS_OF_ALL, "params_count"}
     if training.autocast != "float16":
         absent |= {"skipped", "scale"}
-    named = set(config.recording.variables) - set(TIERS)
-    return {
+    requested = set(config.recording.variables)
+    found = {
         name: types[name]
         for name in resolve_variables(config.recording.variables)
-        if name not in absent or name in named
+        if name not in absent or name in requested - set(TIERS)
     }
+    if config.optimizer.name == "sgd" and config.optimizer.momentum:
+        of_matrix, of_others = kept_as(MOMENTUM, "element")
+        if requested & {"matrix", "everything"}:
+            found[of_matrix] = types["exp_avg"]
+        if "everything" in requested:
+            found |= {of_others: types["exp_avg"], KEPT.name: "float64"}
+    return found
 
 
 def numeric_advice(config: RunConfig) -> list[Advice]:
@@ -372,7 +381,7 @@ def _bytes_by_encoding(
             ratio = rows / (early / _LEARNING + (rows - early) / _LATER)
         compact["grad"] = round(native["grad"] / ratio)
     computed = rule.state if rule else ()
-    vectors = [VECTORS[name] for name in computed if len(computed) > 1]
+    vectors = [VECTORS[name] for name in computed if rule and rule.kind == "adam"]
     for name in (*computed, *(name for name in vectors if name in kinds)):
         ratio = _KEY_ROWS.get(kinds[name], {}).get(name, 1.0)
         compact[name] = round(blocks * layout.arrays[name].row_bytes / ratio)

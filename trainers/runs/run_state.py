@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch.optim import Optimizer
 
 from trajstore.errors import FormatError
+from trajstore.schema import KEPT, kept_as
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
@@ -32,8 +33,9 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
-from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
+from trajstore.trainers.step_models.optimizer_state import state_dicts_at
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
+from trajstore.values.optimizer_rule import MOMENTUM
 from trajstore.version import __version__
 
 __all__ = ["RunState", "holds_state", "rows_hold_state", "stored_name"]
@@ -143,7 +145,8 @@ class RunState:
         tensors = {
             _MODEL + one.name: tensor_of(one.bits(row), one.native) for one in stored.parameters
         }
-        for number, values in optimizer_state_at(run, step)["state"].items():
+        (saved,) = state_dicts_at(run, step)
+        for number, values in saved["state"].items():
             tensors |= {f"{_OPTIMIZER}{number}.{key}": value for key, value in values.items()}
         every = config.recording.every
         regular = (stored.steps % every == 0) | (np.arange(stored.steps.size) == 0)
@@ -268,7 +271,7 @@ class RunState:
 def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:
     """Return True if each row holds the whole state of a training run.
 
-    Rows lack the momentum of SGD, and the growth of a gradient scaler.
+    Rows lack the growth of a gradient scaler.
 
     Parameters
     ----------
@@ -278,10 +281,14 @@ def rows_hold_state(config: RunConfig, variables: Collection[str]) -> bool:
     """
     if "params" not in variables:
         return False
-    sgd = config.optimizer.name == "sgd"
-    if config.training.autocast == "float16" or (sgd and config.optimizer.momentum):
+    if config.training.autocast == "float16":
         return False
-    return {"W", "params_lr", *(() if sgd else _MOMENTS)} <= set(variables)
+    if config.optimizer.name == "sgd":
+        momentum = (KEPT.name, *kept_as(MOMENTUM, "element"))
+        kept: tuple[str, ...] = momentum if config.optimizer.momentum else ()
+    else:
+        kept = _MOMENTS
+    return {"W", "params_lr", *kept} <= set(variables)
 
 
 def holds_state(run: Location, config: RunConfig) -> bool:

@@ -70,7 +70,8 @@ def checkout(
     step : int
         A recorded step; 0 is the initial state.
     optimizer : bool
-        Also write ``optimizer.pt``: the state dict of the optimizer, for `torch.load`.
+        Also write ``optimizer.pt``: the state dict of the optimizer for `torch.load`, or a list of
+        them.
     tokenizer : path-like or str, optional
         Tokenizer instead of the run's: ``ascii``, a folder, or a ``tokenizer.json``.
     overwrite : bool

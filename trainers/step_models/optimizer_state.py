@@ -10,36 +10,42 @@ import torch
 
 from trajstore.argument_types import checks_types
 from trajstore.errors import VariableNotRecorded
+from trajstore.schema import KEPT, OPTIMIZER_STATE, kept_as
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.recording.kept_state import ADAM_STATE
 from trajstore.trainers.replays.parameter_placement import tensor_of
-from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
+from trajstore.trainers.step_models.recorded_parameters import (
+    RunParameters,
+    StoredParameter,
+    variable_of,
+)
+from trajstore.values.optimizer_rule import ADAM
 
-__all__ = ["optimizer_state_at", "state_of"]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+__all__ = ["optimizer_state_at", "state_dicts_at", "state_of"]
 
 
 @checks_types
-def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
+def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the optimizer's state after a step, as `load_state_dict` takes it.
 
-    Moments and step counts have the recorded bits. The learning rate of a group is the one that
-    the step used; at step 0 it is the initial one. Load it into an optimizer of the same class with
-    the same parameter groups.
+    Tensors and numbers have the recorded bits and types. The learning rate of a group is the one
+    that the step used; at step 0 it is the initial one. Load it into an optimizer of the same class
+    with the same parameter groups.
 
     Parameters
     ----------
     run : path-like or str
-        A run that was recorded with ``variables="everything"``, with Adam, AdamW, or SGD without
-        momentum.
+        A run that was recorded with ``variables="everything"``, with any optimizer that keeps
+        tensors of its parameters' shapes and numbers only.
     step : int
         A recorded step; 0 is the initial state.
 
     Returns
     -------
-    dict
-        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state.
+    dict, or list of dict
+        With ``state`` and ``param_groups``. A parameter without a gradient so far has no state. Of
+        several optimizers, a list in the order in which `capture` got them.
 
     Raises
     ------
@@ -61,18 +67,28 @@ def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any]:
     >>> state["state"][0]["step"].item(), decays
     (3.0, [0.01, 0.0])
     """
+    found = state_dicts_at(run, step)
+    return found[0] if len(found) == 1 else found
+
+
+def state_dicts_at(run: RunPath, step: int) -> list[dict[str, Any]]:
+    """Return the state dict of each optimizer of a run, as `optimizer_state_at`."""
     stored = RunParameters(run)
     states = state_of(stored, step)
     groups = attribute(stored.attributes, "optimizer", "groups")
-    order = sorted(
-        (one for one in stored.parameters if one.group is not None),
-        key=lambda one: (one.group or 0, one.position),
-    )
-    lengths = [sum(one.group == number for one in order) for number in range(len(groups))]
-    return {
-        "state": {number: states[one] for number, one in enumerate(order) if one in states},
-        "param_groups": _groups(stored, step, groups, lengths),
-    }
+    rates = stored.value("params_lr", step).tolist()
+    found: dict[str | None, dict[str, Any]] = {}
+    for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+        made = found.setdefault(group.get("name"), {"state": {}, "param_groups": []})
+        own = [one for one in stored.parameters if one.group == number]
+        own.sort(key=lambda one: one.position)
+        first = sum(len(each["params"]) for each in made["param_groups"])
+        numbers = range(first, first + len(own))
+        made["state"] |= {
+            n: states[one] for n, one in zip(numbers, own, strict=True) if one in states
+        }
+        made["param_groups"].append({**_settings(group, rate), "params": [*numbers]})
+    return [*found.values()]
 
 
 def _check_state(stored: RunParameters) -> None:
@@ -87,10 +103,16 @@ def _check_state(stored: RunParameters) -> None:
     kind = str(attribute(stored.attributes, "optimizer", "class"))
     name = kind.rpartition(".")[2].removeprefix("Rounded")
     missing: list[str] = []
+    kept = stored.attributes.get(OPTIMIZER_STATE)
     if not isinstance(groups, list):
         missing = ["parameter groups"]
-    elif name in ("Adam", "AdamW"):
-        missing = [one for one in stored.variables("exp_avg") if one not in stored]
+    elif kept is not None:
+        whole = KEPT.name in stored
+        missing = [one["name"] for one in kept if one["of"] == "other" or not whole]
+    elif name in ADAM:
+        trained = [one for one in stored.parameters if one.group is not None and one.requires_grad]
+        wanted = dict.fromkeys(variable_of(one.variable, "exp_avg") for one in trained)
+        missing = [one for one in wanted if one not in stored]
         if any(group["hyperparameters"].get("amsgrad") for group in groups):
             missing.append("max_exp_avg_sq")
     elif name == "SGD":
@@ -101,11 +123,11 @@ def _check_state(stored: RunParameters) -> None:
     if missing:
         raise VariableNotRecorded(
             f"{stored.run} does not hold the {', '.join(missing)} of its optimizer {kind}; the "
-            "whole state is recorded for Adam, AdamW, and SGD without momentum"
+            "tier everything holds what an optimizer keeps as numbers, and in its parameters' shape"
         )
 
 
-def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str, torch.Tensor]]:
+def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str, Any]]:
     """Return the optimizer's state of each parameter that has one after a step.
 
     Raises
@@ -115,30 +137,45 @@ def state_of(stored: RunParameters, step: int) -> dict[StoredParameter, dict[str
     """
     stored.number(step)
     _check_state(stored)
-    if not all(name in stored for name in stored.variables("exp_avg")):
+    entries = stored.attributes.get(OPTIMIZER_STATE)
+    if entries is not None:
+        marks = stored.value(KEPT.name, step)
+    elif "exp_avg" in stored:
+        entries, marks = ADAM_STATE, (stored.value("params_count", step) > 0) * 7
+    else:
         return {}
-    row = stored.row(step, [name for kind in _MOMENTS for name in stored.variables(kind)])
-    states = {}
-    for one, count in zip(stored.parameters, stored.value("params_count", step), strict=True):
-        if not count:
-            continue
-        states[one] = {"step": torch.tensor(float(count), dtype=torch.float32)}
-        for kind in _MOMENTS:
-            states[one][kind] = tensor_of(one.bits(row, kind), one.natives[kind])
+    names = {entry["name"]: kept_as(entry["name"], entry["of"])[-1] for entry in entries}
+    vectors = [entry["name"] for entry in entries if entry["of"] == "element"]
+    row = stored.row(step, [v for one in vectors for v in stored.variables(one) if v in stored])
+    numbers = {
+        name: stored.value(variable, step)
+        for name, variable in names.items()
+        if name not in vectors and variable in stored
+    }
+    states: dict[StoredParameter, dict[str, Any]] = {}
+    for number, one in enumerate(stored.parameters):
+        held = [entry for bit, entry in enumerate(entries) if int(marks[number]) >> bit & 1]
+        for entry in held:
+            name, values = entry["name"], states.setdefault(one, {})
+            variable = variable_of(one.variable, name) if name in vectors else names[name]
+            if variable not in stored:
+                raise VariableNotRecorded(f"{stored.run} does not hold {variable} of {one.name}")
+            if name in vectors:
+                values[name] = tensor_of(one.bits(row, name), one.natives[name])
+            else:
+                values[name] = _number(numbers[name][number], entry["type"])
     return states
 
 
-def _groups(
-    stored: RunParameters, step: int, groups: list[Mapping[str, Any]], lengths: list[int]
-) -> list[dict[str, Any]]:
-    """Return the parameter groups with the rates of a step."""
-    rates = stored.value("params_lr", step).tolist()
-    found, first = [], 0
-    for group, rate, length in zip(groups, rates, lengths, strict=True):
-        settings = group["hyperparameters"].items()
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
-        if not math.isnan(rate):  # NaN at step 0, which took no step
-            values["lr"] = rate
-        found.append({**values, "params": list(range(first, first + length))})
-        first += length
-    return found
+def _number(value: float, kind: str) -> Any:
+    """Return a number in the type in which the optimizer keeps it."""
+    python = {"bool": bool, "int": int, "float": float}.get(kind)
+    return torch.tensor(value, dtype=getattr(torch, kind)) if python is None else python(value)
+
+
+def _settings(group: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the settings of a parameter group with the rate of a step."""
+    settings = group["hyperparameters"].items()
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings}
+    # NaN at step 0, which took no step
+    return values if math.isnan(rate) else values | {"lr": rate}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, StepNotFound, VariableNotRecorded
 from trajstore.exact_values import ANY, exact_step
-from trajstore.schema import STEP
+from trajstore.schema import OPTIMIZER_STATE, STEP
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.reading.recorded_parameters import own_type
@@ -42,7 +42,7 @@ class StoredParameter:
         Further names.
     shape : tuple of int
     natives : mapping of str to NativeType
-        Its own type of each recorded quantity: ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq``. A
+        Its own type of each recorded quantity: ``W``, ``grad``, and what the optimizer keeps. A
         vector of parameters of several types has a wider one.
     variable : str
         Variable with its values: ``W``, or a vector of several parameters.
@@ -76,7 +76,7 @@ class StoredParameter:
         return self.natives["W"]
 
     def bits(self, row: Row, kind: str = "W") -> Array:
-        """Return its bits in a row, in its own type: ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq``.
+        """Return its bits in a row, in its own type: of ``W``, ``grad``, ``exp_avg`` and so on.
 
         Raises
         ------
@@ -97,7 +97,7 @@ def variable_of(variable: str, kind: str) -> str:
     >>> variable_of("W", "grad"), variable_of("params", "exp_avg")
     ('grad', 'params_exp_avg')
     """
-    return kind if variable == "W" else VECTORS[kind]
+    return kind if variable == "W" else VECTORS.get(kind, f"params_{kind}")
 
 
 def row_of(run: RunPath, steps: Array, step: int) -> int:
@@ -151,7 +151,9 @@ class RunParameters:
                 "tier everything"
             )
         self._arrays: dict[str, Any] = dict(group.arrays())
-        self.parameters = tuple(_stored(entry, self._arrays, run) for entry in table)
+        kept = self.attributes.get(OPTIMIZER_STATE, ())
+        kinds = dict.fromkeys([*VECTORS, *(one["name"] for one in kept if one["of"] == "element")])
+        self.parameters = tuple(_stored(entry, self._arrays, run, kinds) for entry in table)
         self.steps: Array = whole(run, group, STEP.name)
         self._stored: dict[str, StoredArray | None] = {}
 
@@ -246,10 +248,12 @@ def _block_rows(array: Any) -> int:
     return int((array.shards or array.chunks)[0])
 
 
-def _stored(entry: Mapping[str, Any], arrays: Mapping[str, Any], run: RunPath) -> StoredParameter:
+def _stored(
+    entry: Mapping[str, Any], arrays: Mapping[str, Any], run: RunPath, kinds: Iterable[str]
+) -> StoredParameter:
     """Return an entry of the attribute ``parameters``, whose form was checked on opening."""
     natives: dict[str, NativeType] = {}
-    for kind in VECTORS:
+    for kind in kinds:
         name = variable_of(entry["variable"], kind)
         if name in arrays:
             joint = native_type(arrays[name].attrs["native_dtype"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from torch.optim import Optimizer
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.parameters import find_group
 from trajstore.trainers.recording.random_states import set_random_state
 from trajstore.trainers.step_models.optimizer_state import state_of
-from trajstore.trainers.step_models.recorded_parameters import RunParameters, StoredParameter
+from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
 
 __all__ = ["restore", "restore_from", "set_generators"]
@@ -22,14 +25,18 @@ __all__ = ["restore", "restore_from", "set_generators"]
 
 @checks_types
 def restore(
-    run: RunPath, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
+    run: RunPath,
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    step: int | None = None,
 ) -> int:
     """Set a model and its optimizer to the state after a recorded step.
 
-    Weights, recorded buffers, moments and step counts get the recorded bits. The settings of the
-    optimizer stay, with its learning rates. If the model draws random numbers, the generators of
-    the CPU and of its device get their states before the first forward pass of the next step. The
-    schedule and the order of the data are those of the caller.
+    Weights, recorded buffers, and all that the optimizer keeps get the recorded bits. The settings
+    of the optimizer stay, with its learning rates. If the model draws random numbers, the
+    generators of the CPU and of its device get their states before the first forward pass of the
+    next step. The schedule and the order of the data are those of the caller.
 
     Parameters
     ----------
@@ -37,8 +44,8 @@ def restore(
         A run that was recorded with ``variables="everything"``.
     model : Module
         The model of the recording, not wrapped.
-    optimizer : Optimizer
-        Its class and parameter groups are those of the recording, with the same parameters.
+    optimizer : Optimizer, or sequence of Optimizer
+        Class and parameter groups of each are those of the recording, with the same parameters.
     step : int, optional
         Default: the last step; if the run has ``random_state``, the one before. The random state
         after the last step is not recorded, so that step has to be repeated.
@@ -83,7 +90,11 @@ def restore(
 
 
 def restore_from(
-    stored: RunParameters, model: torch.nn.Module, optimizer: Optimizer, *, step: int | None = None
+    stored: RunParameters,
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    step: int | None = None,
 ) -> int:
     """`restore` from an open run.
 
@@ -103,16 +114,27 @@ def restore_from(
     states = state_of(stored, step)
     _check_types(stored, model)
     tensors = StepModel(stored, lambda: model)
-    numbers = _numbers(tensors, optimizer)
-    for one in states.keys() - numbers.keys():
+    joined = JoinedOptimizer(optimizer)
+    trained = {one: p for one, p in tensors.parameters if find_group(joined, p) is not None}
+    for one in states.keys() - trained.keys():
         raise InvalidArgument(
             f"{one.name} is not in the optimizer, but that of {stored.run} trained it; build the "
             "optimizer with the recorded parameters"
         )
     tensors.copy(stored.row(step, tensors.variables))
-    groups = optimizer.state_dict()["param_groups"]
-    state = {numbers[one]: values for one, values in states.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    of_tensors: dict[torch.Tensor, dict[str, Any]] = {
+        trained[one]: values for one, values in states.items()
+    }
+    for member in joined.members:
+        groups, order = member.state_dict()["param_groups"], joined.parameters(member)
+        state = {n: of_tensors[p] for n, p in enumerate(order) if p in of_tensors}
+        member.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, values in of_tensors.items():
+        kept = joined.state[parameter]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and kept[name].dtype != value.dtype:
+                # torch has converted it to the type of the parameter.
+                kept[name] = value.to(kept[name].device)
     if draws:
         set_generators(model, stored.value("random_state", step + 1))
     return step
@@ -132,13 +154,6 @@ def _last_step(stored: RunParameters, *, draws: bool) -> int:
             "is in the row of the next one; record every step"
         )
     return int(stored.steps[rows[-1]])
-
-
-def _numbers(tensors: StepModel, optimizer: Optimizer) -> dict[StoredParameter, int]:
-    """Return the number in the optimizer of each parameter that it has."""
-    order = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    numbers = {id(tensor): number for number, tensor in enumerate(order)}
-    return {one: numbers[id(p)] for one, p in tensors.parameters if id(p) in numbers}
 
 
 def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:

@@ -243,7 +243,7 @@ def _variables(run: TiledRun, variables: str | Iterable[str] | None) -> tuple[st
     listed = variables.split(",") if isinstance(variables, str) else variables
     names = [name.strip() for name in listed]
     for name in names:
-        if name not in VARIABLES:
+        if name not in (*VARIABLES, *run.series):
             raise InvalidArgument(
                 f"there is no variable {name!r}{did_you_mean(name, run.series)}; this run holds "
                 f"{', '.join(run.series)}"

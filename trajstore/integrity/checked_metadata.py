@@ -28,6 +28,8 @@ class CheckedMetadata:
         Stored metadata of the root; None if it cannot be read.
     own : dict
         Metadata in each array's folder; None if it cannot be read.
+    variables : tuple of str
+        Variables that the run can hold, by the attributes of its root and their copy.
     attributes : dict
         Attributes of the root; empty if it cannot be read.
     copy : dict or None
@@ -49,6 +51,7 @@ class CheckedMetadata:
     objects: dict[str, int] | None = None
     root: JsonObject | None = None
     own: dict[str, JsonObject | None] = field(default_factory=dict)
+    variables: tuple[str, ...] = ()
     attributes: JsonObject = field(default_factory=dict)
     copy: JsonObject | None = None
     replaced: bool = False

@@ -21,11 +21,20 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import (
     check_attributes,
+    copied_attributes,
     fixed_attributes,
     is_replaced,
     parsed_copy,
 )
-from trajstore.schema import EXPORTED, OF_PARAMETERS, STEP, TRAJECTORIES, entry_of
+from trajstore.schema import (
+    EXPORTED,
+    OF_PARAMETERS,
+    STEP,
+    TRAJECTORIES,
+    VARIABLES,
+    belongs,
+    variables_of,
+)
 from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
     array_faults,
@@ -78,8 +87,13 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
         )
     if folders is None:  # places without a listing
         folders = [name for name in found.consolidated() or {} if name and "/" not in name]
+    known = variables_of(found.attributes)
     for name in sorted(folders):
-        found.own[name] = _read(found, name)
+        listed = found.objects is None or f"{name}/{METADATA_KEY}" in found.objects
+        if listed or belongs(name, known):
+            found.own[name] = _read(found, name)
+    copy = variables_of(copied_attributes(found.own.get(STEP.name)))
+    found.variables = tuple(dict.fromkeys([*known, *copy]))
     _choose_metadata(found)
     _check_rows(found)
     _check_age(found)
@@ -154,12 +168,13 @@ def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
         return None
     found.objects = objects
     names = {key.partition("/")[0] for key in objects if "/" in key}
-    folders = [name for name in names if entry_of(name) or f"{name}/{METADATA_KEY}" in objects]
-    if not folders and METADATA_KEY not in objects:
+    if METADATA_KEY not in objects and not any(
+        belongs(name, VARIABLES) or f"{name}/{METADATA_KEY}" in objects for name in names
+    ):
         raise FormatError(
             f"{text} is not a run: it has no {METADATA_KEY}, and no array in it has one"
         )
-    return folders
+    return sorted(names)
 
 
 def _files(run: Path, notes: list[str]) -> dict[str, int]:
@@ -242,7 +257,7 @@ def _choose_metadata(found: CheckedMetadata) -> None:
     # Writers keep the order of the root, if it has one.
     for name in dict.fromkeys([*copies, *found.own]):
         own, copy = found.own.get(name), copies.get(name)
-        if entry_of(name) is None and isinstance(own, dict):
+        if not belongs(name, found.variables) and isinstance(own, dict):
             found.notes.append(f"{name} is an array that is not part of the run")
             continue
         if copy is None and consolidated is not None and own is not None:
@@ -263,7 +278,7 @@ def _choose_metadata(found: CheckedMetadata) -> None:
 
 def _is_sound(found: CheckedMetadata, name: str, metadata: Any, path: Location) -> bool:
     """Report the faults of the metadata of an array; True without any."""
-    if entry_of(name) is None:
+    if not belongs(name, found.variables):
         wrong = ["this version has no variable or coordinate of this name"]
     else:
         facts = facts_of(name, metadata)

@@ -19,7 +19,7 @@ from trajstore.integrity.leftovers import find_leftovers
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import FORMAT, STEP, TRAJECTORIES, coordinate
+from trajstore.schema import FORMAT, STEP, TRAJECTORIES, belongs, coordinate
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.metadata_form import (
@@ -167,7 +167,7 @@ def _damage_by_array(checked: CheckedRun) -> dict[str, str]:
         for problem in checked.found.problems
         if problem.array is not None
         and (problem.remedy != "rewrite" or problem.array not in metadata.arrays)
-        and (is_series(problem.array) or coordinate(problem.array) is not None)
+        and belongs(problem.array, metadata.variables)
     }
     for first, problem in _lost_blocks(checked):
         assert problem.array is not None
@@ -326,7 +326,7 @@ def _changed_metadata(
         name: entry
         for name, entry in listed.items()
         if name not in arrays and not _is_dropped(metadata, name)
-        if rows == metadata.rows or not is_outgrown(name, entry)
+        if rows == metadata.rows or not is_outgrown(name, entry, metadata.variables)
     }
     order = dict.fromkeys([*listed, *targets])
     targets |= strange
@@ -344,9 +344,8 @@ def _changed_metadata(
 
 def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
     """True for an unknown name in the root without a folder."""
-    return (
-        name not in metadata.arrays and not is_series(name) and not (metadata.path / name).exists()
-    )
+    known = {STEP.name, *metadata.variables, *metadata.arrays}
+    return name not in known and not (metadata.path / name).exists()
 
 
 def _same_root(target: dict[str, Any], root: JsonObject | None) -> bool:

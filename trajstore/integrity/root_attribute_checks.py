@@ -22,6 +22,7 @@ from trajstore.strict_json import MISSING, JsonObject, changes, parse, same
 
 __all__ = [
     "check_attributes",
+    "copied_attributes",
     "fixed_attributes",
     "is_replaced",
     "parsed_copy",
@@ -100,6 +101,13 @@ def _check_identity(found: CheckedMetadata) -> None:
 def fixed_attributes(attributes: JsonObject) -> JsonObject:
     """Attributes that no commit changes."""
     return {key: value for key, value in attributes.items() if key not in CHANGING}
+
+
+def copied_attributes(step: JsonObject | None) -> JsonObject:
+    """The fixed attributes of the root from the metadata of `step`; empty if they are damaged."""
+    attributes = (step or {}).get("attributes")
+    text = attributes.get(COPY) if isinstance(attributes, dict) else None
+    return parsed_copy(text) or {}
 
 
 def parsed_copy(text: Any) -> JsonObject | None:

@@ -24,7 +24,7 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 
-__all__ = ["ADAM", "LARGEST", "MOMENTS", "OptimizerRule", "Rates", "next_weights"]
+__all__ = ["ADAM", "LARGEST", "MOMENTS", "MOMENTUM", "OptimizerRule", "Rates", "next_weights"]
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +36,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the variables that hold Adam's moments."""
 
 LARGEST = "max_exp_avg_sq"
-"""Name of the largest second moment so far, which amsgrad divides by. No run records it."""
+"""Name of the largest second moment so far, which amsgrad divides by. The rule carries it."""
+
+MOMENTUM = "momentum_buffer"
+"""Name of the variable that holds the momentum of SGD."""
 
 ADAM = ("Adam", "AdamW")
 """Names of the classes with Adam's rule, without the prefix ``Rounded``."""
@@ -81,6 +84,10 @@ class OptimizerRule:
         True if only the results are rounded, not the intermediate values.
     amsgrad : bool
         True if Adam divides by the largest second moment so far.
+    momentum, dampening : float
+        Of SGD.
+    nesterov : bool
+        True if SGD looks ahead along its momentum.
     """
 
     kind: Literal["adam", "sgd"]
@@ -92,6 +99,9 @@ class OptimizerRule:
     maximize: bool
     rounds_once: bool
     amsgrad: bool
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
 
     @classmethod
     def of(cls, optimizer: Mapping[str, Any] | None) -> Self:
@@ -119,8 +129,6 @@ class OptimizerRule:
         missing = [key for key in needed if key not in given]
         if missing:
             raise InvalidArgument(f"the hyperparameters of {full!r} lack {', '.join(missing)}")
-        if given.get("momentum"):
-            raise InvalidArgument(f"{full!r} has a momentum buffer, which is not recorded")
         betas = (0.0, 0.0) if plain == _SGD else given["betas"]
         return cls(
             kind="sgd" if plain == _SGD else "adam",
@@ -132,11 +140,18 @@ class OptimizerRule:
             maximize=bool(given.get("maximize", False)),
             rounds_once=plain != name or bool(given.get("fused")),
             amsgrad=bool(given.get("amsgrad", False)),
+            momentum=float(given.get("momentum") or 0.0),
+            dampening=float(given.get("dampening") or 0.0),
+            nesterov=bool(given.get("nesterov", False)),
         )
 
     def facts(self) -> dict[str, Any]:
         """The rule as JSON values, for `from_facts`."""
-        return dict(vars(self))
+        facts = dict(vars(self))
+        if not self.momentum:
+            for name in ("momentum", "dampening", "nesterov"):
+                del facts[name]
+        return facts
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
@@ -156,7 +171,8 @@ class OptimizerRule:
     @property
     def state(self) -> tuple[str, ...]:
         """Names of the recorded variables that a step makes, W first."""
-        return ("W", *MOMENTS) if self.kind == "adam" else ("W",)
+        kept = MOMENTS if self.kind == "adam" else (MOMENTUM,) if self.momentum else ()
+        return ("W", *kept)
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -287,7 +303,13 @@ class OptimizerRule:
         if self.kind == "sgd":
             if self.weight_decay and self.decoupled:
                 W = self._decayed(W, rates.lr, native)
-            made = {"W": _fused(grad, self._factor(-rates.lr, W, native), W)}
+            made = {}
+            if self.momentum:
+                buffer = made[MOMENTUM] = self._buffer(before[MOMENTUM], grad, native, rates.step)
+                factor = self._factor(self.momentum, grad, native)
+                grad = self._staged(_fused(buffer, factor, grad), native)
+                grad = grad if self.nesterov else buffer
+            made["W"] = _fused(grad, self._factor(-rates.lr, W, native), W)
         else:
             made = {name: self._moment(name, before[name], grad, natives[name]) for name in MOMENTS}
             divisor, second = made["exp_avg_sq"], natives["exp_avg_sq"]
@@ -299,6 +321,14 @@ class OptimizerRule:
                 W = self._decayed(W, rates.lr, native)
             made["W"] = W + moved
         return {name: cast(made[name], natives[name]) for name in (*self.state, *self.carried)}
+
+    def _buffer(self, before: Array, grad: Array, native: str, step: int) -> Array:
+        """Momentum of SGD after a step, which begins with the gradient of the first one."""
+        if step == 1:
+            return grad
+        kept = self._staged(before * _scalar(self.momentum, before), native)
+        weight = self._factor(1 - self.dampening, grad, native)
+        return self._staged(_fused(grad, weight, kept), native)
 
     def _moment(self, name: str, before: Array, grad: Array, native: str) -> Array:
         """A moment after a step."""

@@ -133,7 +133,7 @@ def branch_run(
 
 
 def _check_types(stored: ResumedRun, types: Mapping[str, str]) -> None:
-    check_variables(types)
+    check_variables(types, stored.metadata.attributes)
     for name, wanted in types.items():
         if name not in stored.layout.arrays:
             raise InvalidArgument(

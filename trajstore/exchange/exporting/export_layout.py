@@ -30,7 +30,7 @@ from trajstore.exchange.layouts import (
 )
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor, constant
-from trajstore.schema import OF_PARAMETERS, VARIABLES
+from trajstore.schema import OF_PARAMETERS
 from trajstore.store.reading.run_settings import attribute
 from trajstore.version import __version__
 
@@ -143,7 +143,7 @@ def layout_file(layout: Layout, parts: list[Selection]) -> ExportedFile:
         tensors=tuple(_typed(layout, tensor) for tensor in tensors),
         texts=texts if as_attributes else metadata | texts,
         attributes=metadata | numbers if as_attributes else {},
-        omitted=tuple(name for name in placeless if name in VARIABLES),
+        omitted=tuple(name for name in placeless if name in first.run.series),
         notes=() if layout.whole else tuple(dict.fromkeys(notes)),
     )
 

@@ -29,6 +29,7 @@ from trajstore.schema import (
     TRAJECTORIES,
     VARIABLES,
     along_token,
+    variables_of,
 )
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -67,7 +68,8 @@ def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
     for key, values in zip(layout.required, (steps, token), strict=True):
         if not len(values):
             raise FormatError(f"{file.path}: {key} is empty")
-    keys = {name: name for name in VARIABLES} | {one.variable: one.key for one in layout.columns}
+    keys = {name: name for name in variables_of(attributes)}
+    keys |= {one.variable: one.key for one in layout.columns}
     names = _parameters(file, texts)
     populations = {
         name: _vector(file, name, ("bool",), len(token))
@@ -156,8 +158,8 @@ def _variables(
 ) -> tuple[ImportedVariable, ...]:
     """Variables of the file. The first one with a dimension defines its length, unless given."""
     found = []
-    for name, entry in VARIABLES.items():
-        key, dims = keys[name], entry.dims
+    for name, key in keys.items():
+        dims = VARIABLES[name].dims
         if key not in file.keys:
             continue
         shape, dtype = file.shape(key), file.dtype(key)

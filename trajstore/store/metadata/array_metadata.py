@@ -30,7 +30,7 @@ from trajstore.codec.block_codec import BLOCK, BlockCodec
 from trajstore.codec.block_form import BlockForm, Runs
 from trajstore.codec.codec_chain import Chain
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, VARIABLES, Coordinate, Variable, entry_of
+from trajstore.schema import STEP, Coordinate, Variable, coordinate, entry_of
 from trajstore.store.metadata.fingerprint import COPY
 from trajstore.store.metadata.metadata_form import (
     EXPLAINED,
@@ -112,8 +112,8 @@ class ArrayFacts:
 
 
 def is_series(name: str) -> bool:
-    """True if an array grows with the rows."""
-    return name == STEP.name or name in VARIABLES
+    """True if an array of a run grows with the rows."""
+    return coordinate(name) is None
 
 
 def with_rows(name: str, metadata: JsonObject, rows: int) -> JsonObject:
@@ -139,7 +139,6 @@ def recorded_attributes(
     entry = entry_of(name)
     if isinstance(entry, Coordinate):
         return dict(entry.attributes)
-    assert entry is not None
     attributes = {"long_name": entry.long_name, "units": entry.units}
     if native is not None:
         attributes |= {"state": entry.state, "native_dtype": native}
@@ -151,7 +150,6 @@ def recorded_attributes(
 def metadata_of(facts: ArrayFacts) -> JsonObject:
     """Metadata of an array, in the order in which zarr writes its members."""
     entry = entry_of(facts.name)
-    assert entry is not None
     native, block = _native(facts.name, facts.attributes), facts.shape
     codecs: list[JsonObject] = []
     if isinstance(entry, Coordinate):
@@ -191,7 +189,6 @@ def facts_of(name: str, metadata: Any) -> ArrayFacts | Fault:
         Value of a JSON text.
     """
     entry = entry_of(name)
-    assert entry is not None
     if not isinstance(metadata, dict):
         return Fault("", "an object", metadata)
     shape, attributes = metadata.get("shape", MISSING), metadata.get("attributes", MISSING)
@@ -266,7 +263,7 @@ def contradicting_lengths(
     found = [
         (name, dim, length)
         for name, shape in shapes.items()
-        for dim, length in zip(_dims(name), shape, strict=True)
+        for dim, length in zip(entry_of(name).dims, shape, strict=True)
     ]
     most: dict[str, int] = {}
     for (dim, length), _ in reversed(Counter(item[1:] for item in found).most_common()):
@@ -306,17 +303,12 @@ def _buffers(metadata: JsonObject, objects: Mapping[str, bytes]) -> dict[str, An
     return {key: Buffer.from_bytes(data) for key, data in contents.items()}
 
 
-def _dims(name: str) -> tuple[str, ...]:
-    entry = entry_of(name)
-    return () if entry is None else entry.dims
-
-
 def _native(name: str, attributes: Mapping[str, Any]) -> NativeType | None:
     """Native type of a variable; None for a coordinate, and for an unknown type."""
     if name == STEP.name:
         return STEP_TYPE
     declared = attributes.get("native_dtype")
-    return NATIVE_TYPES.get(declared) if name in VARIABLES and isinstance(declared, str) else None
+    return NATIVE_TYPES.get(declared) if is_series(name) and isinstance(declared, str) else None
 
 
 def _coordinate_codecs(entry: Coordinate) -> list[JsonObject]:

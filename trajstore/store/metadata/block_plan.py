@@ -20,7 +20,7 @@ from trajstore.codec.block_form import BlockForm, Runs
 from trajstore.codec.codec_chain import Chain, chain, vector_chain
 from trajstore.codec.computed_rows import GRADIENT, computed_chains
 from trajstore.errors import InvalidArgument
-from trajstore.schema import STEP, Variable, variable
+from trajstore.schema import STEP, VARIABLES, Variable
 from trajstore.store.metadata.array_metadata import MOST_CHUNKS
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
@@ -230,7 +230,7 @@ def plan(
         If a length is not positive, or `memory` is too small. The message states the minimum.
     """
     kinds = {STEP.name: (STEP, STEP_TYPE)}
-    kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
+    kinds |= {name: (VARIABLES[name], native_type(dtype)) for name, dtype in variables.items()}
     lengths = dict(lengths or {}) | {"token": tokens, "hidden": hidden, "parameter": parameters}
     lengths |= {
         dim: given

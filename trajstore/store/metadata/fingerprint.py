@@ -18,7 +18,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from trajstore.schema import STEP, VARIABLES, coordinate, entry_of
+from trajstore.schema import belongs, coordinate, variables_of
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import canonical
@@ -79,7 +79,8 @@ class Fingerprint:
     ) -> None:
         stored = {key: digest.hex() for key, digest in coordinates.items()}
         # Other arrays in the group do not belong to the run.
-        lasting = {name: _lasting(name, arrays[name]) for name in arrays if entry_of(name)}
+        held = variables_of(attributes)
+        lasting = {name: _lasting(name, arrays[name]) for name in arrays if belongs(name, held)}
         self._block_rows = block_rows
         self._metadata = _sha256_of(_fixed(attributes))
         self._whole = _sha256_of({"arrays": lasting, "coordinates": stored})
@@ -152,7 +153,7 @@ def _lasting(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         key: value for key, value in metadata["attributes"].items() if key != COPY
     }
     lasting["codecs"] = [_without_runs(codec) for codec in metadata["codecs"]]
-    if name == STEP.name or name in VARIABLES:
+    if coordinate(name) is None:
         lasting["shape"] = [0, *metadata["shape"][1:]]
     return lasting
 

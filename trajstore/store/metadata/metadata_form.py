@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
-from trajstore.schema import ENCODINGS, FORMAT
+from trajstore.schema import ENCODINGS, FORMAT, NUMBERS, OPTIMIZER_STATE
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
 from trajstore.strict_json import MISSING, JsonObject, changes, fits
@@ -131,6 +131,13 @@ _PARAMETER = _TENSOR | {
 }
 
 
+_KEPT = {
+    "name": str,
+    "of": ("element", "parameter", "other").__contains__,
+    "type?": NUMBERS.__contains__,
+}
+
+
 def _are_parameters(value: Any) -> bool:
     """True for a table of parameters, each with its place in W or params."""
     return fits(value, [_PARAMETER]) and all(
@@ -166,10 +173,17 @@ _ATTRIBUTES: dict[str, tuple[Any, str]] = {
         {"class": str, "transformers": str, "config": dict},
         "an object with class, transformers and config",
     ),
+    OPTIMIZER_STATE: (
+        lambda value: (
+            fits(value, [_KEPT])
+            and all(("type" in one) == (one["of"] == "parameter") for one in value)
+        ),
+        "a list of objects with name, of, and of a number its type",
+    ),
 }
 """Attributes of the root that the format defines: their forms (`fits`), and in words."""
 
-_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config")
+_OPTIONAL = (SEGMENTS, "parameters", "buffers", "model_config", OPTIMIZER_STATE)
 REQUIRED = tuple(name for name in _ATTRIBUTES if name not in _OPTIONAL)
 """Attributes that every root has."""
 

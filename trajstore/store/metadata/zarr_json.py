@@ -13,12 +13,12 @@ fingerprint in the root shows that the copy is the older one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from trajstore.errors import FormatError
-from trajstore.schema import STEP, entry_of
-from trajstore.store.metadata.array_metadata import is_series, with_rows
+from trajstore.schema import STEP, belongs, coordinate, variables_of
+from trajstore.store.metadata.array_metadata import with_rows
 from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerprint
 from trajstore.store.metadata.metadata_form import Status, root_of
 from trajstore.strict_json import fits, utc_now
@@ -57,15 +57,18 @@ class RunMetadata:
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
         self.notes: list[dict[str, Any]] = []
+        held = variables_of(attributes)
         self._arrays = {
-            name: array for name, array in arrays.items() if not is_outgrown(name, array)
+            name: array for name, array in arrays.items() if not is_outgrown(name, array, held)
         }
         copy = json.dumps(dict(attributes), allow_nan=False)
         self.attributes: dict[str, Any] = json.loads(copy)  # makes all keys strings
         step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Other arrays in the group do not belong to the run and do not change.
-        self._series = tuple(filter(is_series, self._arrays))
+        self._series = tuple(
+            name for name in self._arrays if belongs(name, held) and coordinate(name) is None
+        )
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:
@@ -86,7 +89,7 @@ class RunMetadata:
 
     def array(self, name: str, rows: int) -> bytes:
         """Metadata of an array with that number of rows."""
-        return _dump(with_rows(name, self._arrays[name], rows))
+        return _dump(self._with_rows(name, rows))
 
     def names(self) -> tuple[str, ...]:
         """All arrays, including coordinates."""
@@ -110,8 +113,12 @@ class RunMetadata:
         }
         if self.notes:
             changing[NOTES] = self.notes
-        arrays = {name: with_rows(name, array, rows) for name, array in self._arrays.items()}
+        arrays = {name: self._with_rows(name, rows) for name in self._arrays}
         return _dump(root_of(self.attributes | changing, arrays))
+
+    def _with_rows(self, name: str, rows: int) -> dict[str, Any]:
+        array = self._arrays[name]
+        return with_rows(name, array, rows) if name in self._series else array
 
 
 def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -128,9 +135,9 @@ def notes_of(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(one) for one in found]
 
 
-def is_outgrown(name: str, array: Mapping[str, Any]) -> bool:
+def is_outgrown(name: str, array: Mapping[str, Any], variables: Collection[str]) -> bool:
     """True for an array of a user along ``step``, which contradicts a run with other rows."""
-    return entry_of(name) is None and STEP.name in (array.get("dimension_names") or ())
+    return not belongs(name, variables) and STEP.name in (array.get("dimension_names") or ())
 
 
 def _dump(metadata: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.schema import STEP, coordinate, entry_of
+from trajstore.schema import STEP, belongs, coordinate, variables_of
 from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
     array_faults,
@@ -72,11 +72,12 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
     copies = (root.get("consolidated_metadata") or {}).get("metadata")
     arrays = _own_metadata(place) if copies is None else copies
     runs = run_identity(root["attributes"])
+    held = variables_of(root["attributes"])
     found: dict[str, ArrayFacts] = {}
     for name, metadata in arrays.items():
         if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{place} is not a run: its array has an invalid name, {name!r}")
-        if entry_of(name) is not None:  # zarr reads arrays of others
+        if belongs(name, held):  # zarr reads arrays of others
             key = (
                 (f"{name}/{METADATA_KEY}", "")
                 if copies is None
@@ -111,7 +112,10 @@ def check_own_metadata(path: Location) -> None:
     FormatError
         If one is missing, or has an impossible member.
     """
-    names = [name for name in checked_root(path, root_metadata(path)) if entry_of(name)]
+    data = root_metadata(path)
+    arrays = checked_root(path, data)
+    held = variables_of(_parsed(path, METADATA_KEY, data)["attributes"])
+    names = [name for name in arrays if belongs(name, held)]
     reads = [partial(_read, path, f"{name}/{METADATA_KEY}") for name in names]
     own = in_parallel(reads, REMOTE_REQUESTS if isinstance(path, RemotePath) else 1)
     for name, found in zip(names, own, strict=True):

@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
 from trajstore.values.vector_rule import VECTORS
 
@@ -82,13 +83,13 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     Returns
     -------
     Dataset
-        ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` of dims (step, row, column), as far as they
-        are recorded, in dask arrays. Their attribute ``native_dtype`` is the type of the parameter.
-        A vector has one column; dimensions after the first are one column axis. ``row`` is the row
-        number. Further: the variables along ``step`` only, with the ``lr`` of the parameter's
-        group; ``skipped`` is 1 also in steps in which the optimizer did not count the parameter,
-        such as those without a gradient. The attributes ``recording`` and ``optimizer`` are those
-        of the parameter.
+        ``W``, ``grad``, and what the optimizer keeps in its shape (``exp_avg`` …), of dims (step,
+        row, column), as far as they are recorded, in dask arrays. Their attribute ``native_dtype``
+        is the type of the parameter. A vector has one column; dimensions after the first are one
+        column axis. ``row`` is the row number. Further: the variables along ``step`` only, with the
+        ``lr`` of the parameter's group; ``skipped`` is 1 also in steps in which the optimizer did
+        not count the parameter, such as those without a gradient. The attributes ``recording`` and
+        ``optimizer`` are those of the parameter.
 
     Raises
     ------
@@ -102,16 +103,19 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
         raise InvalidArgument("got several runs, expected one; select one run: ds.isel(run=0)")
     scalars = [key for key, da in ds.data_vars.items() if da.dims == ("step",)]
     found: dict[str, Any] = {str(key): ds[key].variable for key in scalars}
-    for short, vector in VECTORS.items():
+    kinds = {one["name"]: f"params_{one['name']}" for one in ds.attrs.get(OPTIMIZER_STATE, ())}
+    for short, vector in (VECTORS | kinds).items():
         stored = short if entry["variable"] == "W" else vector
-        if stored in ds:
+        if stored in ds.data_vars:
             found[short] = _matrix(ds, stored, entry, short)
     if "params_lr" in ds and entry["group"] is not None:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
     if "params_count" in ds:
-        count = ds["params_count"].sel(parameter=entry["name"]).values
+        of_group = [e["name"] for e in ds.attrs["parameters"] if e["group"] == entry["group"]]
+        counts = ds["params_count"].sel(parameter=of_group)
+        count = counts.sel(parameter=entry["name"]).values
         not_taken = np.diff(count, prepend=np.nan) == 0
-        if not_taken.any():
+        if not_taken.any() and counts.values.any():  # one of several optimizers may not count
             skipped = np.where(np.arange(count.size) > 0, not_taken, np.nan).astype(np.float32)
             found["skipped"] = xr.Variable("step", skipped, {"units": "1"})
     attributes = dict(ds.attrs)
@@ -134,7 +138,8 @@ def own_type(entry: Mapping[str, Any], kind: str, joint: str) -> str:
     ----------
     entry : mapping
         Entry of the root attribute ``parameters``.
-    kind : {'W', 'grad', 'exp_avg', 'exp_avg_sq'}
+    kind : str
+        ``W``, ``grad``, or the name of what the optimizer keeps.
     joint : str
         Native type of the variable that holds it.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from trajstore.codec.block_object import at_once
 from trajstore.codec.codec_chain import DIFFERENCES
 from trajstore.codec.open_block import named
-from trajstore.schema import VARIABLES
+from trajstore.schema import variables_of
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, RemotePath, RunPath, location
@@ -45,7 +45,7 @@ def stored_forms(path: RunPath) -> dict[str, dict[str, int]]:
     group, place = open_group(path), location(path)
     arrays: dict[str, Any] = dict(group.arrays())
     found: dict[str, dict[str, int]] = {}
-    for name in (name for name in VARIABLES if name in arrays):
+    for name in (name for name in variables_of(group.attrs) if name in arrays):
         stored = stored_array(place, name, arrays[name])
         if stored is None or not stored.chain.has_forms:
             continue

@@ -18,7 +18,14 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import FormatError, InvalidArgument, VariableNotRecorded
-from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, row_lengths
+from trajstore.schema import (
+    COORDINATES,
+    STEP,
+    VARIABLES,
+    along_token,
+    row_lengths,
+    variables_of,
+)
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.store.reading.open_group import open_group, whole
 from trajstore.store.storage.remote_path import RunPath, location
@@ -207,7 +214,7 @@ def _of_path(path: RunPath, on_lost: Callable[[str, FormatError], None] | None =
     whole_objects = isinstance(location(path), Path) or on_lost is not None
     arrays: dict[str, Any] = dict(group.arrays())
     series = {}
-    for name in (name for name in VARIABLES if name in arrays):
+    for name in (name for name in variables_of(group.attrs) if name in arrays):
         array = arrays[name]
         fast = stored_array(path, name, array) if whole_objects else None
         native = array.attrs.get("native_dtype", str(array.dtype))
@@ -247,7 +254,7 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
                 f"select with a list, such as ds.sel({name}=[0]), to keep it"
             )
     series = {}
-    for name in (name for name in VARIABLES if name in ds):
+    for name in (name for name in variables_of(ds.attrs) if name in ds):
         da, dims = ds[name], VARIABLES[name].dims
         if set(da.dims) != set(dims):
             raise InvalidArgument(

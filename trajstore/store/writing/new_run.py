@@ -23,6 +23,7 @@ from trajstore.schema import (
     along_token,
     coordinate,
     variable,
+    variables_of,
 )
 from trajstore.store.metadata.array_metadata import (
     ArrayFacts,
@@ -131,16 +132,17 @@ def parameter_coordinate(
     return {"parameter": exact("parameter", names, "string")}
 
 
-def check_variables(names: Collection[str]) -> None:
-    """Raise an error for unknown variables, and without the recorded parameter.
+def check_variables(names: Collection[str], attributes: Mapping[str, Any]) -> None:
+    """Raise an error for unknown variables of a run, and without the recorded parameter.
 
     Raises
     ------
     InvalidArgument
         If a name is unknown, or ``W``, ``delta`` and ``cells`` are all missing.
     """
+    held = variables_of(attributes)
     for name in names:
-        variable(name)
+        variable(name, held)
     if not any(name in names for name in TRAJECTORIES):
         raise InvalidArgument(
             f"got the variables {', '.join(names) or '—'}, expected at least one of W, delta and "
@@ -193,7 +195,7 @@ def new_run(
     InvalidArgument
         If an argument is impossible.
     """
-    check_variables(variables)
+    check_variables(variables, attributes or {})
     check_encoding(encoding, shared=share.count > 1)
     if encoding == "compact":
         sizes["rule"] = compact_rule(attributes, variables, on_note)

@@ -19,7 +19,7 @@ import zarr
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exact_values import exact_json
-from trajstore.schema import STEP, VARIABLES, variable
+from trajstore.schema import STEP, entry_of, variables_of
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.metadata.metadata_form import run_identity
@@ -250,8 +250,9 @@ def _stored_layout(
     """Layout of the stored blocks, which new blocks follow."""
     stored: dict[str, StoredArray] = {}
     arrays: dict[str, ArrayLayout] = {}
+    held = variables_of(group.attrs)
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
-        if name != STEP.name and name not in VARIABLES:
+        if name != STEP.name and name not in held:
             continue
         found = stored_array(path, name, array)
         if found is None:
@@ -263,7 +264,7 @@ def _stored_layout(
         native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
         stored[name] = found
         arrays[name] = ArrayLayout(
-            variable=STEP if name == STEP.name else variable(name),
+            variable=entry_of(name),
             row=found.shape[1:],
             chunk=found.chunk,
             shard=found.shard,

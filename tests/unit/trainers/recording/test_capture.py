@@ -556,7 +556,7 @@ def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:
 def test_a_loop_without_a_step_is_an_error(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters())
     with (
-        pytest.raises(RecordingError, match="no optimizer step"),
+        pytest.raises(RecordingError, match="no step of AdamW"),
         capture(tiny, optimizer, tmp_path / "run.zarr"),
     ):
         pass

@@ -22,6 +22,7 @@ from trajstore import verify  # noqa: E402
 from trajstore.trainers import TrajectoryCallback  # noqa: E402
 from trajstore.trainers.recording import data_set_tokens  # noqa: E402
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer  # noqa: E402
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
 
@@ -39,7 +40,8 @@ def facts_of(
 ) -> Any:
     model = model or TinyModel()
     wanted = RecordingOptions(**options)
-    parameters = find_parameters(model, torch.optim.SGD(model.parameters()), wanted.parameter)
+    optimizer = JoinedOptimizer(torch.optim.SGD(model.parameters()))
+    parameters = find_parameters(model, optimizer, wanted.parameter)
     loader = SimpleNamespace(dataset=data_set)
     return facts_of_trainer(
         model, parameters, wanted, data_loader=loader, tokenizer=tokenizer, processes=processes

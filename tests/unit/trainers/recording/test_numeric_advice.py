@@ -15,6 +15,7 @@ from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 from trajstore.errors import ConfigError  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
 from trajstore.trainers.recording.numeric_advice import optimizer_advice  # noqa: E402
 from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
 
@@ -92,18 +93,18 @@ def test_strict_numerics_leave_nothing_behind(tmp_path: Path) -> None:
 def test_the_type_of_a_state_that_is_there_counts() -> None:
     model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    parameters = find_parameters(model, optimizer, None)
-    assert [one.variable for one in optimizer_advice(parameters, optimizer)] == ["exp_avg_sq"]
+    parameters = find_parameters(model, JoinedOptimizer(optimizer), None)
+    assert [one.variable for one in optimizer_advice(parameters)] == ["exp_avg_sq"]
     wide = torch.zeros_like(parameters[0].tensor, dtype=torch.float32)
     optimizer.state[parameters[0].tensor] = {"exp_avg": wide, "exp_avg_sq": wide}
-    assert optimizer_advice(parameters, optimizer) == []
+    assert optimizer_advice(parameters) == []
 
 
 def test_several_parameters_get_each_advice_once() -> None:
     model = TinyModel(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    (one,) = find_parameters(model, optimizer, None)
-    assert len(optimizer_advice([one, one], optimizer)) == 1
+    (one,) = find_parameters(model, JoinedOptimizer(optimizer), None)
+    assert len(optimizer_advice([one, one])) == 1
 
 
 def test_the_callback_of_a_trainer(tmp_path: Path) -> None:

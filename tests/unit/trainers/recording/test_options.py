@@ -24,6 +24,7 @@ OPTIONS = {
     "strict": False,
 }  # fmt: skip
 OF_A_LOOP = {
+    "ends_step": None,
     "scaler": None,
     "max_grad_norm": 0.0,
     "first_step": 0,

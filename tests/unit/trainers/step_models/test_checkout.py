@@ -9,9 +9,9 @@ from trajstore.errors import InvalidArgument, RunExists
 
 torch = pytest.importorskip("torch")
 from recorded_models import same  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
-from trajstore.trainers import checkout  # noqa: E402
+from trajstore.trainers import capture, checkout  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -44,3 +44,21 @@ def test_a_character_that_is_not_ascii_is_an_error() -> None:
 
     with pytest.raises(Exception, match="UNK"):
         AsciiTokenizer().pretrained()("é")
+
+
+def test_the_states_of_two_optimizers(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1))
+    model.loss_type = "ForCausalLM"
+    hidden = [p for p in model.transformer.h.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is one for one in hidden)]
+    pair = torch.optim.Muon(hidden), torch.optim.AdamW(others)
+    ids = torch.arange(12).reshape(2, 6)
+    with capture(model, pair, tmp_path / "run.zarr", variables="everything"):
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = checkout(tmp_path / "run.zarr", tmp_path / "step", step=2, optimizer=True)
+    states = torch.load(found.path / "optimizer.pt")
+    assert same(states, [one.state_dict() for one in pair])

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from list_recorder import batches  # noqa: E402
+from muon_runs import SmallGPT, muon_and_adamw  # noqa: E402
+from muon_runs import train as train_gpt  # noqa: E402
+from recorded_models import same  # noqa: E402
 from small_trainings import same_values  # noqa: E402
 
 from trajstore.errors import InvalidArgument, NothingToResume  # noqa: E402
-from trajstore.trainers import capture, restore  # noqa: E402
+from trajstore.trainers import capture, optimizer_state_at, restore  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -118,3 +122,30 @@ def test_a_resume_compares_the_whole_state(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NothingToResume, match="buffers, params_exp_avg of the training differ"):
         train(path, model, optimizer, first=3)
     same_values(run, path)  # nothing has changed
+
+
+def test_muon_and_adamw_continue_from_a_step_in_the_middle(tmp_path: Path) -> None:
+    data = batches(100)
+    path = tmp_path / "run.zarr"
+    options = {"variables": "everything", "encoding": "compact"}
+    model = SmallGPT()
+    pair = muon_and_adamw(model)
+    with capture(model, pair, path, **options):
+        train_gpt(model, pair, data)
+    weights = [one.clone() for one in model.parameters()]
+    ended = [one.state_dict() for one in pair]
+    assert same([one["state"] for one in optimizer_state_at(path, 100)],
+                [one["state"] for one in ended])  # fmt: skip
+
+    model = SmallGPT(seed=1)
+    pair = muon_and_adamw(model)
+    assert restore(path, model, pair[::-1], step=60) == 60
+    for optimizer, held in zip(pair, optimizer_state_at(path, 60), strict=True):
+        assert same(optimizer.state_dict()["state"], held["state"])
+        optimizer.load_state_dict(held)
+    copied = Path(shutil.copytree(path, tmp_path / "copy.zarr"))
+    with capture(model, pair, copied, resume=True, first_step=60, **options):
+        train_gpt(model, pair, data[60:], first=60)
+    assert all(map(torch.equal, model.parameters(), weights))
+    assert same([one.state_dict() for one in pair], ended)
+    same_values(path, copied)

@@ -71,6 +71,9 @@ def differing(dtype: Any, kind: Any, **settings: Any) -> int:
         (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
         (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.3, 0.99)}),
         (torch.optim.SGD, {"weight_decay": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.7, "dampening": 0.3, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.7, "nesterov": True}),
+        (RoundedSGD, {"momentum": 0.7, "state_dtype": "bfloat16"}),
         (RoundedAdam, {"weight_decay": 0.1, "state_dtype": "bfloat16"}),
         (RoundedSGD, {"weight_decay": 0.1, "state_dtype": "bfloat16"}),
     ],
@@ -148,8 +151,6 @@ def test_decay_is_added_to_the_gradient_only_where_it_is_coupled() -> None:
     [
         (None, "does not name its optimizer"),
         ({"class": "torch.optim.Adagrad"}, "no rule is known for the optimizer 'torch.optim.Ada"),
-        ({"class": "torch.optim.SGD", "hyperparameters": {"momentum": 0.9, "weight_decay": 0}},
-         "momentum buffer, which is not recorded"),
         ({"class": "AdamW", "hyperparameters": {"betas": [0.9, 0.99]}}, "lack eps, weight_decay"),
     ],
 )  # fmt: skip

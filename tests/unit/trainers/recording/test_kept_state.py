@@ -1,0 +1,142 @@
+"""The state of any optimizer: recorded, restored, replayed, and computed by a rule."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from recorded_models import same  # noqa: E402
+
+from trajstore import open_run, verify  # noqa: E402
+from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
+from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+PAGE = Path(__file__).parents[4] / "docs" / "howto" / "your-loop.md"
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of a user, which also counts in a number of Python."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01, decay: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                average = state.setdefault("velocity", torch.zeros_like(p))
+                state["warm"] = state.get("warm", 0.5) * 0.9
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.sub_(average.lerp(p.grad, 0.1).sign(), alpha=group["lr"] * (1 - state["warm"]))
+                average.lerp_(p.grad, 0.01)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "RMSprop, centered, momentum": lambda p: torch.optim.RMSprop(
+        p, lr=0.01, centered=True, momentum=0.9
+    ),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.1),
+    "your own": Lion,
+}
+OPTIMIZERS = {
+    name: make for name, make in OPTIMIZERS.items() if name != "Muon" or hasattr(torch.optim, name)
+}
+
+
+class Model(torch.nn.Module):
+    """Has a parameter without a gradient before step 4, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = torch.nn.Embedding(7, 4)
+        self.mix = torch.nn.Linear(4, 4, bias=False)
+        self.late = torch.nn.Linear(4, 4, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(4))
+        self.fixed = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+
+    def loss(self, step: int) -> Any:
+        generator = torch.Generator().manual_seed(step)
+        ids, goals = torch.randint(0, 7, (2, 9), generator=generator)
+        hidden = self.fixed(torch.tanh(self.mix(self.embedding(ids))) * self.scale)
+        hidden = self.late(hidden) if step >= 4 else hidden
+        return torch.nn.functional.cross_entropy(self.head(hidden), goals)
+
+
+def build(name: str) -> tuple[Any, Any]:
+    model = Model()
+    if name == "Muon":
+        model.scale.requires_grad_(False)
+    return model, OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
+
+
+def train(model: Any, optimizer: Any, path: Path, first: int, last: int, **options: Any) -> Any:
+    """Record some steps, and return a copy of both states after each."""
+    chosen = {"parameter": "embedding.weight", "variables": "everything", "fsync": False}
+    chosen |= options
+    states = []
+    with capture(model, optimizer, path, first_step=first, **chosen) as run:
+        for step in range(first + 1, last + 1):
+            loss = model.loss(step)
+            loss.backward()
+            run.observe(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    return states
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    table = PAGE.read_text().partition("| optimizer | state")[2].partition("\n\n")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_table_of_optimizers(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    whole = train(*build(name), path, 0, 24, encoding="compact")
+    ds = open_run(path)
+    _, kept = whole[-1]
+    own = [key for key, value in kept["state"].get(0, {}).items() if np.ndim(value) == 2]
+    recorded = all(key in ds for key in own)
+    for step, (weights, state) in enumerate(whole, 1):
+        assert torch.equal(torch.from_numpy(ds.W.values[step]), weights["embedding.weight"])
+        for key in own:
+            assert torch.equal(torch.from_numpy(ds[key].values[step]), state["state"][0][key])
+        if step in (2, 24):
+            assert same(optimizer_state_at(path, step)["state"], state["state"])
+
+    proof, forms = replay(path), stored_forms(path)
+    assert not proof.total
+    if name == "your own":
+        assert "Lion cannot be replayed" in proof.unreplayed[0].reason
+
+    model, optimizer = build(name)
+    assert restore(path, model, optimizer, step=4) == 4
+    again = train(model, optimizer, path, 4, 24, resume=True)
+    continued = all(same(one, other) for one, other in zip(again, whole[4:], strict=True))
+    assert verify(path).clean
+    cells = [recorded, continued, proof.replayed == 24, "corrected" in forms.get("W", ())]
+    assert rows_of_the_page()[name] == ["yes" if cell else "no" for cell in cells]

@@ -1,0 +1,109 @@
+"""What an optimizer keeps of each parameter: tensors of its shape, numbers, and anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trajstore.schema import KEPT, NUMBERS, OPTIMIZER_STATE, VARIABLES, coordinate, kept_as
+from trajstore.trainers.recording.flat_vectors import FLOATS
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.sharding import is_sharded
+from trajstore.values.optimizer_rule import ADAM, MOMENTS
+
+__all__ = ["ADAM_STATE", "Entry", "find_kept", "is_element", "kept_value", "state_attribute"]
+
+Entry = Mapping[str, str]
+"""An entry of the attribute `OPTIMIZER_STATE`."""
+
+ADAM_STATE: tuple[Entry, ...] = (
+    {"name": "step", "of": "parameter", "type": "float32"},
+    *({"name": name, "of": "element"} for name in MOMENTS),
+)
+"""Entries of a run without the attribute."""
+
+_TAKEN = {KEPT.name, *VARIABLES}
+_DIMENSIONS = {dim for entry in VARIABLES.values() for dim in entry.dims}
+
+
+def find_kept(optimizer: JoinedOptimizer, known: Iterable[Entry] = ()) -> list[Entry]:
+    """Return what an optimizer keeps now, after the `known` entries, which keep their places."""
+    found = {entry["name"]: entry for entry in known}
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for parameter in sorted(parameters, key=lambda one: one.ndim == 0):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            entry = found.setdefault(str(name), _entry(name, parameter, value))
+            if not _fits(entry, parameter, value):
+                found[str(name)] = {"name": str(name), "of": "other"}
+    return list(found.values())
+
+
+def state_attribute(optimizer: JoinedOptimizer, kept: Iterable[Entry]) -> dict[str, Any]:
+    """Return the attribute of the root, if the state is not that of Adam or plain SGD."""
+    names = {type(member).__name__.removeprefix("Rounded") for member in optimizer.members}
+    if (names <= {*ADAM} or names == {"SGD"}) and all(entry in ADAM_STATE for entry in kept):
+        return {}
+    return {OPTIMIZER_STATE: [dict(entry) for entry in kept]}
+
+
+def kept_value(optimizer: JoinedOptimizer, parameter: torch.Tensor, entry: Entry) -> Any:
+    """Return a value that an optimizer keeps of a parameter; None without it.
+
+    Raises
+    ------
+    CannotFollow
+        If it has another shape or type than the entry.
+    """
+    value = optimizer.state.get(parameter, {}).get(entry["name"])
+    if value is not None and entry["of"] != "other" and not _fits(entry, parameter, value):
+        raise CannotFollow(
+            f"the optimizer now keeps another kind of {entry['name']} than in the first row; "
+            "record a new run"
+        )
+    return value
+
+
+def is_element(name: object, parameter: torch.Tensor, value: Any) -> bool:
+    """Return True if a value of a matrix can be recorded as a variable of its own name."""
+    return _entry(name, parameter, value)["of"] == "element"
+
+
+def _entry(name: object, parameter: torch.Tensor, value: Any) -> Entry:
+    found: Entry = {"name": str(name), "of": "other"}
+    for entry in ({**found, "of": "element"}, {**found, "of": "parameter", "type": _type(value)}):
+        if _is_free(name, entry["of"]) and _fits(entry, parameter, value):
+            return entry
+    return found
+
+
+def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
+    # Blocks of 8 bits pretend to be one tensor.
+    is_plain = isinstance(value, torch.Tensor) and (
+        not hasattr(value, "__tensor_flatten__") or is_sharded(value)
+    )
+    if entry["of"] == "element":
+        return is_plain and value.shape == parameter.shape and value.dtype in FLOATS
+    if entry["of"] == "parameter" and _type(value) == entry["type"] in NUMBERS:
+        return not isinstance(value, torch.Tensor) or (
+            is_plain and value.ndim == 0 and value.dtype != torch.bool
+        )
+    return entry["of"] == "other"
+
+
+def _type(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+
+
+def _is_free(name: object, of: str) -> bool:
+    """Return True if variables can have the names of a value, which no others have."""
+    if name == "step" or name in MOMENTS:
+        return (name == "step") == (of == "parameter")
+    if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
+        return False
+    taken = name.startswith(("param", "_")) or name in _DIMENSIONS or coordinate(name) is not None
+    return not taken and _TAKEN.isdisjoint((name, *kept_as(name, of)))
