@@ -16,7 +16,10 @@ from trajstore.errors import RunExists  # noqa: E402
 from trajstore.trainers import LightningCallback  # noqa: E402
 from trajstore.trainers.recording.step_gradients import clip_coefficient  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+]
 
 EPOCH = 4
 
