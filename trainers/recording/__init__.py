@@ -7,7 +7,8 @@ The path of the tensors of one step:
    gradients at the end of a backward pass, and compares them with what the optimizer consumes.
    ``step_hooks`` takes W and the moments right after the optimizer's step;
    ``followed_matrices`` finds W, its group and its rate in each step. ``module_hooks``,
-   ``optimizer_hooks`` and ``watched_calls`` call them.
+   ``optimizer_hooks`` and ``watched_calls`` call them. ``joined_optimizer`` presents several
+   optimizers as one.
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
    ``model_state`` takes all parameters with their gradients and moments, joined by

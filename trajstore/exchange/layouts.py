@@ -22,7 +22,7 @@ from typing import Any, Literal
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, scalar_of
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import VARIABLES
+from trajstore.schema import OPTIMIZER_STATE, VARIABLES
 
 __all__ = [
     "COUNTS",
@@ -365,5 +365,7 @@ def text_key(layout: Layout, name: str) -> str:
     return "trajstore_json" if name == "attributes" else f"{name}_json"
 
 
-KEPT_ATTRIBUTES = ("config", "optimizer", "recording", "provenance", "imported", "created")
+KEPT_ATTRIBUTES = (
+    "config", "optimizer", OPTIMIZER_STATE, "recording", "provenance", "imported", "created"
+)  # fmt: skip
 """Attributes of the root that describe the origin of the values, and remain valid for a copy."""

@@ -14,7 +14,7 @@ from trajstore.errors import FormatError
 from trajstore.exchange.guessing.detect_arrays import Detection
 from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.formats.array_file import ArrayFile
-from trajstore.schema import TRAJECTORIES
+from trajstore.schema import OPTIMIZER_STATE, TRAJECTORIES
 from trajstore.strict_json import parse
 from trajstore.values.native_types import (
     NativeType,
@@ -268,8 +268,9 @@ def kept_attributes(file: ArrayFile, text: str) -> dict[str, Any]:
         )
     kept = {name: attributes[name] for name in KEPT_ATTRIBUTES if name in attributes}
     for name, value in kept.items():
-        if not isinstance(value, str if name == "created" else dict):
-            wanted = "a string" if name == "created" else "an object"
+        kind = {"created": str, OPTIMIZER_STATE: list}.get(name, dict)
+        if not isinstance(value, kind):
+            wanted = {str: "a string", list: "a list", dict: "an object"}[kind]
             raise FormatError(
                 f"{file.path}: its attribute {name} is {type(value).__name__}, expected {wanted}"
             )
