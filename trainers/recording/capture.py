@@ -174,7 +174,7 @@ def capture(
         May be wrapped by `torch.compile` or `DistributedDataParallel`, or sharded by
         `torch.distributed.fsdp.fully_shard`; then each process records its own tokens.
     optimizer : Optimizer
-        Any optimizer; moments are recorded if it has Adam's.
+        Any optimizer. What it keeps in the shape of a parameter is recorded, by its own names.
     path : path-like
         Path of the run, by custom ``NAME.zarr``.
     scaler : GradScaler, optional
