@@ -17,8 +17,8 @@ from trajstore.analysis.figures.style import Look
 from trajstore.analysis.figures.variables import MOST_CELLS, NAMES, draw_rows
 from trajstore.analysis.model.attention_circuits import CIRCUITS
 from trajstore.analysis.model.layer_metrics import METRICS
-from trajstore.analysis.model.layers import RECORDED_NORMS
 from trajstore.analysis.model.layers import layers as measured_layers
+from trajstore.analysis.model.layers import recorded_norm
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 
@@ -33,7 +33,7 @@ _COLUMNS = 200
 
 def _layers(scan: Scan, options: Options) -> xr.Dataset:
     of, _, metric = ("params:" * (":" not in options.metric) + options.metric).partition(":")
-    recorded = metric == "frobenius" and RECORDED_NORMS.get(of) in scan.ds
+    recorded = metric == "frobenius" and recorded_norm(scan.ds, of)
     most = MOST_CELLS // max(1, scan.ds.sizes.get("parameter", 1)) if recorded else _COLUMNS
     every = max(1, -(-scan.window.size // most))
     measure = cast(Any, measured_layers)  # it checks its literal at run time

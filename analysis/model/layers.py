@@ -29,7 +29,7 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["RECORDED_NORMS", "layers"]
+__all__ = ["layers", "recorded_norm"]
 
 Array = npt.NDArray[Any]
 
@@ -42,8 +42,18 @@ _SUBJECTS = {
 }
 """Values of ``of``, in words."""
 
-RECORDED_NORMS = {"params": "param_norm", "grad": "param_grad_norm", "update": "param_update_norm"}
+_NORMS = {"params": "param_norm", "grad": "param_grad_norm", "update": "param_update_norm"}
 """Variables of the tier ``norms`` that are Frobenius norms."""
+
+
+def recorded_norm(ds: xr.Dataset, of: str) -> str | None:
+    """Return the variable that serves as the Frobenius norm; None if it has to be computed.
+
+    Recorded norms of updates are of single steps, not of changes since an earlier row.
+    """
+    name = _NORMS.get(of)
+    is_held = name in ds and (of != "update" or bool((np.diff(ds["step"]) == 1).all()))
+    return name if is_held or "parameters" not in ds.attrs else None
 
 
 @registered(alone=True)
@@ -66,7 +76,8 @@ def layers(
     ----------
     ds : Dataset
         A run of the tier ``everything``. ``metrics="frobenius"`` alone also works for a run with
-        norms, and uses these wherever they are recorded.
+        norms, and uses these if they are recorded. Recorded norms of updates are of single steps;
+        if rows are further apart, only a run without the parameters uses them.
     of : {'params', 'grad', 'update', 'ov', 'qk'}
         Parameters after the step; gradients before clipping; changes since the row before; or a
         circuit of each attention head. With x @ W as the layer, ``ov`` is W_V·W_O and ``qk`` is
@@ -132,8 +143,7 @@ def layers(
         name: Fact("f8", f"{one.label} of each {_SUBJECTS[of]}", units[one.has_units])
         for name, one in wanted.items()
     }
-    norms = RECORDED_NORMS.get(of)
-    if [*wanted] == ["frobenius"] and norms and (norms in ds or "parameters" not in ds.attrs):
+    if [*wanted] == ["frobenius"] and (norms := recorded_norm(ds, of)):
         input_checks.variables(ds, norms)
         recorded = ds[norms].transpose("step", "parameter").isel(step=rows).astype(np.float64)
         return xr.Dataset({"frobenius": recorded.assign_attrs(facts["frobenius"].attributes)})

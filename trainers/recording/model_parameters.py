@@ -102,7 +102,7 @@ class ModelParameters:
         """Keep the values of some parameters; those of others stay."""
         if len(places) < len(self._tensors) and not self._found.keys().isdisjoint(values):
             mine = torch.tensor([place in places for place in range(len(self._tensors))])
-            mine = mine.to(self._nan.device)
+            mine = mine.to(self._nan.device, non_blocking=True)  # without a wait for the device
             values = {n: torch.where(mine, new, self._found[n]) for n, new in values.items()}
         self._found |= values
 

@@ -219,7 +219,10 @@ class ModelState:
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
                     "with the model and the optimizers of the run"
                 )
-        self.kept = list(attributes.get(OPTIMIZER_STATE, ADAM_STATE))
+        now_kept = {entry["name"]: entry for entry in find_kept(self._optimizer)}
+        # A run without the attribute holds a count of any type.
+        adam = [now_kept.get(entry["name"], entry) for entry in ADAM_STATE]
+        self.kept = list(attributes.get(OPTIMIZER_STATE, adam))
         if KEPT.name in held:
             self._take_initial()  # with the entries of the run
         self._whole_state &= KEPT.name in held

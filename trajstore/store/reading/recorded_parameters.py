@@ -112,7 +112,8 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
     if "params_count" in ds:
         of_group = [e["name"] for e in ds.attrs["parameters"] if e["group"] == entry["group"]]
-        counts = ds["params_count"].sel(parameter=of_group)
+        counts = ds["params_count"]
+        counts = counts.isel(parameter=counts["parameter"].isin(of_group).values)
         count = counts.sel(parameter=entry["name"]).values
         not_taken = np.diff(count, prepend=np.nan) == 0
         if not_taken.any() and counts.values.any():  # one of several optimizers may not count

@@ -229,6 +229,9 @@ def test_recorded_norms_serve_for_the_frobenius_norm(run):
         parameter=[*SHAPES]
     )
     assert (analysis.layers(with_norms, metrics="frobenius").frobenius == 1).all()
+    of_one_step = with_norms.assign(param_update_norm=3 * norms)  # rows are two steps apart
+    changes = analysis.layers(of_one_step, "update", ["frobenius", "rms"])[["frobenius"]]
+    xr.testing.assert_equal(analysis.layers(of_one_step, "update", "frobenius"), changes)
     alone = with_norms[["param_grad_norm"]].drop_attrs()
     found = analysis.layers(alone, "grad", "frobenius", steps=[4])
     assert found.frobenius.values.tolist() == [[2.0] * 5]

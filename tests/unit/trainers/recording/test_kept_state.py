@@ -15,6 +15,9 @@ from recorded_models import same  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
+from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
+from trajstore.trainers.recording.model_state import ModelState  # noqa: E402
+from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -142,3 +145,15 @@ def test_the_table_of_optimizers(name: str, tmp_path: Path) -> None:
     assert continued
     cells = [proof.replayed == 24, "corrected" in forms.get("W", ())]
     assert rows_of_the_page()[name] == ["yes" if cell else "no" for cell in cells]
+
+
+def test_a_run_of_an_older_version_goes_on_with_counts_of_python() -> None:
+    model, optimizer = build("SGD")
+    optimizer.state[model.embedding.weight]["step"] = 3
+    joined = JoinedOptimizer(optimizer)
+    (matrix,) = find_parameters(model, joined, "embedding.weight")
+    state = ModelState(model, joined, matrix, {"params_count"}, whole_state=True)
+    state.resume(state.attributes(), {"params_count"})  # without what the optimizer keeps
+    found = state.after_step({"params_count"}, first=False)
+    assert [*found] == ["params_count"]
+    assert found["params_count"].tolist() == [3.0, *[0.0] * (len(state.names) - 1)]

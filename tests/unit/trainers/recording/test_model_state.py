@@ -380,6 +380,8 @@ def test_steps_without_a_gradient_are_skipped_steps_of_the_parameter(tmp_path: P
     exact = one.traj.exact_moments().exact_exp_avg
     np.testing.assert_allclose(exact, one.exp_avg.values[-exact.sizes["step"] :], atol=1e-8)
     assert "skipped" not in open_run(seldom).traj.parameter("head.weight")
+    chosen = open_run(seldom).sel(parameter=["sometimes.weight"]).traj.parameter("sometimes.weight")
+    assert chosen.skipped.equals(one.skipped)
 
 
 def test_a_device_without_float64_has_the_rows_of_the_cpu(
