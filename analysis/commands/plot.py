@@ -104,7 +104,7 @@ def _american(word: str) -> str:
     "kinds. Of the film: .gif (default), .webp or .mp4, a folder for its frames, or .png, .svg or "
     ".pdf for the last one.",
 )
-@SELECT("step", "token", "row", "population", "parameter", note=OF_WHOLE_RUN)
+@SELECT("step", "token", "row", "population", "parameter", "metric", note=OF_WHOLE_RUN)
 @WITHIN
 @POPULATIONS
 @UNCHANGED
@@ -122,12 +122,6 @@ def _american(word: str) -> str:
     type=Choice(("principal", "hidden_mean")),
     default="principal",
     help="Projection plane of the trajectory; axis of the sky: centroid, or hidden_mean.",
-)
-@click.option(
-    "--metric",
-    metavar="[OF:]NAME",
-    help="Metric of the figure layers, such as stable_rank, or grad:rms, update:rms, ov:spectral, "
-    "qk:spectral of gradients, updates and attention heads; default: frobenius.",
 )
 @COMMON_STEPS
 @click.option(
@@ -178,7 +172,7 @@ def plot(
       trajstore plot gatsby.zarr autocorrelation --vectors hidden_mean -o mean.png
       trajstore plot whole.zarr heatmap --parameter transformer.wpe.weight -o positions.png
       trajstore plot runs/*.zarr grad_norms --select population=dead -o dead.png
-      trajstore plot whole.zarr layers --metric stable_rank --select 'parameter=*.c_fc.weight'
+      trajstore plot whole.zarr layers --select metric=grad:rms --select 'parameter=*.c_fc.*'
       trajstore plot gatsby.zarr grad_norms --population 'rare=token_count < 10' -o rare.png
       trajstore plot loss.zarr text_loss
       trajstore plot gatsby.zarr film -o film.gif

@@ -88,6 +88,7 @@ _KEYWORDS = {
     "row": "tokens",
     "population": "population",
     "parameter": "parameters",
+    "metric": "metric",
 }
 """Keyword of a selection in Python, by the dimension that ``--select`` names."""
 
@@ -96,7 +97,8 @@ _EXAMPLES = {
     "token": "token=dead, token=1,2,3 or token=FILE",
     "row": "row=0,1,2 (with --parameter)",
     "population": "population=dead",
-    "parameter": "parameter=*.c_fc.weight",
+    "parameter": "parameter=*.c_fc.weight (of layers)",
+    "metric": "metric=stable_rank or metric=grad:rms (of layers)",
 }
 
 
@@ -104,7 +106,7 @@ def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
     """``--select DIM=VALUES``, for the dimensions of which a command takes a part.
 
     The command receives ``selected``: the values by keyword, ``steps``, ``tokens``, ``population``,
-    ``parameters``.
+    ``parameters``, ``metric``.
     """
 
     def parse(ctx: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_quantities_refuse_an_option_of_a_wrong_type(name, option, run):
-    needed = {"step": 1, "token": 0} if name in ALONE else {}
+    needed = dict.fromkeys((QUANTITIES | ALONE)[name].required, 1)
     with pytest.raises(TrajstoreError) as reported:
         getattr(analysis, name)(run, **{**needed, option: object()})
     assert isinstance(reported.value, InvalidArgument), reported.value

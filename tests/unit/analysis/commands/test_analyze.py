@@ -227,6 +227,9 @@ def test_another_parameter_takes_the_place_of_w(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     call("plot", run, "displacement", *chosen, "-o", tmp_path / "moved.png")
     assert (tmp_path / "moved.png").stat().st_size
+    part = ("--select", "metric=ov:stable_rank", "--select", "parameter=*.h.1.*")
+    call("plot", run, "layers", *part, "-o", tmp_path / "heads.png")
+    assert (tmp_path / "heads.png").stat().st_size
     lost = analysis.summary(open_run(run)).param_update_lost.sel(when="last", parameter=name)
     (row,) = (line for line in call("summary", run).stdout.splitlines() if name in line)
     assert row.split()[-1] == f"{float(lost):.2%}"
