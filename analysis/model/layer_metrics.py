@@ -136,7 +136,7 @@ def condition_number(layer: Layer) -> Any:
 
 @_metric("Gini coefficient", "elements")
 def gini(layer: Layer) -> Any:
-    """Gini coefficient of the N magnitudes a, Σ(2i − N − 1)aᵢ / (N Σa), with a ascending.
+    """Gini coefficient of the N magnitudes a in ascending order, Σ(2i − N − 1)aᵢ / (N Σa).
 
     From 0, all equal, toward 1, sparse (Hurley and Rickard 2009). 0 if all elements are 0.
     """
