@@ -153,5 +153,4 @@ def test_a_run_of_an_older_version_goes_on_with_counts_of_python() -> None:
     state = ModelState(model, joined, matrix, {"params_count"}, whole_state=True)
     state.resume(state.attributes(), {"params_count"})  # without what the optimizer keeps
     found = state.after_step({"params_count"}, first=False)
-    assert [*found] == ["params_count"]
-    assert found["params_count"].tolist() == [3.0, *[0.0] * (len(state.names) - 1)]
+    assert found["params_count"][state.names.index("embedding.weight")] == 3
