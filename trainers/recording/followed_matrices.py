@@ -34,6 +34,10 @@ _RATE = (
     "the learning rate changed while optimizer.step() ran, so lr is NaN; call the scheduler after "
     "the step"
 )
+_OF_GROUPS = (
+    "the optimizer changes {keys} of its parameter groups in a step, which no row holds; set them "
+    "yourself to continue from a step of the run"
+)
 
 
 class FollowedMatrices:
@@ -51,7 +55,7 @@ class FollowedMatrices:
         self._model, self._optimizer = recording.model, recording.optimizer
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
-        self._before: list[Any] = []  # rates before the step of an optimizer
+        self._before: list[dict[str, Any]] = []  # groups before the step of an optimizer
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self.begin_step()
 
@@ -80,8 +84,8 @@ class FollowedMatrices:
         self.check_weights()
 
     def begin_turn(self, optimizer: Optimizer) -> None:
-        """Look at the rates before the step of an optimizer."""
-        self._before = [group.get("lr") for group in optimizer.param_groups]
+        """Look at the groups before the step of an optimizer."""
+        self._before = [dict(group) for group in optimizer.param_groups]
 
     def _find_again(self, rows: ParameterRows) -> None:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -107,9 +111,15 @@ class FollowedMatrices:
 
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the rates of a step; they `may_change` in a closure, before they are used."""
-        now = [group.get("lr") for group in optimizer.param_groups]
-        numbers = [(a, b) for a, b in zip(self._before, now, strict=False) if _is_number(a)]
-        known = may_change or all(not _is_number(b) or a == b for a, b in numbers)
+        changed = {
+            key
+            for before, group in zip(self._before, optimizer.param_groups, strict=False)
+            for key, value in group.items()
+            if _is_number(value) and _is_number(before.get(key)) and value != before[key]
+        }
+        if (own := sorted(changed - {"lr"})) and self._recording.state is not None:
+            self._on_note(_OF_GROUPS.format(keys=", ".join(own)))
+        known = may_change or "lr" not in changed
         if not known:
             self._on_note(_RATE)
         known = known and optimizer not in self._optimizer.turns  # two steps have no single rate

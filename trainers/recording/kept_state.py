@@ -89,9 +89,9 @@ def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
     if entry["of"] == "element":
         return is_plain and value.shape == parameter.shape and value.dtype in FLOATS
     if entry["of"] == "parameter" and _type(value) == entry["type"] in NUMBERS:
-        return not isinstance(value, torch.Tensor) or (
-            is_plain and value.ndim == 0 and value.dtype != torch.bool
-        )
+        if isinstance(value, torch.Tensor):
+            return is_plain and value.ndim == 0 and value.dtype != torch.bool
+        return not isinstance(value, int) or abs(value) <= 2**53  # exact in float64
     return entry["of"] == "other"
 
 

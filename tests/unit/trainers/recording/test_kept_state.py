@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from recorded_models import same  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
+from trajstore.errors import VariableNotRecorded  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
@@ -155,5 +156,25 @@ def test_a_run_of_an_older_version_goes_on_with_counts_of_python() -> None:
     state = ModelState(model, joined, matrix, {"params_count"}, whole_state=True)
     state.resume(state.attributes(), {"params_count"})  # without what the optimizer keeps
     found = state.after_step({"params_count"}, first=False)
-    assert [*found] == ["params_count"]
-    assert found["params_count"].tolist() == [3.0, *[0.0] * (len(state.names) - 1)]
+    assert found["params_count"][state.names.index("embedding.weight")] == 3
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a number that float64 cannot hold, and counts in its parameter group."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        for parameter in group["params"]:
+            self.state[parameter]["seed"] = 2**53 + 1
+
+
+def test_state_that_no_row_holds_is_noted(tmp_path: Path, notes: list[str]) -> None:
+    model = Model()
+    optimizer = Odd([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, optimizer, tmp_path / "run.zarr", 0, 3, on_note=notes.append)
+    for words in ("seed not recorded", "changes count of its parameter groups"):
+        assert sum(words in note for note in notes) == 1
+    with pytest.raises(VariableNotRecorded, match="does not hold the seed of its optimizer"):
+        optimizer_state_at(tmp_path / "run.zarr", 3)
