@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import OPTIMIZER_STATE
+from trajstore.schema import KEPT, OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
 from trajstore.values.vector_rule import VECTORS
 
@@ -104,19 +104,17 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     scalars = [key for key, da in ds.data_vars.items() if da.dims == ("step",)]
     found: dict[str, Any] = {str(key): ds[key].variable for key in scalars}
     kinds = {one["name"]: f"params_{one['name']}" for one in ds.attrs.get(OPTIMIZER_STATE, ())}
+    lacking = _never_kept(ds, entry["group"])
     for short, vector in (VECTORS | kinds).items():
         stored = short if entry["variable"] == "W" else vector
-        if stored in ds.data_vars:
+        if stored in ds.data_vars and short not in lacking:
             found[short] = _matrix(ds, stored, entry, short)
     if "params_lr" in ds and entry["group"] is not None:
         found["lr"] = ds["params_lr"].variable.isel(group=entry["group"])
     if "params_count" in ds:
-        of_group = [e["name"] for e in ds.attrs["parameters"] if e["group"] == entry["group"]]
-        counts = ds["params_count"]
-        counts = counts.isel(parameter=counts["parameter"].isin(of_group).values)
-        count = counts.sel(parameter=entry["name"]).values
+        count = ds["params_count"].sel(parameter=entry["name"]).values
         not_taken = np.diff(count, prepend=np.nan) == 0
-        if not_taken.any() and counts.values.any():  # one of several optimizers may not count
+        if not_taken.any() and "step" not in lacking:
             skipped = np.where(np.arange(count.size) > 0, not_taken, np.nan).astype(np.float32)
             found["skipped"] = xr.Variable("step", skipped, {"units": "1"})
     attributes = dict(ds.attrs)
@@ -128,6 +126,18 @@ def parameter_dataset(ds: xr.Dataset, name: str) -> xr.Dataset:
     result = xr.Dataset(found, coords=coords, attrs=attributes)
     result.encoding = dict(ds.encoding)
     return result
+
+
+def _never_kept(ds: xr.Dataset, group: int | None) -> set[str]:
+    """Return what the optimizer keeps of other parameters only, not of those of a group."""
+    if KEPT.name not in ds:
+        return set()
+    of_group = [one["name"] for one in ds.attrs["parameters"] if one["group"] == group]
+    marks = np.nan_to_num(ds[KEPT.name].values).astype(np.int64)
+    own = marks[..., ds["parameter"].isin(of_group).values]
+    bits = int(np.bitwise_or.reduce(own, axis=None))
+    names = [one["name"] for one in ds.attrs[OPTIMIZER_STATE]]
+    return {name for place, name in enumerate(names) if marks.any() and not bits >> place & 1}
 
 
 def own_type(entry: Mapping[str, Any], kind: str, joint: str) -> str:
