@@ -96,7 +96,8 @@ class JoinedOptimizer:
     @property
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
         """State of each parameter."""
-        return _States(*(member.state for member in self.members))
+        states = [member.state for member in self.members]
+        return states[0] if len(states) == 1 else _States(*states)
 
     @property
     def waiting(self) -> tuple[Optimizer, ...]:
