@@ -295,7 +295,7 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
         cannot_grow=math.nan,
         sentence=f"weight decay {does} at learning rates up to {rule.lr:.6g}: "
         f"(1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
-        f"back to W for {_percent(share)} of {native} values. The run trains with "
+        f"back to W for {_percent(share)} of {native} values. W trains with "
         f"{'no' if share == 1 else 'less'} weight decay. {remedy}",
     )
 
