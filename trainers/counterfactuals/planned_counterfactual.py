@@ -192,7 +192,7 @@ class PlannedCounterfactual:
             ),
             "caveat": CAVEAT,
         }
-        attributes = {
+        attributes: dict[str, Any] = {
             "optimizer": {
                 **self.settings.optimizer,
                 "schedule": changed_schedule(before, self.settings),

@@ -19,7 +19,7 @@ import zarr
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exact_values import exact_json
-from trajstore.schema import STEP, entry_of, variables_of
+from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
 from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.metadata.metadata_form import run_identity
@@ -264,7 +264,7 @@ def _stored_layout(
         native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
         stored[name] = found
         arrays[name] = ArrayLayout(
-            variable=entry_of(name),
+            variable=STEP if name == STEP.name else VARIABLES[name],
             row=found.shape[1:],
             chunk=found.chunk,
             shard=found.shard,
