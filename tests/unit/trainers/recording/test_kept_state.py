@@ -178,3 +178,39 @@ def test_state_that_no_row_holds_is_noted(tmp_path: Path, notes: list[str]) -> N
         assert sum(words in note for note in notes) == 1
     with pytest.raises(VariableNotRecorded, match="does not hold the seed of its optimizer"):
         optimizer_state_at(tmp_path / "run.zarr", 3)
+
+
+def test_numbers_keep_their_type_beside_16_bits(tmp_path: Path) -> None:
+    model = Model().bfloat16()
+    whole = train(model, torch.optim.NAdam(model.parameters()), tmp_path / "run.zarr", 0, 3)
+    fresh = torch.optim.NAdam(model.parameters())
+    restore(tmp_path / "run.zarr", model, fresh)
+    assert same(fresh.state_dict()["state"], whole[-1][1]["state"])
+
+
+class Late(torch.optim.Optimizer):
+    """Keeps odd names, a matrix of another shape, and something new from its third step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["rows"], state["lr"], state["a.b"] = torch.ones(5), p.clone(), p.clone()
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] > 2:
+                state["late"] = p.clone()
+            p.mul_(0.9)
+
+
+@pytest.mark.parametrize(("variables", "rows"), [("matrix", 5), ("everything", 3)])
+def test_what_no_row_can_hold_is_named(variables: str, rows: int, tmp_path: Path) -> None:
+    model, notes = Model(), []
+    optimizer = Late(model.parameters(), {"lr": 0.1})
+    train(model, optimizer, tmp_path / "run.zarr", 0, 4, variables=variables, on_note=notes.append)
+    ds = open_run(tmp_path / "run.zarr")
+    assert ds.sizes["step"] == rows
+    assert {"late", "params_late", "a.b", "rows"}.isdisjoint(ds.variables)
+    told = " ".join(notes)
+    assert "rows, lr, a.b not recorded: the optimizer keeps them in another form" in told
+    late = "now keeps late, but did not in the first row" if rows == 3 else "does not hold late"
+    assert late in told
