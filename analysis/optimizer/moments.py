@@ -85,7 +85,7 @@ class Recurrence:
         if rule.amsgrad:
             raise InvalidArgument(
                 "got a run trained with amsgrad, which is not supported: it divides by the largest "
-                "second moment so far, which is not recorded"
+                "second moment so far"
             )
         input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
         _require_every_step(scan.steps, quantity)

@@ -20,7 +20,6 @@ from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRow
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import as_bits, native_type
-from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["CounterfactualRows"]
 
@@ -50,7 +49,7 @@ class CounterfactualRows:
         self.first_difference: int | None = None
         self._compared = [
             name
-            for name in ("W", *MOMENTS)
+            for name in ("W", *planned.recorded.state_names)
             if name in planned.variables and not planned.settings.given
         ]
 
@@ -69,7 +68,9 @@ class CounterfactualRows:
             )
         yield row, values
         read = [
-            name for name in self._variables if name not in OPTIMIZER_VARIABLES
+            name
+            for name in self._variables
+            if name in VARIABLES and name not in OPTIMIZER_VARIABLES
         ] + self._compared
         for row in self._rows.read(read, first=first + 1, window=_WINDOW):
             number, optimizer = row.number, self._planned.optimizer
@@ -139,7 +140,7 @@ class CounterfactualRows:
         values: dict[str, Array] = {}
         value = self._planned.optimizer.value
         for name in self._variables:
-            if name in ("W", *MOMENTS):
+            if name in ("W", *self._planned.optimizer.state_names):
                 values[name] = self._bits(value(name))
             elif name == "cells":
                 values[name] = self._bits(value("W").to(torch.bfloat16))

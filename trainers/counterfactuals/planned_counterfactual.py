@@ -12,7 +12,7 @@ import torch
 
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.exact_values import ANY, exact
-from trajstore.schema import EVERYTHING, MODEL, RECORDED
+from trajstore.schema import EVERYTHING, MODEL, OPTIMIZER_STATE, RECORDED, VARIABLES
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.counterfactuals.changed_rates import (
@@ -187,7 +187,9 @@ class PlannedCounterfactual:
             **origin,
             "from_step": int(self.rows.steps[self.first]),
             "settings": [f"{name}={value}" for name, value in self.settings.given.items()],
-            "of_recorded_path": sorted(set(self.variables) - set(OPTIMIZER_VARIABLES)),
+            "of_recorded_path": sorted(
+                set(self.variables) - {*OPTIMIZER_VARIABLES, *self.optimizer.state_names}
+            ),
             "caveat": CAVEAT,
         }
         attributes = {
@@ -199,6 +201,8 @@ class PlannedCounterfactual:
         }
         if "recording" in before:
             attributes["recording"] = before["recording"]
+        if own := [name for name in self.variables if name not in VARIABLES]:
+            attributes[OPTIMIZER_STATE] = [{"name": name, "of": "element"} for name in own]
         return attributes
 
     def of_tokens(self, values: Array) -> Array:
@@ -304,7 +308,7 @@ def _variables(
 ) -> dict[str, NativeType]:
     """Return the variables of the new run with their types."""
     found = {}
-    for name in RECORDED:
+    for name in dict.fromkeys([*RECORDED, *optimizer.state_names]):
         if name in (
             *MODEL,
             *EVERYTHING,
@@ -312,9 +316,9 @@ def _variables(
             continue
         if name in ("W", "grad") and name in rows:
             found[name] = NATIVE_TYPES[settings.weights_dtype]
-        elif name in MOMENTS:
+        elif name in MOMENTS or name not in VARIABLES:
             kept = name in rows or not settings.keeps_state
-            if kept and name in optimizer.state_names:
+            if kept and name in optimizer.starts:
                 dtype = str(optimizer.example[name].dtype).removeprefix("torch.")
                 found[name] = NATIVE_TYPES[dtype]
         elif name in rows:

@@ -176,9 +176,9 @@ def capture(
         May be wrapped by `torch.compile` or `DistributedDataParallel`, or sharded by
         `torch.distributed.fsdp.fully_shard`; then each process records its own tokens.
     optimizer : Optimizer, or sequence of Optimizer
-        Any optimizer; moments are recorded if it has Adam's. Of several, each trains parameters of
-        its own, and a step is complete when each has stepped once, in any order. The run is created
-        when each has stepped.
+        Any optimizer. What it keeps in the shape of a parameter is recorded, by its own names. Of
+        several, each trains parameters of its own, and a step is complete when each has stepped
+        once, in any order. The run is created when each has stepped.
     path : path-like
         Path of the run, by custom ``NAME.zarr``.
     ends_step : Optimizer, optional

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from trajstore.errors import InvalidArgument, RecordingError
-from trajstore.schema import KEPT, VARIABLES, kept_as
+from trajstore.schema import KEPT, OPTIMIZER_STATE, VARIABLES, kept_as
 from trajstore.trainers.recording.flat_vectors import (
     JoinedVector,
     check_joinable,
@@ -28,6 +28,7 @@ from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.kept_state import (
     ADAM_STATE,
+    Entry,
     find_kept,
     kept_value,
     state_attribute,
@@ -45,16 +46,16 @@ from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 
-__all__ = ["OPTIMIZER_STATE", "STATE", "ModelState"]
+__all__ = ["OF_ADAM", "STATE", "ModelState"]
 
 State = dict[str, torch.Tensor | JoinedVector]
 
 _GRADIENTS = "params_grad"
 
-OPTIMIZER_STATE = ("params_exp_avg", "params_exp_avg_sq", "params_count")
+OF_ADAM = ("params_exp_avg", "params_exp_avg_sq", "params_count")
 """Variables that Adam has after its first step."""
 
-STATE = ("params", "exp_avg", "exp_avg_sq", *OPTIMIZER_STATE, "buffers")
+STATE = ("params", "exp_avg", "exp_avg_sq", *OF_ADAM, "buffers")
 """Variables that determine the next step, except W and those of the optimizer's own names."""
 
 
@@ -97,6 +98,7 @@ class ModelState:
         whole_state: bool = False,
     ) -> None:
         self._whole_state = whole_state
+        self.kept: list[Entry] = []
         self._model = unwrap(model)
         self._optimizer = optimizer
         self._variables = frozenset(variables)
@@ -182,7 +184,7 @@ class ModelState:
     @torch.no_grad()
     def take_initial(self) -> None:
         """Copy the state before the first step."""
-        self.kept = find_kept(self._optimizer)
+        self.kept = find_kept(self._optimizer, self.kept)
         self._take_initial()
 
     def _take_initial(self) -> None:
@@ -217,7 +219,7 @@ class ModelState:
                     f"parameter {number} of the model is {one}, but {other} in the run; resume "
                     "with the model and the optimizers of the run"
                 )
-        self.kept = attributes.get("optimizer_state", [*ADAM_STATE])
+        self.kept = list(attributes.get(OPTIMIZER_STATE, ADAM_STATE))
         if KEPT.name in held:
             self._take_initial()  # with the entries of the run
         self._whole_state &= KEPT.name in held

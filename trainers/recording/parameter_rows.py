@@ -30,7 +30,7 @@ from trajstore.trainers.recording.device_to_host import (
 from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
-from trajstore.trainers.recording.model_state import OPTIMIZER_STATE
+from trajstore.trainers.recording.model_state import OF_ADAM
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import CannotFollow
@@ -418,7 +418,7 @@ class ParameterRows:
         state = self._planned.recording.state
         needless = {"random_state"} if state is not None and state.draws_nothing else set()
         if any(name not in VARIABLES for name in self.variables):
-            needless.update((*MOMENTS, *OPTIMIZER_STATE))
+            needless.update((*MOMENTS, *OF_ADAM))
         if other := [entry["name"] for entry in kept if entry["of"] == "other"]:
             self._notes.mention(
                 f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "
@@ -571,7 +571,7 @@ _REMEDIES = (
         "the parameter has no gradient: it is not trained or unused, or its gradient was discarded",
     ),
     (
-        {*MOMENTS, *OPTIMIZER_STATE},
+        {*MOMENTS, *OF_ADAM},
         "the optimizer keeps no such state of the parameter's shape",
     ),
     (

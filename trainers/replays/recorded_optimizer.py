@@ -49,7 +49,7 @@ class RecordedOptimizer:
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
     starts : dict of str to float
-        Its state before the first step.
+        Its state before the first step, without numbers of the whole parameter.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class RecordedOptimizer:
         made = {name: float(value) for name, value in self._state().items()}
         self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"])
         self.example = self._state()
-        self.starts = {name: made.get(name, 0.0) for name in self.state_names}
+        self.starts = {
+            name: made.get(name, 0.0) for name in self.state_names if self.example[name].ndim
+        }
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402
 from trajstore.trainers.recording.model_buffers import ModelBuffers  # noqa: E402
-from trajstore.trainers.recording.model_state import OPTIMIZER_STATE  # noqa: E402
+from trajstore.trainers.recording.model_state import OF_ADAM  # noqa: E402
 from trajstore.trainers.step_models.restore import set_generators  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -145,7 +145,7 @@ def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path:
             pass
     ds = open_run(path)
     forms = stored_forms(path)
-    computed = [forms[name] for name in ("params", *OPTIMIZER_STATE[:2]) if name in forms]
+    computed = [forms[name] for name in ("params", *OF_ADAM[:2]) if name in forms]
     assert len(computed) == (3 if encoding == "compact" else 0)
     assert not any(each["corrected"] or each["differences"] for each in computed)
     assert not verify(path).problems

@@ -44,8 +44,9 @@ CASES: dict[str, list[str]] = {
         "training.accumulation=2", "model.context=24",
     ],
     "the state of the model": ['recording.variables=["everything"]'],
-    "the state of the model, without moments": [
+    "the state of the model, with momentum": [
         'recording.variables=["everything"]', "optimizer.name=sgd", "training.loop=plain",
+        "optimizer.momentum=0.9",
         "training.autocast=float16", "model.dtype=float32", "model.layers=2",
     ],
     "the whole model": ['recording.variables=["norms"]', "model.layers=2"],
@@ -66,7 +67,8 @@ CASES: dict[str, list[str]] = {
 
 QUICK = (
     "everything", "moments of float32", "scaled float16", "every third dead token", "compact",
-    "summaries", "what the steps saw", "the state of the model", "cells beside float32 weights",
+    "summaries", "what the steps saw", "the state of the model",
+    "the state of the model, with momentum", "cells beside float32 weights",
     "ids without a tokenizer",
 )  # fmt: skip
 

@@ -35,6 +35,7 @@ VARIANTS = {
     "plain, sgd rounded at random": [
         "gatsby-adam", "optimizer.name=sgd", "optimizer.rounding=stochastic",
     ],
+    "momentum": ["gatsby-adam", "optimizer.name=sgd", "optimizer.momentum=0.9"],
     "float32 masters": ["duckling", "model.heads=1", "training.accumulation=2"],
 }  # fmt: skip
 
@@ -61,7 +62,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
     return run
 
 
-@pytest.mark.parametrize("name", nightly_but(VARIANTS, "trainer"))
+@pytest.mark.parametrize("name", nightly_but(VARIANTS, "trainer", "momentum"))
 def test_a_run_resumes_from_its_last_row(
     name: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_run_resumes_from_its_last_row(
     assert not checkpoint_folder(path).exists()
 
 
-@pytest.mark.parametrize("name", nightly_but(VARIANTS, "plain, every 3, accumulated"))
+@pytest.mark.parametrize("name", nightly_but(VARIANTS, "plain, every 3, accumulated", "momentum"))
 def test_a_fork_starts_from_any_row(
     name: str, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -100,6 +101,17 @@ def test_a_fork_with_other_types_resumes_from_its_rows(
     record(recorded_config(other), other, resume=True)
     ds = same_values(whole, other)
     assert ds.params.attrs["native_dtype"] == ds.attrs["parameters"][1]["dtype"] == "float32"
+    assert verify(other).clean
+
+
+def test_a_fork_to_another_optimizer_has_none_of_the_state(
+    straight: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = ["optimizer.name=adam", "optimizer.momentum=0", "optimizer.lr=1e-4"]
+    other = fork(straight("momentum"), tmp_path / "a.zarr", at=9, settings=settings)
+    ds = xr.open_zarr(other)
+    assert (ds.attrs["status"], ds.sizes["step"]) == ("complete", STEPS + 1)
+    assert not {"momentum_buffer", "params_momentum_buffer", "param_kept"} & {*ds}
     assert verify(other).clean
 
 

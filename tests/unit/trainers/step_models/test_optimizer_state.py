@@ -14,6 +14,8 @@ from trajstore.trainers import capture, model_at, optimizer_state_at, restore  #
 
 pytestmark = pytest.mark.torch
 
+FEW = ("W", "params", "params_lr")
+
 
 @pytest.mark.parametrize("step", [1, STEPS])
 def test_the_state_at_a_step_equals_that_of_torch(recorded: Any, step: int) -> None:
@@ -62,18 +64,19 @@ def test_the_order_of_the_optimizer_is_not_that_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "missing"),
+    ("optimizer", "variables", "missing"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "max_exp_avg_sq"),
-        (torch.optim.Adagrad, "state of its optimizer torch.optim.adagrad.Adagrad"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), FEW, "momentum_buffer"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), FEW, "max_exp_avg_sq"),
+        (torch.optim.Adagrad, FEW, "state of its optimizer torch.optim.adagrad.Adagrad"),
+        (torch.optim.Adafactor, "everything", "hold the row_var, col_var of its"),
     ],
 )
 def test_a_state_that_is_not_recorded(
-    tmp_path: Path, tiny: Any, optimizer: Any, missing: str
+    tmp_path: Path, tiny: Any, optimizer: Any, variables: Any, missing: str
 ) -> None:
     built = optimizer(tiny.parameters())
-    with capture(tiny, built, tmp_path / "run.zarr", variables="everything"):
+    with capture(tiny, built, tmp_path / "run.zarr", variables=variables):
         tiny(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))["loss"].backward()
         built.step()
     with pytest.raises(VariableNotRecorded, match=missing):
