@@ -5,14 +5,15 @@ The path of the tensors of one step:
 1. A hook receives the tensor. ``forward_values`` handles the forward passes, ``step_examples``
    single examples; ``hidden_states`` passes the hidden states to both. ``step_gradients`` takes the
    gradients at the end of a backward pass, and compares them with what the optimizer consumes.
-   ``step_hooks`` takes W and the moments right after the optimizer's step;
+   ``step_hooks`` takes W and the optimizer's state right after the optimizer's step;
    ``followed_matrices`` finds W, its group and its rate in each step. ``module_hooks``,
    ``optimizer_hooks`` and ``watched_calls`` call them. ``joined_optimizer`` presents several
    optimizers as one.
 2. ``parameter_rows`` selects the recorded variables and tokens (``token_selection``).
    ``device_norms`` computes summaries per token, ``model_parameters`` those of all parameters;
-   ``model_state`` takes all parameters with their gradients and moments, joined by
-   ``flat_vectors``; ``model_buffers`` the buffers that change; ``random_states`` the generators.
+   ``model_state`` takes all parameters with their gradients and what the optimizer keeps of them
+   (``kept_state``), joined by ``flat_vectors``; ``model_buffers`` the buffers that change;
+   ``random_states`` the generators.
 3. ``device_to_host`` copies the tensor into the writer's block: at once on the CPU, asynchronously
    from CUDA. At the end of the step the writer receives the complete row.
 4. `trajstore.store.writing.writer` encodes complete blocks, writes and commits them.
