@@ -129,7 +129,7 @@ def layers(
     ...     {"parameters": [entry]},
     ... )
     >>> found = layers(made, metrics=["spectral", "stable_rank", "condition_number"])
-    >>> [float(found[name]) for name in found]
+    >>> [round(found[name].values.item(), 6) for name in found]
     [2.0, 1.25, 2.0]
     """
     wanted = _wanted(metrics)

@@ -22,7 +22,7 @@ _OPTIONS = {
     "loss": ("text", "length"),
     "hidden-cosine": ("text", "length"),
     "attention": ("prompt",),
-    "cka": ("prompt", "against"),
+    "cka": ("prompt",),
     "logit-lens": ("prompt",),
     "generation": ("prompt", "length"),
 }
@@ -47,9 +47,6 @@ _OPTIONS = {
 @click.option("--text", type=click.Path(), metavar="FILE", help="Text of loss or hidden-cosine.")
 @click.option(
     "--prompt", metavar="TEXT", help="Prompt of attention, cka, logit-lens or generation."
-)
-@click.option(
-    "--against", type=int, metavar="STEP", help="Step that cka compares with; default: the last."
 )
 @click.option(
     "--length",
@@ -82,7 +79,7 @@ def evaluate(
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
     """
-    names = ("text", "prompt", "against", "length", "tokenizer")
+    names = ("text", "prompt", "length", "tokenizer")
     own = {name: options.pop(name) for name in names}
     check_options(function, own)
     from trajstore import trainers

@@ -73,7 +73,7 @@ def test_one_broken_chunk_becomes_nan_and_every_other_value_stays(run: Path, who
             "note": f"{name} holds NaN in place of damaged values of the exported run",
             "first_step": first, "last_step": last, "count": last - first + 1,
         }
-        for name, first, last in (("grad", 4, 7), ("W", 8, 10))
+        for name, first, last in (("W", 8, 10), ("grad", 4, 7))
     ]  # fmt: skip
     same_others(out, whole, "W", "grad")
     for name, rows in (("grad", [4, 5, 6, 7]), ("W", [8, 9, 10])):
