@@ -29,7 +29,7 @@ def test_the_docs_have_a_script_for_each_way_to_train() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:.*pin_memory", "ignore:Starting from v1.9.0")
+@pytest.mark.filterwarnings("default")  # as in a program
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lightning":
