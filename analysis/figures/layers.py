@@ -85,6 +85,8 @@ def layers(ax: Axes, data: xr.Dataset, look: Look) -> None:
         _mark_kinds(ax, names, look)
     elif is_logarithmic:
         log_scale(ax, "y", values)
+    if scale and (zeros := int((values == 0).sum())):
+        look.note(f"zeros, not shown: {zeros:,} layers × steps")
 
 
 def _mark_kinds(ax: Axes, names: list[str], look: Look) -> None:

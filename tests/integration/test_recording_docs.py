@@ -29,8 +29,18 @@ def test_the_docs_have_a_script_for_each_way_to_train() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("default")  # as in a program
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            # Lightning warns about its logger, and about few batches.
+            name,
+            marks=[pytest.mark.filterwarnings("ignore::UserWarning")] * (name == "lightning"),
+        )
+        for name in SCRIPTS
+    ],
+)
 def test_a_script_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lightning":
         pytest.importorskip("lightning")

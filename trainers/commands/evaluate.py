@@ -79,8 +79,7 @@ def evaluate(
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
     """
-    names = ("text", "prompt", "length", "tokenizer")
-    own = {name: options.pop(name) for name in names}
+    own = {name: options.pop(name) for name in ("text", "prompt", "length", "tokenizer")}
     check_options(function, own)
     from trajstore import trainers
 

@@ -22,6 +22,8 @@ from trajstore.trainers.recording.torch_internals import version
 
 __all__ = ["FollowedMatrices"]
 
+_PLAIN = (int, float, tuple, list)
+
 _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
@@ -37,6 +39,11 @@ _RATE = (
 _OF_GROUPS = (
     "the optimizer changes {keys} of its parameter groups in a step, which no row holds; set them "
     "yourself to continue from a step of the run"
+)
+
+_CHANGED = (
+    "{keys} of the optimizer's parameter groups changed between steps; the run holds the first "
+    "value, so --replay and what-if compute other values from this step on"
 )
 
 
@@ -56,6 +63,8 @@ class FollowedMatrices:
         self._rows = tuple(rows)
         self._on_note = recording.notes.mention
         self._before: list[dict[str, Any]] = []  # groups before the step of an optimizer
+        self._own: set[str] = set()  # settings that a step itself changes
+        self._first: dict[Optimizer, list[dict[str, Any]]] = {}  # groups before the first step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self.begin_step()
 
@@ -86,6 +95,9 @@ class FollowedMatrices:
     def begin_turn(self, optimizer: Optimizer) -> None:
         """Look at the groups before the step of an optimizer."""
         self._before = [dict(group) for group in optimizer.param_groups]
+        first = self._first.setdefault(optimizer, self._before)
+        if changed := sorted(_changed(first, self._before) - self._own):
+            self._on_note(_CHANGED.format(keys=", ".join(changed)))
 
     def _find_again(self, rows: ParameterRows) -> None:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -111,15 +123,12 @@ class FollowedMatrices:
 
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the rates of a step; they `may_change` in a closure, before they are used."""
-        changed = {
-            key
-            for before, group in zip(self._before, optimizer.param_groups, strict=False)
-            for key, value in group.items()
-            if _is_number(value) and _is_number(before.get(key)) and value != before[key]
-        }
-        if (own := sorted(changed - {"lr"})) and self._recording.state is not None:
-            self._on_note(_OF_GROUPS.format(keys=", ".join(own)))
-        known = may_change or "lr" not in changed
+        own = _changed(self._before, optimizer.param_groups)
+        self._own |= own
+        if own and self._recording.state is not None:
+            self._on_note(_OF_GROUPS.format(keys=", ".join(sorted(own))))
+        pairs = zip(self._before, optimizer.param_groups, strict=False)
+        known = may_change or not any(_differ(old, group, "lr") for old, group in pairs)
         if not known:
             self._on_note(_RATE)
         known = known and optimizer not in self._optimizer.turns  # two steps have no single rate
@@ -129,11 +138,9 @@ class FollowedMatrices:
 
     def set_rates(self) -> None:
         """Set the rates of the step; for a group that was not stepped, its present one."""
-        groups = self._optimizer.param_groups
-        rates = [self._rates.get(id(group), rate_of(group)) for group in groups]
+        rates = [self._rate(group) for group in self._optimizer.param_groups]
         for rows in self._rows:
-            group = rows.parameter.group
-            rate = self._rates.get(id(group), rate_of(group))
+            rate = self._rate(rows.parameter.group)
             if rate is None:
                 self._on_note(
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
@@ -143,6 +150,9 @@ class FollowedMatrices:
             rows.set("lr", rate)
             if self._recording.state is not None:
                 rows.set("params_lr", self._recording.state.rates(rates))
+
+    def _rate(self, group: dict[str, Any]) -> torch.Tensor | None:
+        return self._rates[id(group)] if id(group) in self._rates else rate_of(group)
 
     def check_weights(self, *, quick: bool = False) -> None:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""
@@ -177,5 +187,17 @@ class FollowedMatrices:
             rows.take_initial()
 
 
-def _is_number(rate: Any) -> bool:
-    return isinstance(rate, int | float)
+def _changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the settings that differ, except rates and the parameters."""
+    pairs = list(zip(before, now, strict=False))
+    return {
+        key
+        for old, group in pairs
+        for key in group.keys() - {"params", "lr", "initial_lr"}
+        if _differ(old, group, key)
+    }
+
+
+def _differ(before: dict[str, Any], group: dict[str, Any], key: str) -> bool:
+    old, new = before.get(key), group.get(key)
+    return isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new

@@ -12,13 +12,19 @@ from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
 
-__all__ = ["JoinedOptimizer", "real_optimizer"]
+__all__ = ["JoinedOptimizer", "real_optimizer", "unwrapped"]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return what is inside accelerate's wrapper of an optimizer."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def real_optimizer(optimizer: Any) -> Optimizer:
     """Return the optimizer inside accelerate's wrapper."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise RecordingError(
             f"got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer "

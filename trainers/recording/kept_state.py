@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -96,7 +97,13 @@ def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
 
 
 def _type(value: Any) -> str:
-    return str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+    kind: Any = value.dtype if isinstance(value, torch.Tensor) else type(value)
+    return _name(kind)
+
+
+@functools.cache  # it is asked for each number of each step
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
 
 
 def _is_free(name: object, of: str) -> bool:

@@ -45,7 +45,7 @@ from trajstore.trainers.recording.forward_values import (
     ForwardPasses,
 )
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES, HiddenStates
-from trajstore.trainers.recording.joined_optimizer import real_optimizer
+from trajstore.trainers.recording.joined_optimizer import unwrapped
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
 from trajstore.trainers.recording.parameter_rows import ParameterRows
@@ -426,7 +426,7 @@ class Recorder:
         self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         """Surround a call of `GradScaler.step`, to detect whether it calls the optimizer."""
-        optimizer = real_optimizer(optimizer)
+        optimizer = unwrapped(optimizer)
         ours = optimizer in self._optimizer.members and scaler.is_enabled() and self.is_recording
         if ours and scaler is not self._scaler:
             self._adopt(scaler)

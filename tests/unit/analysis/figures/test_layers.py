@@ -37,6 +37,7 @@ def test_a_map_groups_layers_by_kind(model, monkeypatch):
     assert labels[:3] == ["wte", "h.0.attn.weight", "h.1.attn.weight"]
     assert isinstance(mesh.norm, LogNorm)
     assert [line.get_ydata()[0] for line in ax.lines] == [0.5, 5.5]
+    assert "zeros, not shown: 1 layers × steps" in ax.get_legend().get_title().get_text()
     monkeypatch.setattr("trajstore.analysis.figures.layers.NAMES", 10)
     ax = FIGURES["layers"](model, Canvas().subplots())
     assert [label.get_text() for label in ax.get_yticklabels()] == [

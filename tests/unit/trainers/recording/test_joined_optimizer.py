@@ -245,3 +245,35 @@ def test_resumed_with_the_same_bits(tmp_path: Path) -> None:
         train(model, pair, data[3:], first=3)
     whole, resumed = (open_run(tmp_path / f"{stop}.zarr").load() for stop in (6, 3))
     assert whole.equals(resumed)
+
+
+def test_a_setting_that_changes_between_steps_is_named(
+    model: Any, tmp_path: Path, notes: list[str]
+) -> None:
+    pair = muon_and_adamw(model)
+    with capture(model, pair, tmp_path / "run.zarr", parameter=HIDDEN, on_note=notes.append):
+        for number, batch in enumerate(batches(3)):
+            pair[0].param_groups[0]["momentum"] = 0.85 + 0.02 * number
+            model(**batch)["loss"].backward()
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    (note,) = (note for note in notes if "changed between steps" in note)
+    assert "momentum of the optimizer's parameter groups" in note
+
+
+def test_a_scaler_may_step_what_is_no_optimizer_of_torch(model: Any, tmp_path: Path) -> None:
+    class Other:
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    other, pair = Other(), muon_and_adamw(model)
+    with capture(model, pair, tmp_path / "run.zarr", parameter=HIDDEN):
+        torch.amp.GradScaler("cpu", enabled=False).step(other)
+        model(**batches(1)[0])["loss"].backward()
+        for optimizer in pair:
+            optimizer.step()
+    assert other.steps == 1
+    assert open_run(tmp_path / "run.zarr").sizes["step"] == 2
