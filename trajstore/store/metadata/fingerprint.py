@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import Any
@@ -101,6 +101,10 @@ class Fingerprint:
         if rows == self._block_rows:
             longer._whole = longer._tip
         return longer
+
+    def ended(self, shards: Sequence[ShardDigest]) -> Fingerprint:
+        """Add the shards of the last, unfinished block; none if the last block is full."""
+        return self.added(shards[0][2], block_digest(shards)) if shards else self
 
     def of_attributes(self, attributes: Mapping[str, Any]) -> Fingerprint:
         """Digests of the same rows, with other attributes of the root."""

@@ -109,13 +109,11 @@ class Committer:
 
     def cut(self) -> None:
         """Cut the stored run to the kept rows, before it is resumed from there."""
-        run = self._run
+        rows = self._run.rows
         if self._share.is_first:
-            unfinished = run.rows % run.layout.block_rows
-            block = (unfinished, run.digest_of_unfinished()) if unfinished else None
-            self._put_root(run.rows, "recording", block)
-            self._put_arrays(run.rows)
-        self.rows = run.rows
+            self._put_root(rows, "recording", None)
+            self._put_arrays(rows)
+        self.rows = rows
 
     def _put_arrays(self, rows: int) -> None:
         path = self._path

@@ -14,7 +14,7 @@ from trajstore.store.metadata.metadata_form import run_identity
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
 from trajstore.store.storage.atomic import link_or_copy, put
-from trajstore.store.writing.resumed_run import ResumedRun, stored_fingerprints
+from trajstore.store.writing.resumed_run import ResumedRun, block_fingerprints
 
 __all__ = ["link_run"]
 
@@ -65,6 +65,7 @@ def link_run(
         for name, array in stored.arrays.items()
         if name in metadata.series()
     }
-    held = stored_fingerprints(new, metadata, arrays, stored.layout, stored.rows)
-    root = metadata.root(stored.rows, status, held[-1].attributes())
+    full = block_fingerprints(new, metadata, arrays, stored.layout, stored.rows)[-1]
+    held = full.ended([shard for shard in stored.unfinished if shard[0] in arrays])
+    root = metadata.root(stored.rows, status, held.attributes())
     put(new / METADATA_KEY, [root], fsync=False)

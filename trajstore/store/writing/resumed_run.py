@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,12 @@ from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exact_values import exact_json
 from trajstore.schema import STEP, VARIABLES, variables_of
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout, within
-from trajstore.store.metadata.fingerprint import Fingerprint, block_digest, coordinate_digests
+from trajstore.store.metadata.fingerprint import (
+    Fingerprint,
+    ShardDigest,
+    block_digest,
+    coordinate_digests,
+)
 from trajstore.store.metadata.metadata_form import run_identity
 from trajstore.store.metadata.object_keys import METADATA_KEY, block_of
 from trajstore.store.metadata.zarr_json import RunMetadata
@@ -41,7 +46,7 @@ from trajstore.store.writing.token_share import ALONE, TokenShare, has_tokens
 from trajstore.threads import default_threads, in_parallel
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
-__all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_fingerprints"]
+__all__ = ["ResumedRun", "block_fingerprints", "check_run", "remove_past_end", "resumed_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +66,11 @@ class ResumedRun:
     arrays : dict of str to StoredArray
         Arrays of the layout, with all committed rows.
     fingerprint : Fingerprint
-        Digests of the kept full blocks.
+        Digests of the kept rows.
     share : TokenShare
         Tokens of this process.
+    unfinished : tuple of ShardDigest
+        Shards of the last block, reduced to its kept rows; empty if that block is full.
     """
 
     path: Location
@@ -73,6 +80,7 @@ class ResumedRun:
     arrays: dict[str, StoredArray]
     fingerprint: Fingerprint
     share: TokenShare
+    unfinished: tuple[ShardDigest, ...] = ()
 
     @property
     def own_layout(self) -> Layout:
@@ -90,16 +98,6 @@ class ResumedRun:
         if not self.rows:
             return -1
         return int(self.arrays[STEP.name].values((slice(self.rows - 1, self.rows),))[0])
-
-    def digest_of_unfinished(self) -> bytes:
-        """Digest of the last block, reduced to its kept rows.
-
-        Raises
-        ------
-        FormatError
-            If a shard is missing or broken.
-        """
-        return _stored_digest(self.arrays.values(), *divmod(self.rows, self.layout.block_rows))
 
     def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
         """Load the rows of the unfinished block.
@@ -213,8 +211,10 @@ def resumed_run(
             f"cannot resume {path} after {keep} rows, expected 0 to {committed}, its committed rows"
         )
     metadata = RunMetadata.stored(root, attributes)
-    found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
-    _check_content(path, root, found[-1])
+    found = block_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
+    ends = {end: _unfinished(arrays, layout, end) for end in {keep, committed}}
+    _check_content(path, root, found[-1].ended(ends[committed]))
+    fingerprint = found[keep // layout.block_rows].ended(ends[keep])
     fitting = within(share.of_layout(layout), parse_bytes(memory), threads=threads)
     layout = replace(layout, threads=fitting.threads)
     return ResumedRun(
@@ -223,8 +223,9 @@ def resumed_run(
         layout=layout,
         metadata=metadata,
         arrays=arrays,
-        fingerprint=found[keep // layout.block_rows].of_attributes(metadata.attributes),
+        fingerprint=fingerprint.of_attributes(metadata.attributes),
         share=share,
+        unfinished=ends[keep],
     )
 
 
@@ -279,47 +280,56 @@ def _stored_layout(
     return layout, stored
 
 
-def stored_fingerprints(
+def block_fingerprints(
     path: Location,
     metadata: RunMetadata,
     arrays: Mapping[str, StoredArray],
     layout: Layout,
     rows: int,
 ) -> list[Fingerprint]:
-    """Digests of a run before its first block, and after each block of its first `rows` rows.
+    """Digests of a run before its first block, and after each full block of its first `rows` rows.
 
-    They are computed from the labels of the shards, which is fast. If the last block holds more
-    rows, after a cut or the death of a writer, its rows are encoded again.
+    They are computed from the labels of the shards, which is fast.
 
     Raises
     ------
     FormatError
-        If a shard is missing, or its end or a row that is read is broken.
+        If a shard is missing, or its end is broken.
     """
     length = layout.block_rows
     digests = coordinate_digests(path, metadata.names())
     found = [metadata.fingerprint(digests, length)]
-    jobs = (
-        partial(_stored_digest, arrays.values(), number, min(rows - start, length))
-        for number, start in enumerate(range(0, rows, length))
-    )
+    jobs = (partial(_shards, arrays, number, length) for number in range(rows // length))
     threads = REMOTE_REQUESTS if isinstance(path, RemotePath) else 1
     # The first missing block ends the loop, whatever length the metadata declares.
-    for number, digest in enumerate(in_parallel(jobs, threads)):
-        found.append(found[-1].added(min(rows - number * length, length), digest))
+    for shards in in_parallel(jobs, threads):
+        found.append(found[-1].added(length, block_digest(shards)))
     return found
 
 
-def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> bytes:
+def _unfinished(
+    arrays: Mapping[str, StoredArray], layout: Layout, rows: int
+) -> tuple[ShardDigest, ...]:
+    """Shards of the last block of the first `rows` rows; empty if it is full.
+
+    If the stored block holds more rows, after a cut or the death of a writer, these are encoded
+    again.
+    """
+    number, rest = divmod(rows, layout.block_rows)
+    return _shards(arrays, number, rest) if rest else ()
+
+
+def _shards(arrays: Mapping[str, StoredArray], number: int, rows: int) -> tuple[ShardDigest, ...]:
+    """Shards of a block, reduced to its first `rows` rows."""
     shards = []
-    for stored in arrays:
+    for name, stored in arrays.items():
         for part in range(stored.parts):
             with stored.opened(number, part) as shard:
                 label = shard.tail.label
             whole = label.rows == rows
             digest = label.digest if whole else stored.digest_of_rows(number, part, rows)
-            shards.append((stored.name, part, rows, digest))
-    return block_digest(shards)
+            shards.append((name, part, rows, digest))
+    return tuple(shards)
 
 
 def remove_past_end(path: Location, layout: Layout, rows: int) -> None:
