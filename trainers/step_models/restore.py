@@ -12,15 +12,17 @@ from torch.optim import Optimizer
 
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
+from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.parameters import find_group
+from trajstore.trainers.recording.provenance import group_attributes
 from trajstore.trainers.recording.random_states import set_random_state
 from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "restore_from", "set_generators"]
+__all__ = ["restore", "set_generators"]
 
 
 @checks_types
@@ -64,8 +66,8 @@ def restore(
     StepNotFound
         If the run does not hold the step.
     InvalidArgument
-        If model or optimizer have other parameters than the run, or the random state after the step
-        is not recorded.
+        If model or optimizer have other parameters than the run, the optimizer is of another class,
+        or the random state after the step is not recorded.
 
     Examples
     --------
@@ -86,23 +88,7 @@ def restore(
     >>> restore("run.zarr", model, optimizer), model[1].bias.tolist() == trained
     (3, True)
     """
-    return restore_from(RunParameters(run), model, optimizer, step=step)
-
-
-def restore_from(
-    stored: RunParameters,
-    model: torch.nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    step: int | None = None,
-) -> int:
-    """`restore` from an open run.
-
-    Raises
-    ------
-    VariableNotRecorded, StepNotFound, InvalidArgument
-        As `restore`.
-    """
+    stored = RunParameters(run)
     draws = "random_state" in stored
     if step is None:
         step = _last_step(stored, draws=draws)
@@ -113,8 +99,9 @@ def restore_from(
         )
     states = state_of(stored, step)
     _check_types(stored, model)
-    tensors = StepModel(stored, lambda: model)
     joined = JoinedOptimizer(optimizer)
+    _check_classes(stored, joined)
+    tensors = StepModel(stored, lambda: model)
     trained = {one: p for one, p in tensors.parameters if find_group(joined, p) is not None}
     for one in states.keys() - trained.keys():
         raise InvalidArgument(
@@ -166,6 +153,22 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
                 f"{name} is {kind} in the model and {recorded[name]} in {stored.run}; build the "
                 "model in the recorded types"
             )
+
+
+def _check_classes(stored: RunParameters, joined: JoinedOptimizer) -> None:
+    """Check that the optimizers are of the recorded classes, whose state they get."""
+    recorded, own = (
+        sorted({entry["class"].rpartition(".")[2] for entry in groups})
+        for groups in (
+            attribute(stored.attributes, "optimizer", "groups"),
+            group_attributes(joined),
+        )
+    )
+    if own != recorded:
+        raise InvalidArgument(
+            f"the optimizer is {' and '.join(own)}, and that of {stored.run} was "
+            f"{' and '.join(recorded)}; build the optimizer of the recording"
+        )
 
 
 def set_generators(model: torch.nn.Module, values: npt.NDArray[Any]) -> None:

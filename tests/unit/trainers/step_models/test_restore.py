@@ -113,6 +113,13 @@ def test_types_are_never_changed(run: Path) -> None:
         restore(run, model.double(), optimizer)
 
 
+def test_the_optimizer_is_of_the_recorded_class(run: Path) -> None:
+    model, _ = built()
+    other = torch.optim.RAdam(model.parameters())
+    with pytest.raises(InvalidArgument, match=r"the optimizer is RAdam, and that of .* was AdamW"):
+        restore(run, model, other)
+
+
 def test_a_resume_compares_the_whole_state(run: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(run, tmp_path / "run.zarr"))
     model, optimizer = built()
