@@ -76,6 +76,7 @@ def evaluate(
     \b
     Example:
       trajstore evaluate gatsby.zarr loss --text unseen.txt --every 10 -o loss.zarr
+      trajstore evaluate gatsby.zarr cka --prompt "In my younger" --every 10 -o cka.zarr
       trajstore evaluate gatsby.zarr generation --prompt "In my younger" --every 50 -o texts.zarr
       trajstore evaluate gatsby.zarr probe.py:norms --select step=0:500 --jobs 2 -o norms.zarr
     """
