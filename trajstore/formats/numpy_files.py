@@ -76,9 +76,10 @@ class _Member:
         self._is_scattered = is_fortran and len(self.shape) > 1 and need > 0
 
     @property
-    def name(self) -> str:
-        """Type. NumPy writes bfloat16 as two bytes without a type, here uint16."""
-        return "uint16" if self.dtype.kind == "V" and self.dtype.itemsize == 2 else self.dtype.name
+    def kind(self) -> tuple[tuple[int, ...], str]:
+        """Shape and type. NumPy writes bfloat16 as two bytes without a type, here uint16."""
+        is_bits = self.dtype.kind == "V" and self.dtype.itemsize == 2
+        return self.shape, "uint16" if is_bits else self.dtype.name
 
     def read(self, rows: slice, outer: int | None) -> Array:
         if self._is_scattered:
@@ -107,14 +108,6 @@ class _NumpyFile(ArrayFile):
     _unsound_values = _UNSOUND  # an OSError is of the disk, such as a full one
     _members: dict[str, _Member]
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of an array."""
-        return self._members[key].shape
-
-    def dtype(self, key: str) -> str:
-        """Type of an array."""
-        return self._members[key].name
-
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         return self._members[key].read(rows, outer)
 
@@ -128,7 +121,7 @@ class NpyFile(_NumpyFile):
     def _open(self) -> None:
         file = self._files.enter_context(self.path.open("rb"))
         self._members = {self.path.stem: _Member(file, os.fstat(file.fileno()).st_size)}
-        self.keys = (self.path.stem,)
+        self._arrays = {key: member.kind for key, member in self._members.items()}
 
 
 class NpzFile(_NumpyFile):
@@ -149,7 +142,7 @@ class NpzFile(_NumpyFile):
                 self._members[name] = self._member(archive, info)
             except _Pickled as error:
                 self.unread[name] = str(error)
-        self.keys = tuple(self._members)
+        self._arrays = {key: member.kind for key, member in self._members.items()}
         check_expansion(self.path, sum(info.file_size for info in archive.infolist()))
 
     def _member(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:

@@ -102,15 +102,7 @@ class SafetensorsFile(ArrayFile):
             raise ValueError(text) from None
         self.attributes = header.pop("__metadata__", None) or {}
         self.entries = {key: _entry(key, entry, 8 + length) for key, entry in header.items()}
-        self.keys = tuple(self.entries)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return self.entries[key].shape
-
-    def dtype(self, key: str) -> str:
-        """Type of a tensor, by its name in torch."""
-        return self.entries[key].dtype
+        self._arrays = {key: (entry.shape, entry.dtype) for key, entry in self.entries.items()}
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         entry = self.entries[key]
@@ -275,25 +267,15 @@ def _begin(
 def _write_part(number: int, tensor: Tensor, where: Where, offset: int) -> tuple[str, int, int]:
     """Read a part and write it; return its key, its bytes, and the number of rounded values."""
     bits, rounded = tensor.read(where)
-    _write_bits(number, tensor, where, bits, offset)
-    return tensor.key, bits.nbytes, rounded
-
-
-def _write_bits(number: int, tensor: Tensor, where: Where, bits: Array, offset: int) -> None:
     little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
-    if not where:
-        _write_all(number, little.reshape(-1).view(np.uint8).data, offset)
-        return
-    of_row = tensor.shape[tensor.outer + 1 :]
-    row = math.prod(of_row) * little.itemsize
-    at = offset + where[0].start * row
-    if len(where) == 1 or len(little) == 0 or little[0].nbytes == row:
-        _write_all(number, little.reshape(-1).view(np.uint8).data, at)
-        return
-    at += where[1].start * math.prod(of_row[1:]) * little.itemsize
-    for values in little:
+    beyond = (tensor.shape[tensor.outer + axis :] for axis in (1, 2))
+    row, token = (math.prod(shape) * little.itemsize for shape in beyond)
+    at = offset + sum(part.start * size for part, size in zip(where, (row, token), strict=False))
+    is_split = len(where) == 2 and len(little) > 0 and little[0].nbytes < row
+    for values in little if is_split else [little]:
         _write_all(number, values.reshape(-1).view(np.uint8).data, at)
         at += row
+    return tensor.key, bits.nbytes, rounded
 
 
 def _write_all(number: int, data: bytes | memoryview, offset: int) -> None:

@@ -115,36 +115,26 @@ class StepFolder(ArrayFile):
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
         self._opened = opened
-        self._held: dict[str, Array] = {}
         self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         super().__init__(path, is_folder=True)
 
     def _open(self) -> None:
         self._files.callback(self._close)
         self._entries = step_entries(self.path, self.unread)
+        self._held = {STEPS: np.array([step for step, _ in self._entries], np.int64)}
         self._kinds = self._agreed()
-        self.keys = (STEPS, *self._kinds, *self._held)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of an array, its rows first."""
-        if key == STEPS:
-            return (len(self._entries),)
-        if key in self._held:
-            return self._held[key].shape
-        shape, _, first = self._kinds[key]
-        return (len(self._entries) - first, *shape)
-
-    def dtype(self, key: str) -> str:
-        """Type of an array."""
-        if key in self._held:
-            return self._held[key].dtype.name
-        return "int64" if key == STEPS else self._kinds[key][1]
+        held = {key: (values.shape, values.dtype.name) for key, values in self._held.items()}
+        files = len(self._entries)
+        self._arrays = {STEPS: held[STEPS]}
+        self._arrays |= {
+            key: ((files - first, *shape), dtype)
+            for key, (shape, dtype, first) in self._kinds.items()
+        }
+        self._arrays |= held
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         if outer is not None:
             raise FormatError(f"{self.path}: a folder has no axis of runs, so {key} has none")
-        if key == STEPS:
-            return np.array([step for step, _ in self._entries], np.int64)[rows]
         if key in self._held:
             return self._held[key][rows]
         shape, _, first = self._kinds[key]
@@ -181,7 +171,7 @@ class StepFolder(ArrayFile):
                 here = {_array_name(path): next(iter(here.values()))}
             first = self._entries[0][1].name
             for key in here.keys() | kinds.keys():
-                if row > 1 and (key in here) != (key in kinds):
+                if (key in here) != (key in kinds) and (row > 1 or key in kinds):
                     raise FormatError(
                         f"{self.path}: only one of {first} and {path.name} holds {key}, expected "
                         "the same arrays in all files of a folder"
@@ -190,11 +180,6 @@ class StepFolder(ArrayFile):
                     raise FormatError(
                         f"{self.path}: {key} is {kinds[key][1]} of shape {kinds[key][0]} in "
                         f"{first}, but {here[key][1]} of shape {here[key][0]} in {path.name}"
-                    )
-                if row == 1 and key in kinds and key not in here:
-                    raise FormatError(
-                        f"{self.path}: {first} holds {key}, but {path.name} does not; expected the "
-                        "same arrays in all files of a folder"
                     )
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
@@ -230,7 +215,7 @@ class StepFolder(ArrayFile):
             return
         for key in list(tables):
             here_too = values_of(file, key).reshape(here[key][0])
-            if not np.array_equal(tables[key], here_too, equal_nan=_is_float(tables[key])):
+            if not np.array_equal(tables[key], here_too, equal_nan=here_too.dtype.kind == "f"):
                 del tables[key]
 
     def _close(self) -> None:
@@ -273,32 +258,18 @@ class TrainerCheckpoint(ArrayFile):
             self._add(model, "")
         if (self.path / "optimizer.pt").is_file():
             self._add(self.path / "optimizer.pt", "optimizer.")
-        self.keys = tuple(self._where)
 
     def _add(self, path: Path, prefix: str) -> None:
         file = self._files.enter_context(self._opened(path))
-        self._where |= {f"{prefix}{key}": (file, key) for key in file.keys}
+        for key in file.keys:
+            self._where[f"{prefix}{key}"] = (file, key)
+            self._arrays[f"{prefix}{key}"] = (file.shape(key), file.dtype(key))
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
         self.unread |= {f"{prefix}{key}": why for key, why in file.unread.items()}
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        file, name = self._where[key]
-        return file.shape(name)
-
-    def dtype(self, key: str) -> str:
-        """Type of a tensor."""
-        file, name = self._where[key]
-        return file.dtype(name)
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         file, name = self._where[key]
         return file.read(name, rows.start, rows.stop, outer)
-
-
-def _is_float(values: Array) -> bool:
-    """True for an array of floating-point numbers."""
-    return values.dtype.kind == "f"
 
 
 def _shape(file: ArrayFile, key: str) -> tuple[int, ...]:

@@ -203,7 +203,4 @@ def _vector(file: ArrayFile, key: str, dtypes: tuple[str, ...], length: int | No
             f"{file.path}: {key} is {dtype} of shape {shape}, expected {' or '.join(dtypes)} of "
             f"shape ({'any' if length is None else length},)"
         )
-    values = values_of(file, key)
-    if dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
-        raise FormatError(f"{file.path}: {key} holds bytes other than 0 and 1")
-    return values
+    return values_of(file, key)
