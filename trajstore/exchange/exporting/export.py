@@ -47,6 +47,12 @@ __all__ = ["FORMATS", "Exported", "export"]
 
 FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
+_STORES: dict[str, tuple[Callable[..., Path], Callable[..., None]]] = {
+    "zarr": (check_zarr_target, write_zarr),
+    "run": (check_local_target, write_run),
+}
+"""Check of the target and writer of each format that is a folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
@@ -188,9 +194,7 @@ def export(
     format = _checked_format(format, described, block_rows, encoding, fill_damaged)
     if described.whole and format == "hdf5":
         described = layout_of("hdf5")
-    check: Callable[..., Path] = check_file_target
-    if format in ("zarr", "run"):
-        check = check_zarr_target if format == "zarr" else check_local_target
+    check, write = _STORES.get(format, (check_file_target, None))
     check(file, overwrite=overwrite)
     given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
     check_number(described, len(given))
@@ -203,8 +207,7 @@ def export(
         described, runs = without_step_0(described, runs)
     selection = runs[0]
     omitted: tuple[str, ...] = ()
-    if format in ("zarr", "run"):
-        write = write_zarr if format == "zarr" else write_run
+    if write is not None:
         options: dict[str, Any] = {
             "block_rows": block_rows,
             "memory": memory,
@@ -270,7 +273,7 @@ def _checked_format(
             f"got format {format} with layout {layout.name}, which is for {own} files; omit one of "
             "them"
         )
-    if own not in ("zarr", "run") and block_rows is not None:
+    if own not in _STORES and block_rows is not None:
         raise InvalidArgument(
             f"got block_rows={block_rows} with format {own}, which has no blocks; use it with zarr "
             "or run only"

@@ -143,12 +143,15 @@ def detect_arrays(
     InvalidArgument
         If a kind or a key does not exist.
     """
-    mapped = dict(mapped or {})
+    mapped = mapped or {}
     _check_map(file, mapped, ignored)
     _check_attributes(file, ignored)
     mapped_kinds = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
     found: list[DetectedArray] = []
-    left = _unread(file, ignored)
+    left = [
+        Detection(name=key, dtype="", shape=(), kind="", why=_IGNORED if key in ignored else why)
+        for key, why in file.unread.items()
+    ]
     numbers = single_numbers(file, ignored)
     vectors = numbers_per_run(file, ignored)
     unknown: list[DetectedArray] = []
@@ -175,7 +178,8 @@ def detect_arrays(
                 continue  # a scalar, already among the numbers
             name = replace(name, kind=ARRAY_KINDS[kind])
         elif name.kind is not None and name.kind.name in mapped_kinds and name.kind.is_variable:
-            left.append(replace(line, why=f"replaced by {_mapped_to(mapped, name.kind)} (--map)"))
+            other = next(other for other, kind in mapped.items() if kind == name.kind.name)
+            left.append(replace(line, why=f"replaced by {other} (--map)"))
             continue
         if name.kind is not None and name.kind.name == "token_ids":
             name = _described(file, key, name)
@@ -187,8 +191,7 @@ def detect_arrays(
             elif key not in numbers:
                 left.append(replace(line, why="not a number"))
         elif name.kind is not None:
-            per_run = scalar_of(key) is not None and len(shape) == 1 and name.kind.name == "lr"
-            if per_run:
+            if name.kind.name == "lr" and len(shape) == 1 and scalar_of(key) is not None:
                 vectors[key] = values_of(file, key).tolist()
             one = _found(key, dtype, shape, name)
             if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
@@ -203,9 +206,7 @@ def detect_arrays(
             vectors[key] = values_of(file, key).tolist()
         elif is_derived(key):
             left.append(replace(line, why=_DERIVED))
-        elif (len(shape) == 3 and _is_float(dtype)) or (
-            len(shape) == 2 and _is_float(dtype) and "." not in key
-        ):
+        elif _is_float(dtype) and (len(shape) == 3 or (len(shape) == 2 and "." not in key)):
             unknown.append(_found(key, dtype, shape, replace(name, kind=ARRAY_KINDS["W"])))
         else:
             left.append(replace(line, why="unknown name"))
@@ -230,26 +231,20 @@ def detect_arrays(
     )
 
 
-def _unread(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
-    """Content of the file that its format cannot read, with reasons."""
-    return [
-        Detection(name=key, dtype="", shape=(), kind="", why=_IGNORED if key in ignored else why)
-        for key, why in file.unread.items()
-    ]
-
-
 def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, ...]) -> None:
-    for key, kind in mapped.items():
+    for kind in mapped.values():
         if kind not in ARRAY_KINDS and kind not in SCALARS:
             raise InvalidArgument(
                 f"there is no kind {kind!r}; choose from "
                 f"{', '.join((*ARRAY_KINDS, *SCALARS, IGNORE))}"
             )
-        if key not in file.keys and key not in file.attributes:
-            raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
-    for key in ignored:
-        if key not in (*file.keys, *file.attributes, *file.unread):
-            raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
+    held = (*file.keys, *file.attributes)
+    unknown = [key for key in mapped if key not in held]
+    unknown += [key for key in ignored if key not in (*held, *file.unread)]
+    if unknown:
+        raise InvalidArgument(
+            f"{file.path} holds no {unknown[0]!r}; it holds {abridged(file.keys)}"
+        )
 
 
 def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
@@ -265,10 +260,6 @@ def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
             )
 
 
-def _mapped_to(mapped: Mapping[str, str], kind: ArrayKind) -> str:
-    return next(key for key, name in mapped.items() if name == kind.name)
-
-
 def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> DetectedArray:
     return DetectedArray(key=key, dtype=dtype, shape=shape, **vars(name))
 
@@ -279,7 +270,8 @@ def _described(file: ArrayFile, key: str, name: Name) -> Name:
     population = described_population(text)
     if population is None:
         return name
-    return replace(name, kind=ARRAY_KINDS[f"{population}_ids"], is_described=True)
+    note = f"{population} tokens, by a description in its file"
+    return replace(name, kind=ARRAY_KINDS[f"{population}_ids"], note=note)
 
 
 def _is_float(dtype: str) -> bool:

@@ -39,7 +39,7 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
     mapped = dict(options.mapped)
     derived: list[str] = []
     if layout is not None:
-        mapped |= _columns(file, layout)
+        mapped |= {one.key: one.kind for one in layout.columns if one.key in file.keys and one.kind}
         derived = [column.key for column in layout.columns if column.kind is None]
     if options.steps in file.keys:
         mapped[options.steps] = STEP.name
@@ -52,15 +52,13 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
         for part in run_parts(file, detected)
     )
     table = (*_table(detected, runs, options), *detected.omitted)
-    left = [line.name for line in detected.omitted]
-    if detected.guessed:
-        note = f"{detected.guessed[0]} was taken as W because of its shape alone (--map W=NAME)"
-        runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
-    if left:
-        runs = tuple(
-            replace(run, notes=(*run.notes, f"omitted: {', '.join(left)} (see the table)"))
-            for run in runs
-        )
+    guessed = [
+        f"{key} was taken as W because of its shape alone (--map W=NAME)"
+        for key in detected.guessed[:1]
+    ]
+    left = ", ".join(line.name for line in detected.omitted)
+    omitted = [f"omitted: {left} (see the table)"] if left else []
+    runs = tuple(replace(run, notes=(*guessed, *run.notes, *omitted)) for run in runs)
     return ImportedFile(layout=name, runs=runs, table=table)
 
 
@@ -79,15 +77,6 @@ def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
     return layout
 
 
-def _columns(file: ArrayFile, layout: Layout) -> dict[str, str]:
-    """Keys of a layout and their kinds."""
-    return {
-        column.key: column.kind
-        for column in layout.columns
-        if column.key in file.keys and column.kind is not None
-    }
-
-
 def _fits(file: ArrayFile, layout: Layout) -> bool:
     return all(key in file.keys for key in layout.required)
 
@@ -97,14 +86,12 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
     series = {one.key for one in detected.found if one.kind.is_variable}
     fitting: dict[str, tuple[bool, int]] = {}
     for layout in LAYOUTS.values():
-        if not layout.columns:
-            continue
-        first = layout.columns[0]
-        is_known = series <= {column.key for column in layout.columns}
-        if layout.format != file.format or not is_known or not _fits(file, layout):
-            continue
-        if layout.steps in (None, *file.keys) and first.key in file.keys:
-            same = file.dtype(first.key) == first.file_type
+        columns = {column.key: column for column in layout.columns}
+        first = next(iter(columns), None)
+        is_known = layout.format == file.format and series <= columns.keys()
+        is_known = is_known and _fits(file, layout) and layout.steps in (None, *file.keys)
+        if is_known and first in file.keys:
+            same = file.dtype(first) == columns[first].file_type
             fitting[layout.name] = (same, len(layout.required))
     return max(fitting, key=fitting.__getitem__) if fitting else file.format
 
@@ -112,7 +99,6 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
 def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
     if any(detected.of(kind) for kind in TRAJECTORIES):
         return
-    holds = f"it holds {abridged(file.keys)}"
     tables = [one.key for one in detected.found if one.kind.name in TOKEN_KINDS]
     more = ""
     if tables:
@@ -120,8 +106,8 @@ def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
     if file.unread:
         more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.unread.items())}"
     raise FormatError(
-        f"{file.path} holds no W of (step, token, hidden) and no changes of it: {holds}{more}; "
-        "name the array with --map W=NAME"
+        f"{file.path} holds no W of (step, token, hidden) and no changes of it: it holds "
+        f"{abridged(file.keys)}{more}; name the array with --map W=NAME"
     )
 
 
