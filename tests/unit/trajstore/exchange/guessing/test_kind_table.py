@@ -60,20 +60,11 @@ def test_parsed_names(key: str, kind: str, run: object, matrix: object, populati
     assert name.matrix == matrix
 
 
-@pytest.mark.parametrize(
-    "key", ["h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", "delta_W_prime", "centroid"]
-)
-def test_unknown_names(key: str) -> None:
-    assert named(key).kind is None
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["delta_W_prime", "centroid", "last_motion_step", "L1_history", "freeze_times", "phases",
-     "bh_center", "Linf_history"],
-)  # fmt: skip
-def test_derived_names(key: str) -> None:
-    assert is_derived(key)
+def test_unknown_and_derived_names() -> None:
+    derived = ("delta_W_prime", "centroid", "last_motion_step", "L1_history", "Linf_history")
+    assert all(map(is_derived, derived))
+    for key in ("h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", *derived[:2]):
+        assert named(key).kind is None
 
 
 def test_numbers_by_their_names() -> None:
@@ -91,12 +82,9 @@ def test_descriptions_of_lists() -> None:
     assert described_population("untrained and trained") is None
     assert described_population("of the vocabulary") is None
 
-
-@pytest.mark.parametrize(
-    "text",
-    ["tokens not seen during training", "tokens never seen", "Trained on Gatsby", "dead weight",
-     "ids of a tokenizer trained on Gatsby", "non-trained tokens", "tokens that aren't dead",
-     "reachable tokens", "un-trained token ids", "token ids, untrained and trained"],
-)  # fmt: skip
-def test_unclear_descriptions(text: str) -> None:
-    assert described_population(text) is None
+    for text in (
+        "tokens not seen during training", "tokens never seen", "Trained on Gatsby", "dead weight",
+        "ids of a tokenizer trained on Gatsby", "non-trained tokens", "tokens that aren't dead",
+        "un-trained token ids",
+    ):  # fmt: skip
+        assert described_population(text) is None, text
