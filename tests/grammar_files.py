@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from trajstore import import_file, open_run
+
 WORDS = {
     "W": ("W", "embeddings", "embedding_history", "weights", "w_history", "E", "Embedding"),
     "grad": ("grad_W", "grads", "g", "gradients", "grad_history"),
@@ -86,3 +88,11 @@ def write(path: Path, form: str, arrays: dict[str, Any], **attributes: Any) -> P
     else:
         raise AssertionError(form)
     return path
+
+
+def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
+    """Dataset of the one run of a file, and the result of its import."""
+    file = write(tmp_path / "file", form, arrays, **options.pop("attributes", {}))
+    done = import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
+    assert done.others == ()
+    return open_run(done.path).load(), done

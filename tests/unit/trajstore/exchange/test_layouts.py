@@ -247,6 +247,10 @@ def test_a_cell_that_reads_dead_tokens_and_sizes_from_hdf5(run: Any, tmp_path: P
             live_mask, live_ids = f["live_mask"][:], f["live_ids"][:]
             raw = f["W"][:]
             losses = f["losses"][:]
+            if layout == "native":
+                assert (f["W"].attrs["native_dtype"], f["W"].chunks[0]) == (b"bfloat16", 1)
+                assert f["recorded_steps"][:].tolist() == [*range(ROWS)]
+                assert {"grad_W", "momentum_W", "variance_W"} <= f.keys()
             numbers = {key: f.attrs[key] for key in ("n_dead", "n_live", "seed", "learning_rate")
                        if key in f.attrs}  # fmt: skip
         assert (steps, vocabulary) == (ROWS - 1, TOKENS)

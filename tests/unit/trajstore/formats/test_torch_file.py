@@ -76,12 +76,24 @@ def test_lists_that_grew_by_one_entry_a_step(tmp_path: Path) -> None:
             assert (given["betas"], given["initial_lr"]) == ([0.9, 0.95], 0.5)
 
 
-def test_a_list_that_repeats_one_tensor_is_not_a_history(tmp_path: Path) -> None:
+def test_tensors_that_are_not_read_and_why(tmp_path: Path) -> None:
     W = torch.randn(50, 30)
-    torch.save({"W": [W] * 100, "embeddings": W}, tmp_path / "f.pt")
+    unread = {
+        "W": [W] * 100,
+        "odd": torch.zeros(2, dtype=torch.cfloat),
+        "sparse": torch.eye(3).to_sparse(),
+        "wide": torch.zeros(1).expand(9),
+    }
+    torch.save({"embeddings": W, "betas": (0.9, 0.95)} | unread, tmp_path / "f.pt")
     with open_file(tmp_path / "f.pt") as file:
         assert file.keys == ("embeddings",)
-        assert "repeats one" in file.unread["W"]
+        assert file.attributes == {"betas.0": 0.9, "betas.1": 0.95}
+        assert file.unread == {
+            "W": "a list that repeats one tensor, so earlier values are lost",
+            "odd": "a tensor of type complex64",
+            "sparse": "a tensor of layout sparse_coo on cpu",
+            "wide": "a tensor that repeats its values, with strides of 0",
+        }
 
 
 class Harmful:

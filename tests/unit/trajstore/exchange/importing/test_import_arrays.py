@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exchange_runs import assert_same_run, write_run
-from grammar_files import Truth, stored, truth, write
+from grammar_files import Truth, imported, stored, truth, write
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists
@@ -19,15 +19,6 @@ from trajstore.errors import FormatError, InvalidArgument, RunExists
 KNOWN = truth()
 DEAD = np.flatnonzero(KNOWN.dead)
 LIVE = np.flatnonzero(~KNOWN.dead)
-
-
-def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
-    """Dataset of a file's one run."""
-    attributes = options.pop("attributes", {})
-    file = write(tmp_path / "file", form, arrays, **attributes)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
-    assert done.others == ()
-    return trajstore.open_run(done.path).load(), done
 
 
 def series(name: str, kind: str = "float32", known: Truth = KNOWN) -> np.ndarray:
@@ -42,6 +33,7 @@ def test_an_array_of_three_dimensions_alone_is_enough(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, {"whatever": series("W"), "other": np.zeros(3)})
     assert same(ds, "W", KNOWN.values["W"])
     assert [(line.name, line.kind) for line in done.table] == [("whatever", "W"), ("other", "")]
+    assert done.notes[0].startswith("whatever was taken as W because of its shape alone")
     with pytest.raises(FormatError, match=r"holds no W .* --map W=NAME"):
         imported(tmp_path, {"one": series("W"), "two": series("W")})
     ds, _ = imported(tmp_path, {"one": series("grad"), "two": series("W")}, map={"W": "two"})
