@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange_runs import ALL, write_run
-from grammar_files import stored, truth, write
+from grammar_files import read_all, stored, truth, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajstore
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.importing.read_runs import read_runs
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, layout_of
-from trajstore.formats.open_file import open_file
 
 TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "90"))
 EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "12"))
@@ -95,15 +93,6 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         else:
             del made[at:]
     return bytes(made)
-
-
-def read_all(path: Path) -> None:
-    """Everything that an import reads of a file, but for writing the run."""
-    with open_file(path) as file:
-        for run in read_runs(file).runs:
-            for held in run.variables:
-                assert held.rows in (len(run.steps), len(run.steps) - 1)
-                held.read(0, held.rows)
 
 
 def accepted(files: Iterable[tuple[bytes, int]], path: Path) -> int:
@@ -224,9 +213,8 @@ def test_made_up_metadata_of_a_sound_file(attributes: Any, texts: Any) -> None:
 FUZZ = """
 import random, resource, sys
 from pathlib import Path
+from grammar_files import read_all
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.importing.read_runs import read_runs
-from trajstore.formats.open_file import open_file
 
 good, path, most = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[5])
 first, last = map(int, sys.argv[3:5])
@@ -242,10 +230,7 @@ for number in range(first, last):
     path.write_bytes(data)
     print(number, flush=True)
     try:
-        with open_file(path) as file:
-            for run in read_runs(file).runs:
-                for held in run.variables:
-                    held.read(0, held.rows)
+        read_all(path)
         accepted += 1
     except TrajstoreError:
         pass
@@ -265,6 +250,7 @@ def fuzzed(good: Path, tries: int, most: int = 1 << 20) -> int:
         capture_output=True,
         text=True,
         timeout=3000,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     *_, last = done.stdout.splitlines() or [""]
     assert done.returncode == 0, f"exit {done.returncode} at {last}: {done.stderr[-2000:]}"

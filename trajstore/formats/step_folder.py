@@ -16,7 +16,7 @@ from trajstore.formats.array_file import ArrayFile, is_number, plain_number, val
 from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
+__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint"]
 
 Array = npt.NDArray[Any]
 
@@ -36,13 +36,13 @@ _STEP = re.compile(
 )
 
 
-def step_entries(path: Path, unread: dict[str, str] | None = None) -> list[tuple[int, Path]]:
+def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
     """Files or checkpoints in a folder, by the last number in their names.
 
     Parameters
     ----------
     path : Path
-    unread : dict, optional
+    unread : dict
         Receives the names of other entries, with reasons.
 
     Raises
@@ -72,10 +72,9 @@ def step_entries(path: Path, unread: dict[str, str] | None = None) -> list[tuple
             f"{path} holds no files with a step in their names, such as step_00100.safetensors or "
             "checkpoint-100; rename them"
         )
-    if unread is not None:
-        unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
-        if others[_MOST_NAMED:]:
-            unread[f"{len(others) - _MOST_NAMED} more files"] = "also not files of steps"
+    unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
+    if others[_MOST_NAMED:]:
+        unread[f"{len(others) - _MOST_NAMED} more files"] = "also not files of steps"
     return sorted(found.items())
 
 
@@ -120,7 +119,7 @@ class StepFolder(ArrayFile):
 
     def _open(self) -> None:
         self._files.callback(self._close)
-        self._entries = step_entries(self.path, self.unread)
+        self._entries = _step_entries(self.path, self.unread)
         self._held = {STEPS: np.array([step for step, _ in self._entries], np.int64)}
         self._kinds = self._agreed()
         held = {key: (values.shape, values.dtype.name) for key, values in self._held.items()}

@@ -7,7 +7,7 @@ written to its place. Memory does not grow with the run. The result appears comp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,11 @@ def export(
                     gzip=described.gzip,
                     float16_as_bits=described.whole,
                 )
-        notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
+        narrower = f"were rounded: layout {layout} holds a narrower type than the run"
+        counts = (
+            f"{count:,} values of {key} {narrower}" for key, count in rounded.items() if count
+        )
+        notes = (*notes, *content.notes, *counts)
         omitted = content.omitted
     written = population(described, selection, described.only or "all")
     return Exported(
@@ -288,15 +292,6 @@ def _checked_format(
             f"got fill_damaged with format {own}; fill a copy first: --format run --fill-damaged"
         )
     return own
-
-
-def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
-    for key, count in rounded.items():
-        if count:
-            yield (
-                f"{count:,} values of {key} were rounded: layout {layout} holds a narrower type "
-                "than the run"
-            )
 
 
 def _size(path: Path) -> int:

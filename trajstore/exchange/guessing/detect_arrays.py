@@ -311,27 +311,20 @@ def _by_shape_alone(
     file: ArrayFile, found: list[DetectedArray], unknown: list[DetectedArray]
 ) -> tuple[list[DetectedArray], tuple[Detection, ...]]:
     """W, if no name identifies it and only one array has its rank; and the omitted arrays."""
-    anchors = [one for one in found if one.kind.name in TRAJECTORIES]
-    ranks = sorted({len(one.shape) for one in unknown}, reverse=True)
-    for rank in ranks if not anchors else ():
-        alike = [one for one in unknown if len(one.shape) == rank]
-        runs = {one.run for one in alike}
-        if len(alike) == len(runs):
-            _check_alone(file, alike[0], found)
-            rest = [one for one in unknown if one not in alike]
-            return alike, tuple(_left(one, "unknown name") for one in rest)
-        break
-    return [], tuple(_left(one, "unknown name; name its kind with --map") for one in unknown)
-
-
-def _check_alone(file: ArrayFile, one: DetectedArray, found: list[DetectedArray]) -> None:
-    """Refuse to take an array as W by its shape alone if other arrays have known names."""
+    rank = max((len(one.shape) for one in unknown), default=0)
+    alike = [one for one in unknown if len(one.shape) == rank]
+    is_clear = len(alike) == len({one.run for one in alike}) > 0
+    if any(one.kind.name in TRAJECTORIES for one in found) or not is_clear:
+        return [], tuple(_left(one, "unknown name; name its kind with --map") for one in unknown)
     others = [other.key for other in found if other.kind.is_variable]
     if others:
+        one = alike[0]
         raise FormatError(
             f"{file.path} holds {abridged(others)} but no known name of W; if {one.key} of shape "
             f"{one.shape} is W, pass --map W={one.key}"
         )
+    rest = [one for one in unknown if one not in alike]
+    return alike, tuple(_left(one, "unknown name") for one in rest)
 
 
 def _left(one: DetectedArray, why: str) -> Detection:

@@ -46,9 +46,10 @@ def test_a_mistyped_command_gets_the_nearest_name() -> None:
     assert CliRunner().invoke(main, ["--no-such-option"]).exit_code == 2
 
 
-def test_a_shell_completes_commands() -> None:
-    words = {"COMP_WORDS": "trajstore wat", "COMP_CWORD": "1"}
-    environment = words | {"_TRAJSTORE_COMPLETE": "bash_complete"}
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands(shell: str) -> None:
+    words = {"COMP_WORDS": "trajstore wat", "COMP_CWORD": "wat" if shell == "fish" else "1"}
+    environment = words | {"_TRAJSTORE_COMPLETE": f"{shell}_complete"}
     done = CliRunner().invoke(main, [], prog_name="trajstore", env=environment)
     assert "watch" in done.output
     assert "verify" not in done.output

@@ -30,6 +30,11 @@ def foreign(path: Path, **changes: Any) -> Path:
     return path
 
 
+def text(**texts: str) -> dict[str, np.ndarray]:
+    """Texts as an export holds them."""
+    return {key: np.frombuffer(value.encode(), "u1") for key, value in texts.items()}
+
+
 OWN = {
     "trajstore_json": np.frombuffer(b"{}", "u1"),
     "recorded_steps": np.arange(ROWS),
@@ -54,6 +59,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text as steps": ({"steps": np.bytes_("abc")}, "expected whole numbers"),
     "attributes": (OWN | {"trajstore_json": np.array([123], "u1")}, "cannot read its attributes"),
     "attributes that are numbers": (OWN | {"trajstore_json": np.zeros(3)}, "trajstore_json is"),
+    "an attribute": (OWN | text(trajstore_json='{"config": 3}'), "config is int, expected an obj"),
+    "texts": (OWN | text(token_text_json='["a"]'), "token_text must hold 5 strings"),
+    "no rows": (OWN | {"W": np.zeros((0, TOKENS, HIDDEN), "u2")}, "and no length of 0"),
     "bytes that are no text": (OWN | {"trajstore_json": np.array([255], "u1")}, "cannot read traj"),
     "marks": (OWN | {"trained_mask": np.ones(TOKENS, bool)}, "trained_mask and other marks dis"),
     "ids": (OWN | {"dead_ids": np.array([0, 2, TOKENS])}, "dead_ids and other marks disagree"),

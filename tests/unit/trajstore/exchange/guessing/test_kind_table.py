@@ -45,12 +45,10 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
         ("run3/grad_W_history", "grad", 3, "W", None),
         ("dead_grads", "grad", None, None, "dead"),
         ("untrained_deltas", "delta", None, None, "dead"),
-        ("live_W_history", "W", None, None, "live"),
         ("V", "exp_avg_sq", None, None, None),
         ("delta_W", "delta", None, "W", None),
         ("Losses", "loss", None, None, None),
         ("untrained_indices", "dead_ids", None, None, None),
-        ("token_frequencies", "token_count", None, None, None),
     ],
 )
 def test_parsed_names(key: str, kind: str, run: object, matrix: object, population: str) -> None:
@@ -85,6 +83,6 @@ def test_descriptions_of_lists() -> None:
     for text in (
         "tokens not seen during training", "tokens never seen", "Trained on Gatsby", "dead weight",
         "ids of a tokenizer trained on Gatsby", "non-trained tokens", "tokens that aren't dead",
-        "un-trained token ids",
+        "un-trained token ids", "token ids, untrained and trained",
     ):  # fmt: skip
         assert described_population(text) is None, text

@@ -280,6 +280,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dead_mask": np.arange(7)},
         "holds values from 0 to 6, expected 0 and 1",
     ),
+    "mask of other bytes": (
+        {"dead_mask": np.array([2, 0, 0, 0, 0, 0, 0], "u1").view(bool)},
+        "dead_mask holds bytes other than 0 and 1",
+    ),
     "mask of another length": ({"dead_mask": KNOWN.dead[:5]}, "dead_mask means 5 tokens"),
     "masks of two lengths": (
         {"dead_mask": KNOWN.dead, "live_mask": np.zeros(9, bool)},
