@@ -35,7 +35,9 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
     InvalidArgument
         If an option does not fit the file, or a row does not fit into the memory.
     """
-    layout = _forced(file, options)
+    own = file.attributes.get("layout")
+    named = (one for one in LAYOUTS.values() if one.name == own and _fits(file, one))
+    layout = options.layout or next(named, None)
     mapped = dict(options.mapped)
     derived: list[str] = []
     if layout is not None:
@@ -60,21 +62,6 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
     omitted = [f"omitted: {left} (see the table)"] if left else []
     runs = tuple(replace(run, notes=(*guessed, *run.notes, *omitted)) for run in runs)
     return ImportedFile(layout=name, runs=runs, table=table)
-
-
-def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
-    """The layout that the options or the file itself name."""
-    layout = options.layout
-    if layout is None:
-        own = file.attributes.get("layout")
-        return LAYOUTS[own] if own in LAYOUTS and _fits(file, LAYOUTS[own]) else None
-    missing = [key for key in layout.required if key not in file.keys]
-    if missing:
-        raise FormatError(
-            f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
-            f"{abridged(file.keys)}; omit --layout to detect the arrays"
-        )
-    return layout
 
 
 def _fits(file: ArrayFile, layout: Layout) -> bool:

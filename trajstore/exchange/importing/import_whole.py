@@ -49,19 +49,13 @@ def whole_layout(file: ArrayFile) -> Layout | None:
 
 
 def read_whole(file: ArrayFile, layout: Layout) -> ImportedFile:
-    """Interpret an export of a whole run.
+    """Interpret an export of a whole run, which has the required keys of its layout.
 
     Raises
     ------
     FormatError
-        If a key is missing, or shapes, types or marks of tokens contradict.
+        If shapes, types or marks of tokens contradict.
     """
-    missing = [key for key in layout.required if key not in file.keys]
-    if missing:
-        raise FormatError(
-            f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
-            f"{abridged(file.keys)}"
-        )
     texts = _texts(file, layout)
     attributes = kept_attributes(file, texts.get("attributes", "{}"))
     steps, token = (_vector(file, key, ("int64", "int32")) for key in layout.required)

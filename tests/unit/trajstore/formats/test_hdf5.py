@@ -147,6 +147,7 @@ def test_arrays_in_groups_go_by_their_last_names(tmp_path: Path) -> None:
     assert (ds.is_dead.values == dead).all()
     with h5py.File(tmp_path / "f.h5", "a") as file:
         file["states"].attrs["n_runs"] = 1
+        file.attrs["layout"] = [1, 2]  # not the name of one
         file.create_group("config").attrs["lr"] = 0.25
     done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr", overwrite=True)
     attrs = trajstore.open_run(done.path).attrs
