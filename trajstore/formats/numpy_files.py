@@ -38,10 +38,6 @@ _DEFLATED_AT_MOST = 1100
 """Bytes to which one deflated byte can expand, at most."""
 
 
-class _Pickled(ValueError):
-    """An array of Python objects."""
-
-
 class _Member:
     """One array in NumPy's format, in an open file.
 
@@ -50,6 +46,8 @@ class _Member:
     shape : tuple of int
     dtype : numpy.dtype
         Type in the file.
+    is_pickled : bool
+        True for an array of Python objects.
     """
 
     def __init__(self, file: IO[bytes], size: int) -> None:
@@ -69,9 +67,8 @@ class _Member:
         if any(length < 0 for length in self.shape):
             raise ValueError(f"it has shape {self.shape}")
         need = math.prod(self.shape) * self.dtype.itemsize
-        if self.dtype.hasobject:
-            raise _Pickled(_PICKLED)
-        if size - self._begin != need:
+        self.is_pickled = self.dtype.hasobject
+        if not self.is_pickled and size - self._begin != need:
             raise ValueError(f"it needs {need} bytes, but holds {size - self._begin}")
         self._is_scattered = is_fortran and len(self.shape) > 1 and need > 0
 
@@ -120,7 +117,10 @@ class NpyFile(_NumpyFile):
 
     def _open(self) -> None:
         file = self._files.enter_context(self.path.open("rb"))
-        self._members = {self.path.stem: _Member(file, os.fstat(file.fileno()).st_size)}
+        member = _Member(file, os.fstat(file.fileno()).st_size)
+        if member.is_pickled:
+            raise ValueError(_PICKLED)
+        self._members = {self.path.stem: member}
         self._arrays = {key: member.kind for key, member in self._members.items()}
 
 
@@ -138,10 +138,11 @@ class NpzFile(_NumpyFile):
         archive = self._files.enter_context(zipfile.ZipFile(self.path))
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
-            try:
-                self._members[name] = self._member(archive, info)
-            except _Pickled as error:
-                self.unread[name] = str(error)
+            member = self._member(archive, info)
+            if member.is_pickled:
+                self.unread[name] = _PICKLED
+            else:
+                self._members[name] = member
         self._arrays = {key: member.kind for key, member in self._members.items()}
         check_expansion(self.path, sum(info.file_size for info in archive.infolist()))
 
@@ -158,7 +159,5 @@ class NpzFile(_NumpyFile):
         opened = self._files.enter_context(archive.open(info))
         try:
             return _Member(opened, info.file_size)
-        except _Pickled:
-            raise
         except self._unsound as error:
             raise ValueError(f"{info.filename}: {error}") from None

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.formats.array_file import ArrayFile, read_rows
-from trajstore.formats.streamed_tensor import Tensor, Where, item_type
+from trajstore.formats.streamed_tensor import Tensor, Where, counted, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
 
@@ -169,22 +169,13 @@ def write_safetensors(
     """
     kinds = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
     offsets = _begin(path, kinds, metadata)
-    rounded = dict.fromkeys(kinds, 0)
-    total = sum(tensor.nbytes for tensor in tensors)
-    done = 0
     with path.open("r+b", buffering=0) as file:
         jobs = (
             partial(_write_part, file.fileno(), tensor, where, offsets[tensor.key])
             for tensor in sorted(tensors, key=lambda tensor: offsets[tensor.key])
             for where in tensor.parts()
         )
-        for key, size, changed in in_parallel(jobs):
-            rounded[key] += changed
-            done += size
-            if on_progress is not None:
-                on_progress(done, total)
-    assert done == total, f"{done} bytes were written, {total} announced"
-    return rounded
+        return counted(tensors, in_parallel(jobs), on_progress)
 
 
 @dataclass(frozen=True, kw_only=True)

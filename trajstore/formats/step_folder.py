@@ -16,7 +16,7 @@ from trajstore.formats.array_file import ArrayFile, is_number, plain_number, val
 from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint"]
+__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "model_files"]
 
 Array = npt.NDArray[Any]
 
@@ -85,7 +85,15 @@ def _reason(entry: Path) -> str:
     return "no step in its name" if is_known else "not a file of arrays"
 
 
-class StepFolder(ArrayFile):
+class _Folder(ArrayFile):
+    """Base of both folders: files that are opened one by one."""
+
+    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
+        self._opened = opened
+        super().__init__(path, is_folder=True)
+
+
+class StepFolder(_Folder):
     """A folder of files with the same arrays, one file per step.
 
     Parameters
@@ -112,12 +120,8 @@ class StepFolder(ArrayFile):
 
     format = "folder"
 
-    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self._opened = opened
-        self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
-        super().__init__(path, is_folder=True)
-
     def _open(self) -> None:
+        self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         self._files.callback(self._close)
         self._entries = _step_entries(self.path, self.unread)
         self._held = {STEPS: np.array([step for step, _ in self._entries], np.int64)}
@@ -222,12 +226,13 @@ class StepFolder(ArrayFile):
             self._cache.popitem()[1].__exit__()
 
 
-class TrainerCheckpoint(ArrayFile):
+class TrainerCheckpoint(_Folder):
     """A `checkpoint-N` folder of Hugging Face's Trainer: model and optimizer state.
 
     Parameters
     ----------
     path : Path
+        A folder with `model_files`.
     opened : callable
         Opens one of its files.
 
@@ -235,25 +240,13 @@ class TrainerCheckpoint(ArrayFile):
     ----------
     keys : tuple of str
         Names of the model's tensors. Names of the optimizer's tensors start with ``optimizer.``.
-
-    Raises
-    ------
-    FormatError
-        If it holds no model.
     """
 
     format = "checkpoint"
 
-    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self._opened = opened
-        self._where: dict[str, tuple[ArrayFile, str]] = {}
-        super().__init__(path, is_folder=True)
-
     def _open(self) -> None:
-        models = _model_files(self.path)
-        if not models:
-            raise FormatError(f"{self.path} holds no model, expected {' or '.join(_MODELS)}")
-        for model in models:
+        self._where: dict[str, tuple[ArrayFile, str]] = {}
+        for model in model_files(self.path):
             self._add(model, "")
         if (self.path / "optimizer.pt").is_file():
             self._add(self.path / "optimizer.pt", "optimizer.")
@@ -283,11 +276,7 @@ def _array_name(path: Path) -> str:
     return "W" if not name or _STEP.fullmatch(name) else name
 
 
-def is_checkpoint(path: Path) -> bool:
-    """True if a folder itself is a checkpoint of a Trainer."""
-    return bool(_model_files(path))
-
-
-def _model_files(path: Path) -> list[Path]:
+def model_files(path: Path) -> list[Path]:
+    """Files of the model, if a folder itself is a checkpoint of a Trainer."""
     whole = [path / name for name in _MODELS if (path / name).is_file()]
     return whole[:1] or sorted(path.glob("model-*-of-*.safetensors"))
