@@ -150,7 +150,9 @@ class Hdf5File(ArrayFile):
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 # An external link would read another file.
-                self.unread[f"{prefix}{name}"] = _destination(h5py, link)
+                of = f" of {link.filename}" if isinstance(link, h5py.ExternalLink) else ""
+                path = getattr(link, "path", "an unknown path")
+                self.unread[f"{prefix}{name}"] = f"a link to {path}{of}, not followed"
                 continue
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
@@ -179,13 +181,6 @@ class Hdf5File(ArrayFile):
             else:
                 values = np.asarray(group.attrs[name]).reshape(-1)
                 self.attributes[key] = [_plain(value) for value in values]
-
-
-def _destination(h5py: Any, link: Any) -> str:
-    """Description of a link."""
-    if isinstance(link, h5py.ExternalLink):
-        return f"a link to {link.path} of {link.filename}, not followed"
-    return f"a link to {getattr(link, 'path', 'an unknown path')}, not followed"
 
 
 def _is_plain(dtype: Any) -> bool:
