@@ -111,10 +111,6 @@ class DetectedArrays:
     omitted: tuple[Detection, ...]
     guessed: tuple[str, ...] = ()
 
-    def of(self, kind: str) -> tuple[DetectedArray, ...]:
-        """Arrays of a kind."""
-        return tuple(each for each in self.found if each.kind.name == kind)
-
 
 def detect_arrays(
     file: ArrayFile,

@@ -268,11 +268,6 @@ class Scalar:
     paths: tuple[tuple[str, ...], ...]
     codes: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def words(self) -> dict[Any, str]:
-        """Word of each number; the first one of several."""
-        return {code: word for word, code in reversed(list(self.codes.items()))}
-
 
 _RULE, _MODEL = "optimizer.hyperparameters", "config.model"
 

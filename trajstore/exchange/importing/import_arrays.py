@@ -84,7 +84,7 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
 
 
 def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
-    if any(detected.of(kind) for kind in TRAJECTORIES):
+    if any(one.kind.name in TRAJECTORIES for one in detected.found):
         return
     tables = [one.key for one in detected.found if one.kind.name in TOKEN_KINDS]
     more = ""

@@ -191,7 +191,7 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
         if held.native.name != "float16" or type == "float16":
             continue
         form = found[held.variable] = held.half_form()
-        if type == "bfloat16" and not options.names_bits(held.variable, *held.keys):
+        if type == "bfloat16" and options.bits.keys().isdisjoint((held.variable, *held.keys)):
             unnamed.setdefault(form, held.variable)
     if {"values", "bits"} <= set(unnamed):
         valued, other = unnamed["values"], unnamed["bits"]

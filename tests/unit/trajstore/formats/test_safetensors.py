@@ -75,25 +75,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
             file.read("a")
 
 
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
-    arrays = {
-        "bf": np.arange(24).astype(ml_dtypes.bfloat16).reshape(4, 3, 2),
-        "half": np.arange(4).astype(np.float16),
-        "steps": np.arange(4),
-        "mask": np.array([True, False]),
-        "scalar": np.array(1e-3, np.float32),
-        "empty": np.empty((0, 3), np.float64),
-    }
-    save_file(arrays, tmp_path / "a", metadata={"é": "ü"})
-    with SafetensorsFile(tmp_path / "a") as file:
-        assert file.attributes == {"é": "ü"}
-        for key, array in arrays.items():
-            read = file.read(key)
-            assert read.shape == array.shape
-            assert read.tobytes() == array.tobytes()
-        assert file.read("bf", 1, 3).tobytes() == arrays["bf"][1:3].tobytes()
-
-
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     bits = np.arange(4 * 5 * 3, dtype=np.uint16).reshape(4, 5, 3)
 

@@ -11,7 +11,6 @@ from trajstore.exchange.guessing.kind_table import (
     described_population,
     is_derived,
     named,
-    scalar_of,
 )
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
 
@@ -63,15 +62,6 @@ def test_unknown_and_derived_names() -> None:
     assert all(map(is_derived, derived))
     for key in ("h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", *derived[:2]):
         assert named(key).kind is None
-
-
-def test_numbers_by_their_names() -> None:
-    found = {key: scalar_of(key) for key in ("learning_rate", "init_scales", "n_steps", "foo")}
-    names = {key: scalar.name if scalar else None for key, scalar in found.items()}
-    assert names == {
-        "learning_rate": "learning_rate", "init_scales": "init_sigma", "n_steps": "num_steps",
-        "foo": None,
-    }  # fmt: skip
 
 
 def test_descriptions_of_lists() -> None:
