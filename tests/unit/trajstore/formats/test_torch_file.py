@@ -4,6 +4,7 @@ import math
 import os
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_a_tied_unembedding_counts_once(tmp_path: Path) -> None:
 def test_lists_that_grew_by_one_entry_a_step(tmp_path: Path) -> None:
     W = torch.randn(4, 5, 3)
     losses = [math.nan, 3.5, 2.25, 1.125]
-    rule = {"dead_token_ids": [1, 4], "config": {"betas": [0.9, 0.95], "lr": 0.5}}
+    rule = {"dead_token_ids": [1, 4], "config": {"betas": (0.9, 0.95), "lr": 0.5}}
     forms = {
         "lists": {"W": list(W), "loss": losses, "steps": [0, 5, 10, 15]} | rule,
         "records": [
@@ -114,8 +115,11 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_missing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"W": torch.zeros(3, 2, 2)}, tmp_path / "f.pt")
+def test_damage_and_a_missing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "f.pt", "w") as file:
+        file.writestr("f/data.pkl", b"\x80\x02N.")
+    with pytest.raises(FormatError, match=r"torch cannot read .*f\.pt \(\d+ bytes\)"):
+        open_file(tmp_path / "f.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtra, match=r"extra train: .*; or save the tensors as saf"):
         open_file(tmp_path / "f.pt")
