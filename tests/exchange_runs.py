@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
 import numpy as np
 import xarray as xr
 
@@ -21,13 +22,7 @@ ALL = {
 """Variables of a run as the notebooks recorded it."""
 
 DIMS = {"W": 3, "grad": 3, "exp_avg": 3, "exp_avg_sq": 3, "logits": 2}
-NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}
 ZERO = ("exp_avg", "exp_avg_sq")
-
-
-def bits_of(dtype: str) -> np.dtype[Any]:
-    size = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
-    return np.dtype(f"u{size}")
 
 
 def write_run(
@@ -53,17 +48,14 @@ def write_run(
     values = {}
     for name, dtype in variables.items():
         shape = (rows, tokens, hidden)[: DIMS.get(name, 1)]
-        kind = bits_of(dtype)
+        kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
         if any_bits:
             values[name] = rng.integers(0, 1 << (8 * kind.itemsize), shape, kind)
             continue
         floats = rng.normal(size=shape).astype("f4")
-        if dtype == "bfloat16":
-            values[name] = (floats.view("u4") >> 16).astype("u2")
-        else:
-            values[name] = floats.astype(dtype).view(kind)
         if (steps is None or steps[0] == 0) and name != "W":
-            values[name][0] = 0 if name in ZERO else NAN[dtype]
+            floats[0] = 0 if name in ZERO else np.nan
+        values[name] = floats.astype(dtype).view(kind)
     token = np.arange(tokens) if ids is None else ids
     with RunWriter.create(
         path,

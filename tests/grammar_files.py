@@ -9,6 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from trajstore import import_file, open_run
+from trajstore.exchange.importing.read_runs import read_runs
+from trajstore.formats.open_file import open_file
+
 WORDS = {
     "W": ("W", "embeddings", "embedding_history", "weights", "w_history", "E", "Embedding"),
     "grad": ("grad_W", "grads", "g", "gradients", "grad_history"),
@@ -86,3 +90,20 @@ def write(path: Path, form: str, arrays: dict[str, Any], **attributes: Any) -> P
     else:
         raise AssertionError(form)
     return path
+
+
+def read_all(path: Path) -> None:
+    """Everything that an import reads of a file, but for writing the run."""
+    with open_file(path) as file:
+        for run in read_runs(file).runs:
+            for held in run.variables:
+                assert held.rows in (len(run.steps), len(run.steps) - 1)
+                held.read(0, held.rows)
+
+
+def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
+    """Dataset of the one run of a file, and the result of its import."""
+    file = write(tmp_path / "file", form, arrays, **options.pop("attributes", {}))
+    done = import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
+    assert done.others == ()
+    return open_run(done.path).load(), done

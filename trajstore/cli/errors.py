@@ -13,7 +13,15 @@ __all__ = ["in_options", "print_error"]
 
 def print_error(error: BaseException) -> int:
     """Print an expected error as one sentence, and return the exit code of the command."""
-    sentence, code = _in_words(error)
+    sentence, code = "stopped by Ctrl-C", 128 + signal.SIGINT
+    if isinstance(error, TrajstoreError):
+        sentence, code = in_options(str(error)), error.exit_code
+    elif isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        reason = error.strerror or error
+        sentence, code = f"the operating system reported an error{where}: {reason}", 1
+    elif isinstance(error, MemoryError):
+        sentence, code = f"out of memory: {error}" if str(error) else "out of memory", 1
     err.print(f"trajstore: {sentence}")
     return code
 
@@ -26,15 +34,3 @@ def in_options(sentence: str) -> str:
     """
     sentence = re.sub(r"\btraining\.steps=(\d+)\b", r"--steps \1", sentence)
     return re.sub(r"\b(overwrite|resume)=True\b", r"--\1", sentence)
-
-
-def _in_words(error: BaseException) -> tuple[str, int]:
-    """Sentence and exit code of an error."""
-    if isinstance(error, TrajstoreError):
-        return in_options(str(error)), error.exit_code
-    if isinstance(error, OSError):
-        where = f" {error.filename}" if error.filename else ""
-        return f"the operating system reported an error{where}: {error.strerror or error}", 1
-    if isinstance(error, MemoryError):
-        return f"out of memory: {error}" if str(error) else "out of memory", 1
-    return "stopped by Ctrl-C", 128 + signal.SIGINT

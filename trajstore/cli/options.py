@@ -110,7 +110,23 @@ def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
     """
 
     def parse(ctx: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, str]:
-        return _selected(given, dims)
+        found: dict[str, str] = {}
+        for text in given:
+            dim, equals, values = (part.strip() for part in text.partition("="))
+            if dim not in dims:
+                raise InvalidArgument(
+                    f"got --select {text!r}, which names no dimension of this command"
+                    f"{did_you_mean(dim, dims)}; expected DIM=VALUES with {' or '.join(dims)}, "
+                    f"such as {_EXAMPLES[dims[0]]}"
+                )
+            if not equals or not values:
+                raise InvalidArgument(
+                    f"got --select {text!r} without values; give {_EXAMPLES[dim]}"
+                )
+            if _KEYWORDS[dim] in found:
+                raise InvalidArgument(f"got --select {dim} twice; give all values in one")
+            found[_KEYWORDS[dim]] = values
+        return found
 
     examples = ", ".join(_EXAMPLES[dim] for dim in dims)
     return click.option(
@@ -122,24 +138,6 @@ def SELECT(*dims: str, note: str = "") -> Callable[..., Any]:
         help=f"Use only a part: {examples}.{f' {note}' if note else ''}"
         + (" Repeatable." if len(dims) > 1 else ""),
     )
-
-
-def _selected(given: Sequence[str], dims: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in given:
-        dim, equals, values = (part.strip() for part in text.partition("="))
-        if dim not in dims:
-            raise InvalidArgument(
-                f"got --select {text!r}, which names no dimension of this command"
-                f"{did_you_mean(dim, dims)}; expected DIM=VALUES with {' or '.join(dims)}, such as "
-                f"{_EXAMPLES[dims[0]]}"
-            )
-        if not equals or not values:
-            raise InvalidArgument(f"got --select {text!r} without values; give {_EXAMPLES[dim]}")
-        if _KEYWORDS[dim] in found:
-            raise InvalidArgument(f"got --select {dim} twice; give all values in one")
-        found[_KEYWORDS[dim]] = values
-    return found
 
 
 RECORD = click.option("--variables", "variables", metavar="matrix,batch,…", help=_recordable())

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Container, Iterable, Mapping
 from pathlib import PurePath
-from typing import IO, Any
+from typing import Any
 
 import click
 from rich import box
@@ -80,7 +80,10 @@ class PlainConsole(Console):
         if not self.stderr:
             super().on_broken_pipe()
         self.quiet = True
-        _close_to_nothing(self.file)
+        # Also for libraries that write to the file descriptor.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self.file.fileno())
+        os.close(nothing)
 
 
 class PlainTable(Table):
@@ -99,13 +102,6 @@ def _shown(shown: Any) -> Any:
         plain = printable(shown.plain, keep="\n")
         return shown if plain == shown.plain else Text(plain, style=shown.style)
     return shown
-
-
-def _close_to_nothing(stream: IO[str]) -> None:
-    """Redirect the stream's file descriptor to nothing, for libraries that write to it."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stream.fileno())
-    os.close(nothing)
 
 
 out = PlainConsole(soft_wrap=True)

@@ -138,6 +138,7 @@ def _rows(recorded: Array, steps: Steps) -> Array:
     if steps is None:
         return np.arange(len(recorded))
     chosen = np.zeros(len(recorded), bool)
+    span = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) else "no steps"
     if isinstance(steps, str):
         items: list[int | slice] = [_range(item, steps) for item in steps.split(",")]
     elif isinstance(steps, slice):
@@ -152,12 +153,10 @@ def _rows(recorded: Array, steps: Steps) -> Array:
         else:
             at = int(positions(recorded, np.array([item]))[0])
             if at < 0:
-                span = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) else "no steps"
                 raise StepNotFound(f"step {item} was not recorded; the run holds {span}")
             chosen[at] = True
     rows = np.flatnonzero(chosen)
     if not len(rows):
-        span = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) else "no steps"
         raise InvalidArgument(f"no recorded step is in {steps!r}; the run holds {span}")
     return rows
 

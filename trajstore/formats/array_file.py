@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -20,6 +20,7 @@ __all__ = [
     "ArrayFile",
     "check_expansion",
     "is_number",
+    "number_in",
     "plain_number",
     "read_rows",
     "values_of",
@@ -30,13 +31,14 @@ Array = npt.NDArray[Any]
 _ALWAYS_EXPANDED = 1 << 30
 _EXPANDED_AT_MOST = 200
 _LARGEST_TABLE = 64 << 20
+_LONGEST_NUMBER = 64
 
 
 class ArrayFile:
     """A file of named arrays, open for reading; a context manager.
 
-    A format has a subclass with `_open`, `shape`, `dtype` and `_values`. `_open` checks the size of
-    every array.
+    A format has a subclass with `_open` and `_values`. `_open` checks the size of every array, and
+    fills `_arrays`.
 
     Parameters
     ----------
@@ -65,7 +67,6 @@ class ArrayFile:
     """
 
     format: str
-    keys: tuple[str, ...]
     _expected = ""
     """The format in words, for messages."""
     _unsound: tuple[type[Exception], ...] = ()
@@ -75,6 +76,7 @@ class ArrayFile:
 
     def __init__(self, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
         self.path = Path(path)
+        self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
         self.attributes: dict[str, Any] = {}
         self.unread: dict[str, str] = {}
         if not (self.path.is_dir() if is_folder else self.path.is_file()):
@@ -83,6 +85,7 @@ class ArrayFile:
             self._files = files
             self._open()
             self._files = files.pop_all()
+        self.keys = tuple(self._arrays)
 
     def __enter__(self) -> Self:
         return self
@@ -92,11 +95,11 @@ class ArrayFile:
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
-        raise NotImplementedError
+        return self._arrays[key][0]
 
     def dtype(self, key: str) -> str:
         """Type of an array, by its name in NumPy and ml_dtypes: bfloat16, uint16, bool, …."""
-        raise NotImplementedError
+        return self._arrays[key][1]
 
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
@@ -125,7 +128,10 @@ class ArrayFile:
         return np.ascontiguousarray(values).view(native.bits).reshape(values.shape)
 
     def _open(self) -> None:
-        """Open and check the file. `_files` closes what is entered there."""
+        """Open and check the file. `_files` closes what is entered there.
+
+        `_arrays` holds the shape and type of each array afterwards.
+        """
         raise NotImplementedError
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
@@ -177,7 +183,7 @@ def values_of(file: ArrayFile, key: str) -> Array:
     ------
     FormatError
         If they cannot be read, or need more than 64 MiB. Only labels and tables of tokens are read
-        whole.
+        whole. Also if a byte of a boolean is neither 0 nor 1.
     """
     count, dtype = math.prod(file.shape(key)), file.dtype(key)
     itemsize = 8 if dtype not in NATIVE_TYPES else NATIVE_TYPES[dtype].itemsize
@@ -187,6 +193,8 @@ def values_of(file: ArrayFile, key: str) -> Array:
             f"most {format_bytes(_LARGEST_TABLE)}; omit it with --map ignore={key}"
         )
     values = file.read(key)
+    if dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
+        raise FormatError(f"{file.path}: {key} holds bytes other than 0 and 1")
     if dtype not in NATIVE_TYPES:
         return values
     native = NATIVE_TYPES[dtype]
@@ -196,6 +204,15 @@ def values_of(file: ArrayFile, key: str) -> Array:
 def is_number(dtype: str) -> bool:
     """True for types of numbers and booleans."""
     return dtype in NATIVE_TYPES or dtype == "bool" or "int" in dtype
+
+
+def number_in(value: Any) -> Any:
+    """The number in a short text, as in metadata of safetensors; any other value unchanged."""
+    is_short = isinstance(value, str) and len(value) <= _LONGEST_NUMBER
+    for kind in (int, float) if is_short else ():
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def plain_number(held: Any) -> int | float | bool | None:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.formats.array_file import number_in
+
 __all__ = ["common_numbers", "numbers_of_steps"]
 
 Array = npt.NDArray[Any]
 
 _LARGEST = 1 << 62
 _MOST_NAMED = 12
-_LONGEST_TEXT = 64
 
 
 def common_numbers(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -33,16 +34,6 @@ def common_numbers(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
-
-
-def _of_text(value: Any) -> Any:
-    """The number in a string, as in metadata of safetensors; any other value unchanged."""
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
-        return value
-    try:
-        return int(value) if value.lstrip("+-").isdecimal() else float(value)
-    except ValueError:
-        return value
 
 
 def numbers_of_steps(
@@ -72,7 +63,7 @@ def numbers_of_steps(
     for key in dict.fromkeys(key for each in files for key in each):
         if key in common or "." in key or "/" in key:
             continue  # a number of a part of a model or of an optimizer
-        values = [_of_text(each.get(key)) for each in files]
+        values = [number_in(each.get(key)) for each in files]
         first = 1 if values[0] is None and len(values) > 1 else 0
         absent = [place for place in range(first, len(values)) if values[place] is None]
         held = [value for value in values if value is not None]

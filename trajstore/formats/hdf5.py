@@ -78,34 +78,26 @@ class Hdf5File(ArrayFile):
         self._file = self._files.enter_context(h5py.File(self.path, "r"))
         self._datasets = dict(self._items(h5py, self._file, "", 0, [_MOST_ITEMS]))
         check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
-        self.keys = tuple(self._datasets)
+        self._arrays = {
+            key: (tuple(one.shape), self._type(key, one)) for key, one in self._datasets.items()
+        }
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a dataset."""
-        return tuple(self._datasets[key].shape)
-
-    def dtype(self, key: str) -> str:
+    def _type(self, key: str, dataset: Any) -> str:
         """Type of a dataset. For bits, an attribute defines it."""
-        dtype: np.dtype[Any] = self._datasets[key].dtype
-        native = self._native_dtype(key)
-        if native is None or dtype.name == native:
-            return dtype.name
-        if dtype == np.uint16 and native in ("bfloat16", "float16"):
+        dtype: np.dtype[Any] = dataset.dtype
+        native = dtype.name
+        with self._checked(key):
+            if "native_dtype" in dataset.attrs:
+                # A variable-length string would be read from the heap; see `hdf5_writing`.
+                fixed = dataset.attrs.get_id("native_dtype").dtype.kind == "S"
+                native = "a variable-length string"
+                native = dataset.attrs["native_dtype"].decode() if fixed else native
+        if native == dtype.name or (dtype == np.uint16 and native in ("bfloat16", "float16")):
             return native
         raise FormatError(
             f"{self.path}: {key} has type {dtype} (native_dtype: {native}), expected uint16 bits "
             f"of bfloat16 or float16, or {', '.join(NATIVE_TYPES)}"
         )
-
-    def _native_dtype(self, key: str) -> str | None:
-        """Native type of a dataset, from its attribute; None without one."""
-        attributes = self._datasets[key].attrs
-        with self._checked(key):
-            if "native_dtype" not in attributes:
-                return None
-            # A variable-length string would be read from the heap; see `hdf5_writing`.
-            fixed = attributes.get_id("native_dtype").dtype.kind == "S"
-            return attributes["native_dtype"].decode() if fixed else "a variable-length string"
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         """Values of a dataset.
@@ -158,7 +150,9 @@ class Hdf5File(ArrayFile):
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 # An external link would read another file.
-                self.unread[f"{prefix}{name}"] = _destination(h5py, link)
+                of = f" of {link.filename}" if isinstance(link, h5py.ExternalLink) else ""
+                path = getattr(link, "path", "an unknown path")
+                self.unread[f"{prefix}{name}"] = f"a link to {path}{of}, not followed"
                 continue
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
@@ -187,13 +181,6 @@ class Hdf5File(ArrayFile):
             else:
                 values = np.asarray(group.attrs[name]).reshape(-1)
                 self.attributes[key] = [_plain(value) for value in values]
-
-
-def _destination(h5py: Any, link: Any) -> str:
-    """Description of a link."""
-    if isinstance(link, h5py.ExternalLink):
-        return f"a link to {link.path} of {link.filename}, not followed"
-    return f"a link to {getattr(link, 'path', 'an unknown path')}, not followed"
 
 
 def _is_plain(dtype: Any) -> bool:

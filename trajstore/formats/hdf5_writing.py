@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.formats.hdf5 import load_h5py
-from trajstore.formats.streamed_tensor import Tensor, Where
+from trajstore.formats.streamed_tensor import Tensor, Where, counted
 from trajstore.threads import Progress, in_parallel
 
 __all__ = ["write_hdf5"]
@@ -66,9 +66,6 @@ def write_hdf5(
         If h5py is not installed.
     """
     h5py = load_h5py()
-    total = sum(tensor.nbytes for tensor in tensors)
-    rounded = {tensor.key: 0 for tensor in tensors}
-    done = 0
     # Parts of several compressed chunks are written in turn; each chunk is compressed once.
     cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
     with _closed(h5py.File(path, "w", libver=("earliest", "v110"), **cache)) as file:
@@ -83,13 +80,13 @@ def write_hdf5(
             tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
         }
         jobs = (partial(_read, tensor, where) for tensor in tensors for where in tensor.parts())
-        for key, where, bits, changed in in_parallel(jobs):
-            datasets[key][where] = bits.view(datasets[key].dtype)
-            rounded[key] += changed
-            done += bits.nbytes
-            if on_progress is not None:
-                on_progress(done, total)
-    return rounded
+
+        def written() -> Iterator[tuple[str, int, int]]:
+            for key, where, bits, changed in in_parallel(jobs):
+                datasets[key][where] = bits.view(datasets[key].dtype)
+                yield key, bits.nbytes, changed
+
+        return counted(tensors, written(), on_progress)
 
 
 @contextmanager

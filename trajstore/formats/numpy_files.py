@@ -38,10 +38,6 @@ _DEFLATED_AT_MOST = 1100
 """Bytes to which one deflated byte can expand, at most."""
 
 
-class _Pickled(ValueError):
-    """An array of Python objects."""
-
-
 class _Member:
     """One array in NumPy's format, in an open file.
 
@@ -50,6 +46,8 @@ class _Member:
     shape : tuple of int
     dtype : numpy.dtype
         Type in the file.
+    is_pickled : bool
+        True for an array of Python objects.
     """
 
     def __init__(self, file: IO[bytes], size: int) -> None:
@@ -69,16 +67,16 @@ class _Member:
         if any(length < 0 for length in self.shape):
             raise ValueError(f"it has shape {self.shape}")
         need = math.prod(self.shape) * self.dtype.itemsize
-        if self.dtype.hasobject:
-            raise _Pickled(_PICKLED)
-        if size - self._begin != need:
+        self.is_pickled = self.dtype.hasobject
+        if not self.is_pickled and size - self._begin != need:
             raise ValueError(f"it needs {need} bytes, but holds {size - self._begin}")
         self._is_scattered = is_fortran and len(self.shape) > 1 and need > 0
 
     @property
-    def name(self) -> str:
-        """Type. NumPy writes bfloat16 as two bytes without a type, here uint16."""
-        return "uint16" if self.dtype.kind == "V" and self.dtype.itemsize == 2 else self.dtype.name
+    def kind(self) -> tuple[tuple[int, ...], str]:
+        """Shape and type. NumPy writes bfloat16 as two bytes without a type, here uint16."""
+        is_bits = self.dtype.kind == "V" and self.dtype.itemsize == 2
+        return self.shape, "uint16" if is_bits else self.dtype.name
 
     def read(self, rows: slice, outer: int | None) -> Array:
         if self._is_scattered:
@@ -107,14 +105,6 @@ class _NumpyFile(ArrayFile):
     _unsound_values = _UNSOUND  # an OSError is of the disk, such as a full one
     _members: dict[str, _Member]
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of an array."""
-        return self._members[key].shape
-
-    def dtype(self, key: str) -> str:
-        """Type of an array."""
-        return self._members[key].name
-
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         return self._members[key].read(rows, outer)
 
@@ -127,8 +117,11 @@ class NpyFile(_NumpyFile):
 
     def _open(self) -> None:
         file = self._files.enter_context(self.path.open("rb"))
-        self._members = {self.path.stem: _Member(file, os.fstat(file.fileno()).st_size)}
-        self.keys = (self.path.stem,)
+        member = _Member(file, os.fstat(file.fileno()).st_size)
+        if member.is_pickled:
+            raise ValueError(_PICKLED)
+        self._members = {self.path.stem: member}
+        self._arrays = {key: member.kind for key, member in self._members.items()}
 
 
 class NpzFile(_NumpyFile):
@@ -145,11 +138,12 @@ class NpzFile(_NumpyFile):
         archive = self._files.enter_context(zipfile.ZipFile(self.path))
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
-            try:
-                self._members[name] = self._member(archive, info)
-            except _Pickled as error:
-                self.unread[name] = str(error)
-        self.keys = tuple(self._members)
+            member = self._member(archive, info)
+            if member.is_pickled:
+                self.unread[name] = _PICKLED
+            else:
+                self._members[name] = member
+        self._arrays = {key: member.kind for key, member in self._members.items()}
         check_expansion(self.path, sum(info.file_size for info in archive.infolist()))
 
     def _member(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
@@ -165,7 +159,5 @@ class NpzFile(_NumpyFile):
         opened = self._files.enter_context(archive.open(info))
         try:
             return _Member(opened, info.file_size)
-        except _Pickled:
-            raise
         except self._unsound as error:
             raise ValueError(f"{info.filename}: {error}") from None

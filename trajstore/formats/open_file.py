@@ -13,7 +13,7 @@ from trajstore.formats.array_file import ArrayFile
 from trajstore.formats.hdf5 import Hdf5File
 from trajstore.formats.numpy_files import NpyFile, NpzFile
 from trajstore.formats.safetensors import SafetensorsFile
-from trajstore.formats.step_folder import StepFolder, TrainerCheckpoint, is_checkpoint
+from trajstore.formats.step_folder import StepFolder, TrainerCheckpoint, model_files
 from trajstore.formats.torch_file import TorchFile
 
 __all__ = ["FORMATS", "open_file"]
@@ -56,9 +56,8 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     found = Path(path)
     if found.is_dir():
         opened = partial(open_file, memory=memory)
-        return (
-            TrainerCheckpoint(found, opened) if is_checkpoint(found) else StepFolder(found, opened)
-        )
+        folder = TrainerCheckpoint if model_files(found) else StepFolder
+        return folder(found, opened)
     if not found.is_file():
         raise RunNotFound(f"there is no file at {path}")
     with found.open("rb") as file:

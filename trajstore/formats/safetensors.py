@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.formats.array_file import ArrayFile, read_rows
-from trajstore.formats.streamed_tensor import Tensor, Where, item_type
+from trajstore.formats.streamed_tensor import Tensor, Where, counted, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
 
@@ -102,15 +102,7 @@ class SafetensorsFile(ArrayFile):
             raise ValueError(text) from None
         self.attributes = header.pop("__metadata__", None) or {}
         self.entries = {key: _entry(key, entry, 8 + length) for key, entry in header.items()}
-        self.keys = tuple(self.entries)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return self.entries[key].shape
-
-    def dtype(self, key: str) -> str:
-        """Type of a tensor, by its name in torch."""
-        return self.entries[key].dtype
+        self._arrays = {key: (entry.shape, entry.dtype) for key, entry in self.entries.items()}
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         entry = self.entries[key]
@@ -177,22 +169,13 @@ def write_safetensors(
     """
     kinds = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
     offsets = _begin(path, kinds, metadata)
-    rounded = dict.fromkeys(kinds, 0)
-    total = sum(tensor.nbytes for tensor in tensors)
-    done = 0
     with path.open("r+b", buffering=0) as file:
         jobs = (
             partial(_write_part, file.fileno(), tensor, where, offsets[tensor.key])
             for tensor in sorted(tensors, key=lambda tensor: offsets[tensor.key])
             for where in tensor.parts()
         )
-        for key, size, changed in in_parallel(jobs):
-            rounded[key] += changed
-            done += size
-            if on_progress is not None:
-                on_progress(done, total)
-    assert done == total, f"{done} bytes were written, {total} announced"
-    return rounded
+        return counted(tensors, in_parallel(jobs), on_progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,25 +258,15 @@ def _begin(
 def _write_part(number: int, tensor: Tensor, where: Where, offset: int) -> tuple[str, int, int]:
     """Read a part and write it; return its key, its bytes, and the number of rounded values."""
     bits, rounded = tensor.read(where)
-    _write_bits(number, tensor, where, bits, offset)
-    return tensor.key, bits.nbytes, rounded
-
-
-def _write_bits(number: int, tensor: Tensor, where: Where, bits: Array, offset: int) -> None:
     little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
-    if not where:
-        _write_all(number, little.reshape(-1).view(np.uint8).data, offset)
-        return
-    of_row = tensor.shape[tensor.outer + 1 :]
-    row = math.prod(of_row) * little.itemsize
-    at = offset + where[0].start * row
-    if len(where) == 1 or len(little) == 0 or little[0].nbytes == row:
-        _write_all(number, little.reshape(-1).view(np.uint8).data, at)
-        return
-    at += where[1].start * math.prod(of_row[1:]) * little.itemsize
-    for values in little:
+    beyond = (tensor.shape[tensor.outer + axis :] for axis in (1, 2))
+    row, token = (math.prod(shape) * little.itemsize for shape in beyond)
+    at = offset + sum(part.start * size for part, size in zip(where, (row, token), strict=False))
+    is_split = len(where) == 2 and len(little) > 0 and little[0].nbytes < row
+    for values in little if is_split else [little]:
         _write_all(number, values.reshape(-1).view(np.uint8).data, at)
         at += row
+    return tensor.key, bits.nbytes, rounded
 
 
 def _write_all(number: int, data: bytes | memoryview, offset: int) -> None:

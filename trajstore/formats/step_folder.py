@@ -16,7 +16,7 @@ from trajstore.formats.array_file import ArrayFile, is_number, plain_number, val
 from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
+__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "model_files"]
 
 Array = npt.NDArray[Any]
 
@@ -36,13 +36,13 @@ _STEP = re.compile(
 )
 
 
-def step_entries(path: Path, unread: dict[str, str] | None = None) -> list[tuple[int, Path]]:
+def _step_entries(path: Path, unread: dict[str, str]) -> list[tuple[int, Path]]:
     """Files or checkpoints in a folder, by the last number in their names.
 
     Parameters
     ----------
     path : Path
-    unread : dict, optional
+    unread : dict
         Receives the names of other entries, with reasons.
 
     Raises
@@ -72,10 +72,9 @@ def step_entries(path: Path, unread: dict[str, str] | None = None) -> list[tuple
             f"{path} holds no files with a step in their names, such as step_00100.safetensors or "
             "checkpoint-100; rename them"
         )
-    if unread is not None:
-        unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
-        if others[_MOST_NAMED:]:
-            unread[f"{len(others) - _MOST_NAMED} more files"] = "also not files of steps"
+    unread |= {entry.name: _reason(entry) for entry in others[:_MOST_NAMED]}
+    if others[_MOST_NAMED:]:
+        unread[f"{len(others) - _MOST_NAMED} more files"] = "also not files of steps"
     return sorted(found.items())
 
 
@@ -86,7 +85,15 @@ def _reason(entry: Path) -> str:
     return "no step in its name" if is_known else "not a file of arrays"
 
 
-class StepFolder(ArrayFile):
+class _Folder(ArrayFile):
+    """Base of both folders: files that are opened one by one."""
+
+    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
+        self._opened = opened
+        super().__init__(path, is_folder=True)
+
+
+class StepFolder(_Folder):
     """A folder of files with the same arrays, one file per step.
 
     Parameters
@@ -113,38 +120,24 @@ class StepFolder(ArrayFile):
 
     format = "folder"
 
-    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self._opened = opened
-        self._held: dict[str, Array] = {}
-        self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
-        super().__init__(path, is_folder=True)
-
     def _open(self) -> None:
+        self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         self._files.callback(self._close)
-        self._entries = step_entries(self.path, self.unread)
+        self._entries = _step_entries(self.path, self.unread)
+        self._held = {STEPS: np.array([step for step, _ in self._entries], np.int64)}
         self._kinds = self._agreed()
-        self.keys = (STEPS, *self._kinds, *self._held)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of an array, its rows first."""
-        if key == STEPS:
-            return (len(self._entries),)
-        if key in self._held:
-            return self._held[key].shape
-        shape, _, first = self._kinds[key]
-        return (len(self._entries) - first, *shape)
-
-    def dtype(self, key: str) -> str:
-        """Type of an array."""
-        if key in self._held:
-            return self._held[key].dtype.name
-        return "int64" if key == STEPS else self._kinds[key][1]
+        held = {key: (values.shape, values.dtype.name) for key, values in self._held.items()}
+        files = len(self._entries)
+        self._arrays = {STEPS: held[STEPS]}
+        self._arrays |= {
+            key: ((files - first, *shape), dtype)
+            for key, (shape, dtype, first) in self._kinds.items()
+        }
+        self._arrays |= held
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         if outer is not None:
             raise FormatError(f"{self.path}: a folder has no axis of runs, so {key} has none")
-        if key == STEPS:
-            return np.array([step for step, _ in self._entries], np.int64)[rows]
         if key in self._held:
             return self._held[key][rows]
         shape, _, first = self._kinds[key]
@@ -181,7 +174,7 @@ class StepFolder(ArrayFile):
                 here = {_array_name(path): next(iter(here.values()))}
             first = self._entries[0][1].name
             for key in here.keys() | kinds.keys():
-                if row > 1 and (key in here) != (key in kinds):
+                if (key in here) != (key in kinds) and (row > 1 or key in kinds):
                     raise FormatError(
                         f"{self.path}: only one of {first} and {path.name} holds {key}, expected "
                         "the same arrays in all files of a folder"
@@ -190,11 +183,6 @@ class StepFolder(ArrayFile):
                     raise FormatError(
                         f"{self.path}: {key} is {kinds[key][1]} of shape {kinds[key][0]} in "
                         f"{first}, but {here[key][1]} of shape {here[key][0]} in {path.name}"
-                    )
-                if row == 1 and key in kinds and key not in here:
-                    raise FormatError(
-                        f"{self.path}: {first} holds {key}, but {path.name} does not; expected the "
-                        "same arrays in all files of a folder"
                     )
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
@@ -230,7 +218,7 @@ class StepFolder(ArrayFile):
             return
         for key in list(tables):
             here_too = values_of(file, key).reshape(here[key][0])
-            if not np.array_equal(tables[key], here_too, equal_nan=_is_float(tables[key])):
+            if not np.array_equal(tables[key], here_too, equal_nan=here_too.dtype.kind == "f"):
                 del tables[key]
 
     def _close(self) -> None:
@@ -238,12 +226,13 @@ class StepFolder(ArrayFile):
             self._cache.popitem()[1].__exit__()
 
 
-class TrainerCheckpoint(ArrayFile):
+class TrainerCheckpoint(_Folder):
     """A `checkpoint-N` folder of Hugging Face's Trainer: model and optimizer state.
 
     Parameters
     ----------
     path : Path
+        A folder with `model_files`.
     opened : callable
         Opens one of its files.
 
@@ -251,54 +240,28 @@ class TrainerCheckpoint(ArrayFile):
     ----------
     keys : tuple of str
         Names of the model's tensors. Names of the optimizer's tensors start with ``optimizer.``.
-
-    Raises
-    ------
-    FormatError
-        If it holds no model.
     """
 
     format = "checkpoint"
 
-    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self._opened = opened
-        self._where: dict[str, tuple[ArrayFile, str]] = {}
-        super().__init__(path, is_folder=True)
-
     def _open(self) -> None:
-        models = _model_files(self.path)
-        if not models:
-            raise FormatError(f"{self.path} holds no model, expected {' or '.join(_MODELS)}")
-        for model in models:
+        self._where: dict[str, tuple[ArrayFile, str]] = {}
+        for model in model_files(self.path):
             self._add(model, "")
         if (self.path / "optimizer.pt").is_file():
             self._add(self.path / "optimizer.pt", "optimizer.")
-        self.keys = tuple(self._where)
 
     def _add(self, path: Path, prefix: str) -> None:
         file = self._files.enter_context(self._opened(path))
-        self._where |= {f"{prefix}{key}": (file, key) for key in file.keys}
+        for key in file.keys:
+            self._where[f"{prefix}{key}"] = (file, key)
+            self._arrays[f"{prefix}{key}"] = (file.shape(key), file.dtype(key))
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
         self.unread |= {f"{prefix}{key}": why for key, why in file.unread.items()}
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        file, name = self._where[key]
-        return file.shape(name)
-
-    def dtype(self, key: str) -> str:
-        """Type of a tensor."""
-        file, name = self._where[key]
-        return file.dtype(name)
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         file, name = self._where[key]
         return file.read(name, rows.start, rows.stop, outer)
-
-
-def _is_float(values: Array) -> bool:
-    """True for an array of floating-point numbers."""
-    return values.dtype.kind == "f"
 
 
 def _shape(file: ArrayFile, key: str) -> tuple[int, ...]:
@@ -313,11 +276,7 @@ def _array_name(path: Path) -> str:
     return "W" if not name or _STEP.fullmatch(name) else name
 
 
-def is_checkpoint(path: Path) -> bool:
-    """True if a folder itself is a checkpoint of a Trainer."""
-    return bool(_model_files(path))
-
-
-def _model_files(path: Path) -> list[Path]:
+def model_files(path: Path) -> list[Path]:
+    """Files of the model, if a folder itself is a checkpoint of a Trainer."""
     whole = [path / name for name in _MODELS if (path / name).is_file()]
     return whole[:1] or sorted(path.glob("model-*-of-*.safetensors"))

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["Tensor", "Where", "constant", "item_type"]
+__all__ = ["Tensor", "Where", "constant", "counted", "item_type"]
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +51,31 @@ class Tensor:
     def nbytes(self) -> int:
         """Bytes of all its values."""
         return math.prod(self.shape) * item_type(self.dtype).itemsize
+
+
+def counted(
+    tensors: Iterable[Tensor],
+    written: Iterable[tuple[str, int, int]],
+    on_progress: Progress | None,
+) -> dict[str, int]:
+    """Numbers of rounded values, by key.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+    written : iterable of tuple
+        Key, bytes and number of rounded values of each part, as soon as it is written.
+    on_progress : callable, optional
+    """
+    sizes = {tensor.key: tensor.nbytes for tensor in tensors}
+    rounded, done, total = dict.fromkeys(sizes, 0), 0, sum(sizes.values())
+    for key, size, changed in written:
+        rounded[key] += changed
+        done += size
+        if on_progress is not None:
+            on_progress(done, total)
+    assert done == total, f"{done} bytes were written, {total} announced"
+    return rounded
 
 
 def item_type(dtype: str) -> np.dtype[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,49 +53,30 @@ class TorchFile(ArrayFile):
         subject = f"{self.path}, a file of torch.save,"
         with needs_extra(subject, "train", "save the tensors as safetensors"):
             import torch
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._rows: dict[str, list[torch.Tensor]] = {}
-        self._files.callback(self._tensors.clear)
-        self._files.callback(self._rows.clear)
+        self._held: dict[str, Any] = {}
+        self._files.callback(self._held.clear)
         for key, value in _leaves(self._loaded(torch), "", 0):
-            arrays = len(self._tensors) + len(self._rows)
-            if arrays + len(self.attributes) + len(self.unread) >= _MOST_ITEMS:
+            if len(self._held) + len(self.attributes) + len(self.unread) >= _MOST_ITEMS:
                 raise FormatError(
                     f"{self.path} holds more than {_MOST_ITEMS} values; save only the tensors to "
                     "import"
                 )
-            if isinstance(value, np.ndarray | torch.Tensor):
-                self._take(torch, key, torch.as_tensor(value))
-            elif isinstance(value, list):
-                self._take_rows(torch, key, value)
+            if isinstance(value, list):
+                self._take(torch, key, value, (len(value),))
+            elif isinstance(value, np.ndarray | torch.Tensor):
+                self._take(torch, key, [torch.as_tensor(value)], ())
             else:
                 self.attributes[key] = value
-        self.keys = (*self._tensors, *self._rows)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        if key in self._rows:
-            return (len(self._rows[key]), *self._rows[key][0].shape)
-        return tuple(self._tensors[key].shape)
-
-    def dtype(self, key: str) -> str:
-        """Type of a tensor."""
-        tensor = self._rows[key][0] if key in self._rows else self._tensors[key]
-        return _type(tensor)
 
     def _values(self, key: str, rows: slice, outer: int | None) -> Array:
         import torch
 
-        listed = self._rows.get(key)
-        if listed is not None and outer is None:
-            tensor = torch.stack(listed[rows])
-        else:
-            tensor = self._tensors[key] if listed is None else listed[outer or 0]
-            if listed is None and outer is not None:
-                tensor = tensor[outer]
-            if rows.start is not None:
-                tensor = tensor[rows]
-        tensor = tensor.detach().contiguous()
+        held = self._held[key] if outer is None else self._held[key][outer]
+        if isinstance(held, list):
+            held = torch.stack(held[rows])
+        elif held.ndim:
+            held = held[rows]
+        tensor = held.detach().contiguous()
         dtype = self.dtype(key)
         if dtype not in NATIVE_TYPES:
             return np.array(tensor.numpy())
@@ -104,59 +86,53 @@ class TorchFile(ArrayFile):
 
     def _loaded(self, torch: Any) -> Any:
         size = self.path.stat().st_size
-        for in_place in (True, False):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about the age of the format
-                    return torch.load(
-                        self.path, map_location="cpu", weights_only=True, mmap=in_place
-                    )
-            except Exception as error:  # a damaged file can raise anything in the unpickler
-                # Files of torch before 1.6 cannot be mapped, and are read whole.
-                if not in_place or "mmap can only be used" not in str(error):
-                    text = str(error).strip().partition("\n")[0]
-                    if isinstance(error, pickle.UnpicklingError):
-                        # torch's own advice would allow the file to run code.
-                        text = (
-                            "it is damaged, or holds Python objects, which could run code and are "
-                            "never loaded; save a dictionary of its tensors"
-                        )
-                    raise FormatError(
-                        f"torch cannot read {self.path} ({size} bytes) as tensors and plain "
-                        f"values: {text or type(error).__name__}"
-                    ) from None
-        raise AssertionError("one of the two ways returns or raises")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about the age of the format
+                # Files of torch before 1.6 are no archives, cannot be mapped, and are read whole.
+                in_place = zipfile.is_zipfile(self.path)
+                return torch.load(self.path, map_location="cpu", weights_only=True, mmap=in_place)
+        except Exception as error:  # a damaged file can raise anything in the unpickler
+            text = str(error).strip().partition("\n")[0]
+            if isinstance(error, pickle.UnpicklingError):
+                # torch's own advice would allow the file to run code.
+                text = (
+                    "it is damaged, or holds Python objects, which could run code and are never "
+                    "loaded; save a dictionary of its tensors"
+                )
+            raise FormatError(
+                f"torch cannot read {self.path} ({size} bytes) as tensors and plain values: "
+                f"{text or type(error).__name__}"
+            ) from None
 
-    def _take_rows(self, torch: Any, key: str, tensors: list[torch.Tensor]) -> None:
-        """Add tensors of one shape and type as rows."""
-        for tensor in tensors:
-            self._take(torch, key, tensor)
-        if self._tensors.pop(key, None) is None or key in self.unread:
-            return
+    def _take(
+        self, torch: Any, key: str, tensors: list[torch.Tensor], rows: tuple[int, ...]
+    ) -> None:
+        """Add a tensor, or tensors of one shape and type as rows."""
+        first = tensors[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        fault = next(filter(None, (_fault(torch, tensor, dtype) for tensor in tensors)), "")
         # A list that repeats one tensor could announce any size.
-        if sum(tensor.nbytes for tensor in tensors) > self.path.stat().st_size:
-            self.unread[key] = "a list that repeats one tensor, so earlier values are lost"
+        if rows and not fault and sum(one.nbytes for one in tensors) > self.path.stat().st_size:
+            fault = "a list that repeats one tensor, so earlier values are lost"
+        if fault:
+            self.unread[key] = fault
         else:
-            self._rows[key] = tensors
-
-    def _take(self, torch: Any, key: str, tensor: torch.Tensor) -> None:
-        dtype = _type(tensor)
-        dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        # Strides of 0 could announce any size in a few bytes.
-        held = tensor.untyped_storage().nbytes() if dense else 0
-        if not dense:
-            layout = str(tensor.layout).removeprefix("torch.")
-            self.unread[key] = f"a tensor of layout {layout} on {tensor.device.type}"
-        elif dtype not in _TYPES:
-            self.unread[key] = f"a tensor of type {dtype}"
-        elif tensor.numel() * tensor.element_size() > held:
-            self.unread[key] = "a tensor that repeats its values, with strides of 0"
-        else:
-            self._tensors[key] = tensor
+            self._held[key] = tensors if rows else first
+            self._arrays[key] = ((*rows, *first.shape), dtype)
 
 
-def _type(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _fault(torch: Any, tensor: torch.Tensor, dtype: str) -> str:
+    """Reason why a tensor cannot be read; empty if it can."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        layout = str(tensor.layout).removeprefix("torch.")
+        return f"a tensor of layout {layout} on {tensor.device.type}"
+    if dtype not in _TYPES:
+        return f"a tensor of type {dtype}"
+    # Strides of 0 could announce any size in a few bytes.
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "a tensor that repeats its values, with strides of 0"
+    return ""
 
 
 def _leaves(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ written to its place. Memory does not grow with the run. The result appears comp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,12 @@ from trajstore.threads import Progress
 __all__ = ["FORMATS", "Exported", "export"]
 
 FORMATS = ("safetensors", "hdf5", "zarr", "run")
+
+_STORES: dict[str, tuple[Callable[..., Path], Callable[..., None]]] = {
+    "zarr": (check_zarr_target, write_zarr),
+    "run": (check_local_target, write_run),
+}
+"""Check of the target and writer of each format that is a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +194,7 @@ def export(
     format = _checked_format(format, described, block_rows, encoding, fill_damaged)
     if described.whole and format == "hdf5":
         described = layout_of("hdf5")
-    check: Callable[..., Path] = check_file_target
-    if format in ("zarr", "run"):
-        check = check_zarr_target if format == "zarr" else check_local_target
+    check, write = _STORES.get(format, (check_file_target, None))
     check(file, overwrite=overwrite)
     given = [run] if isinstance(run, str | os.PathLike | xr.Dataset) else list(run)
     check_number(described, len(given))
@@ -203,8 +207,7 @@ def export(
         described, runs = without_step_0(described, runs)
     selection = runs[0]
     omitted: tuple[str, ...] = ()
-    if format in ("zarr", "run"):
-        write = write_zarr if format == "zarr" else write_run
+    if write is not None:
         options: dict[str, Any] = {
             "block_rows": block_rows,
             "memory": memory,
@@ -234,7 +237,11 @@ def export(
                     gzip=described.gzip,
                     float16_as_bits=described.whole,
                 )
-        notes = (*notes, *content.notes, *_on_rounding(rounded, layout))
+        narrower = f"were rounded: layout {layout} holds a narrower type than the run"
+        counts = (
+            f"{count:,} values of {key} {narrower}" for key, count in rounded.items() if count
+        )
+        notes = (*notes, *content.notes, *counts)
         omitted = content.omitted
     written = population(described, selection, described.only or "all")
     return Exported(
@@ -270,7 +277,7 @@ def _checked_format(
             f"got format {format} with layout {layout.name}, which is for {own} files; omit one of "
             "them"
         )
-    if own not in ("zarr", "run") and block_rows is not None:
+    if own not in _STORES and block_rows is not None:
         raise InvalidArgument(
             f"got block_rows={block_rows} with format {own}, which has no blocks; use it with zarr "
             "or run only"
@@ -285,15 +292,6 @@ def _checked_format(
             f"got fill_damaged with format {own}; fill a copy first: --format run --fill-damaged"
         )
     return own
-
-
-def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
-    for key, count in rounded.items():
-        if count:
-            yield (
-                f"{count:,} values of {key} were rounded: layout {layout} holds a narrower type "
-                "than the run"
-            )
 
 
 def _size(path: Path) -> int:

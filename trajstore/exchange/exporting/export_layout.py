@@ -338,15 +338,14 @@ def _notes(
     for key in {*layout.marks} - {*marks, *keys}:
         why = "the file holds rows of some tokens only" if layout.only else "the run has no counts"
         yield f"{key} omitted: {why}"
-    late = [column.key for column in layout.columns if column.first_row and column.key in columns]
+    held = [column for column in layout.columns if column.key in columns]
+    late = [column.key for column in held if column.first_row]
     if late and part.steps[0] != 0:
         yield f"{', '.join(late)} begin with the row after step {part.steps[0]}"
-    cells = [column.key for column in layout.columns if column.time == "ulps"]
-    cells = [key for key in cells if key in columns]
+    cells = [column.key for column in held if column.time == "ulps"]
     if cells and (native := part.run.series["W"].native.name) != "bfloat16":
         yield f"{', '.join(cells)} counts spacings of {native}, the type of W in the run"
-    before = [column.key for column in layout.columns if column.time == "before"]
-    before = [key for key in before if key in columns]
+    before = [column.key for column in held if column.time == "before"]
     if before:
         named = " and ".join([", ".join(before[:-1]), before[-1]] if before[1:] else before)
         yield (

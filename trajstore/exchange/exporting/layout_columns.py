@@ -105,11 +105,8 @@ def _zeros(column: Column, part: Selection) -> Tensor:
 
 
 def _column(layout: Layout, column: Column, part: Selection) -> Tensor:
-    variable, rows, tokens = (
-        part.run.series[column.variable],
-        part.rows[column.first_row :],
-        part.tokens,
-    )
+    variable, tokens = part.run.series[column.variable], part.tokens
+    rows = part.rows[column.first_row :]
     at, steps = rows, part.run.steps[rows]
     if column.time != "after":
         # No step precedes step 0: 1.12a repeats the initial state there, and a change is zero.

@@ -51,7 +51,8 @@ def file_numbers(
                 ]
             if None in values:
                 unknown.append(key)
-            elif _is_per_run(layout, key):
+            elif layout.runs and (scalar := scalar_of(key)) and key not in scalar.names:
+                # The plural of a number, which has a value per run.
                 numbers[key] = values
             elif len(set(values)) == 1:
                 numbers[key] = values[0]
@@ -61,12 +62,6 @@ def file_numbers(
     if different:
         notes.append(f"{', '.join(different)} omitted: the runs differ")
     return numbers, notes
-
-
-def _is_per_run(layout: Layout, key: str) -> bool:
-    """True for the plural of a number, which has a value per run."""
-    scalar = scalar_of(key)
-    return layout.runs is not None and scalar is not None and key not in scalar.names
 
 
 def _count(layout: Layout, part: Selection, *, marks_dead: bool) -> int | None:

@@ -64,7 +64,7 @@ class Detection:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    kind: str
+    kind: str = ""
     why: str = ""
 
 
@@ -111,10 +111,6 @@ class DetectedArrays:
     omitted: tuple[Detection, ...]
     guessed: tuple[str, ...] = ()
 
-    def of(self, kind: str) -> tuple[DetectedArray, ...]:
-        """Arrays of a kind."""
-        return tuple(each for each in self.found if each.kind.name == kind)
-
 
 def detect_arrays(
     file: ArrayFile,
@@ -143,24 +139,23 @@ def detect_arrays(
     InvalidArgument
         If a kind or a key does not exist.
     """
-    mapped = dict(mapped or {})
+    mapped = mapped or {}
     _check_map(file, mapped, ignored)
     _check_attributes(file, ignored)
     mapped_kinds = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
     found: list[DetectedArray] = []
-    left = _unread(file, ignored)
+    left: dict[str, str] = {}
     numbers = single_numbers(file, ignored)
     vectors = numbers_per_run(file, ignored)
     unknown: list[DetectedArray] = []
     alone: list[DetectedArray] = []
     for key in file.keys:
         shape, dtype = file.shape(key), file.dtype(key)
-        line = Detection(name=key, dtype=dtype, shape=shape, kind="")
         if key in ignored:
-            left.append(replace(line, why=_IGNORED))
+            left[key] = _IGNORED
             continue
         if key in derived and key not in mapped:
-            left.append(replace(line, why=_DERIVED))
+            left[key] = _DERIVED
             continue
         name = named(key)
         if key not in mapped and shape and key.lower() in AMBIGUOUS:
@@ -175,7 +170,8 @@ def detect_arrays(
                 continue  # a scalar, already among the numbers
             name = replace(name, kind=ARRAY_KINDS[kind])
         elif name.kind is not None and name.kind.name in mapped_kinds and name.kind.is_variable:
-            left.append(replace(line, why=f"replaced by {_mapped_to(mapped, name.kind)} (--map)"))
+            other = next(other for other, kind in mapped.items() if kind == name.kind.name)
+            left[key] = f"replaced by {other} (--map)"
             continue
         if name.kind is not None and name.kind.name == "token_ids":
             name = _described(file, key, name)
@@ -185,30 +181,27 @@ def detect_arrays(
             if name.kind is not None and name.kind.is_variable and dtype in NATIVE_TYPES:
                 alone.append(_found(key, dtype, shape, name))
             elif key not in numbers:
-                left.append(replace(line, why="not a number"))
+                left[key] = "not a number"
         elif name.kind is not None:
-            per_run = scalar_of(key) is not None and len(shape) == 1 and name.kind.name == "lr"
-            if per_run:
+            if name.kind.name == "lr" and len(shape) == 1 and scalar_of(key) is not None:
                 vectors[key] = values_of(file, key).tolist()
             one = _found(key, dtype, shape, name)
             if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
-                left.append(replace(line, why=_OTHER_PARAMETER))
-                continue
-            if not _fits(one):
+                left[key] = _OTHER_PARAMETER
+            elif not _fits(one):
                 raise _unfit(file, one, is_mapped=key in mapped)
-            found.append(one)
+            else:
+                found.append(one)
         elif key in numbers or f"{key}[0]" in numbers:
             continue
         elif len(shape) == 1 and scalar_of(key) is not None:
             vectors[key] = values_of(file, key).tolist()
         elif is_derived(key):
-            left.append(replace(line, why=_DERIVED))
-        elif (len(shape) == 3 and _is_float(dtype)) or (
-            len(shape) == 2 and _is_float(dtype) and "." not in key
-        ):
+            left[key] = _DERIVED
+        elif _is_float(dtype) and (len(shape) == 3 or (len(shape) == 2 and "." not in key)):
             unknown.append(_found(key, dtype, shape, replace(name, kind=ARRAY_KINDS["W"])))
         else:
-            left.append(replace(line, why="unknown name"))
+            left[key] = "unknown name"
     chosen, more = _by_shape_alone(file, found, unknown)
     found, dropped = _of_one_parameter(found + chosen)
     anchors = [one for one in found if one.kind.name in TRAJECTORIES]
@@ -220,36 +213,38 @@ def detect_arrays(
             found = [one for one in found if one.key != key]
     if anchors and all(len(one.shape) == 2 for one in anchors):
         found += alone  # values of the one state that the file holds
-    found, others = _once(file, found)
+    found, tied = _once(file, found)
+    left |= more | dropped | tied
+    unread = {key: _IGNORED if key in ignored else why for key, why in file.unread.items()}
     return DetectedArrays(
         found=tuple(found),
         numbers=numbers,
         vectors=vectors,
-        omitted=(*left, *more, *dropped, *others),
+        omitted=(
+            *(Detection(name=key, dtype="", shape=(), why=why) for key, why in unread.items()),
+            *(
+                Detection(name=key, dtype=file.dtype(key), shape=file.shape(key), why=why)
+                for key, why in left.items()
+            ),
+        ),
         guessed=tuple(one.key for one in chosen),
     )
 
 
-def _unread(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
-    """Content of the file that its format cannot read, with reasons."""
-    return [
-        Detection(name=key, dtype="", shape=(), kind="", why=_IGNORED if key in ignored else why)
-        for key, why in file.unread.items()
-    ]
-
-
 def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, ...]) -> None:
-    for key, kind in mapped.items():
+    for kind in mapped.values():
         if kind not in ARRAY_KINDS and kind not in SCALARS:
             raise InvalidArgument(
                 f"there is no kind {kind!r}; choose from "
                 f"{', '.join((*ARRAY_KINDS, *SCALARS, IGNORE))}"
             )
-        if key not in file.keys and key not in file.attributes:
-            raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
-    for key in ignored:
-        if key not in (*file.keys, *file.attributes, *file.unread):
-            raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
+    held = (*file.keys, *file.attributes)
+    unknown = [key for key in mapped if key not in held]
+    unknown += [key for key in ignored if key not in (*held, *file.unread)]
+    if unknown:
+        raise InvalidArgument(
+            f"{file.path} holds no {unknown[0]!r}; it holds {abridged(file.keys)}"
+        )
 
 
 def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
@@ -265,10 +260,6 @@ def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
             )
 
 
-def _mapped_to(mapped: Mapping[str, str], kind: ArrayKind) -> str:
-    return next(key for key, name in mapped.items() if name == kind.name)
-
-
 def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> DetectedArray:
     return DetectedArray(key=key, dtype=dtype, shape=shape, **vars(name))
 
@@ -279,7 +270,8 @@ def _described(file: ArrayFile, key: str, name: Name) -> Name:
     population = described_population(text)
     if population is None:
         return name
-    return replace(name, kind=ARRAY_KINDS[f"{population}_ids"], is_described=True)
+    note = f"{population} tokens, by a description in its file"
+    return replace(name, kind=ARRAY_KINDS[f"{population}_ids"], note=note)
 
 
 def _is_float(dtype: str) -> bool:
@@ -317,56 +309,44 @@ def _unfit(file: ArrayFile, one: DetectedArray, *, is_mapped: bool) -> FormatErr
 
 def _by_shape_alone(
     file: ArrayFile, found: list[DetectedArray], unknown: list[DetectedArray]
-) -> tuple[list[DetectedArray], tuple[Detection, ...]]:
-    """W, if no name identifies it and only one array has its rank; and the omitted arrays."""
-    anchors = [one for one in found if one.kind.name in TRAJECTORIES]
-    ranks = sorted({len(one.shape) for one in unknown}, reverse=True)
-    for rank in ranks if not anchors else ():
-        alike = [one for one in unknown if len(one.shape) == rank]
-        runs = {one.run for one in alike}
-        if len(alike) == len(runs):
-            _check_alone(file, alike[0], found)
-            rest = [one for one in unknown if one not in alike]
-            return alike, tuple(_left(one, "unknown name") for one in rest)
-        break
-    return [], tuple(_left(one, "unknown name; name its kind with --map") for one in unknown)
-
-
-def _check_alone(file: ArrayFile, one: DetectedArray, found: list[DetectedArray]) -> None:
-    """Refuse to take an array as W by its shape alone if other arrays have known names."""
+) -> tuple[list[DetectedArray], dict[str, str]]:
+    """W, if no name identifies it and only one array has its rank; and reasons to omit others."""
+    rank = max((len(one.shape) for one in unknown), default=0)
+    alike = [one for one in unknown if len(one.shape) == rank]
+    is_clear = len(alike) == len({one.run for one in alike}) > 0
+    if any(one.kind.name in TRAJECTORIES for one in found) or not is_clear:
+        return [], {one.key: "unknown name; name its kind with --map" for one in unknown}
     others = [other.key for other in found if other.kind.is_variable]
     if others:
+        one = alike[0]
         raise FormatError(
             f"{file.path} holds {abridged(others)} but no known name of W; if {one.key} of shape "
             f"{one.shape} is W, pass --map W={one.key}"
         )
+    return alike, {one.key: "unknown name" for one in unknown if one not in alike}
 
 
-def _left(one: DetectedArray, why: str) -> Detection:
-    return Detection(name=one.key, dtype=one.dtype, shape=one.shape, kind="", why=why)
-
-
-def _of_one_parameter(found: list[DetectedArray]) -> tuple[list[DetectedArray], list[Detection]]:
+def _of_one_parameter(found: list[DetectedArray]) -> tuple[list[DetectedArray], dict[str, str]]:
     """Keep the moments of W from an optimizer's state, which has moments of every parameter."""
     shapes = {one.shape for one in found if one.kind.name == "W"}
-    kept, left = [], []
+    kept: list[DetectedArray] = []
+    left: dict[str, str] = {}
     for one in found:
         state = one.kind.name in ("exp_avg", "exp_avg_sq", "grad") and "." in one.key
         alike = [other for other in found if other.kind == one.kind and other.shape == one.shape]
         if not state or (one.shape in shapes and len(alike) == 1):
             kept.append(one)
         elif one.shape in shapes:
-            left.append(_left(one, "several parameters have this shape; choose with --map"))
+            left[one.key] = "several parameters have this shape; choose with --map"
         else:
-            left.append(_left(one, _OTHER_PARAMETER))
+            left[one.key] = _OTHER_PARAMETER
     return kept, left
 
 
 def _once(
     file: ArrayFile, found: list[DetectedArray]
-) -> tuple[list[DetectedArray], list[Detection]]:
+) -> tuple[list[DetectedArray], dict[str, str]]:
     """The arrays, of which no two may be the same variable. A tied W counts once."""
-    left: list[Detection] = []
     matrices = {one.matrix for one in found if one.kind.name == "W"}
     untied = "E" in matrices and len(matrices) > 1
     seen: dict[Any, DetectedArray] = {}
@@ -380,21 +360,15 @@ def _once(
                 f"{file.path}: {other.key} and {one.key} both have names of {one.kind.name}; "
                 f"choose with --map {one.kind.name}={one.key}"
             )
-    if untied:
-        same = _tied(file, [one for one in found if one.kind.name == "W"])
-        if same is not None:
-            left.append(_left(same, "tied to the other matrix: the same values"))
-            found = [replace(one, matrix=None) for one in found if one is not same]
-        else:
-            # If there is an E, a W is the other matrix of an untied model.
-            found = [
-                replace(one, matrix="W")
-                if one.matrix is None and one.kind.name == "W" else one
-                for one in found
-            ]  # fmt: skip
-    else:
-        found = [replace(one, matrix=None) for one in found]
-    return found, left
+    same = _tied(file, [one for one in found if one.kind.name == "W"]) if untied else None
+    if untied and same is None:
+        # If there is an E, a W is the other matrix of an untied model.
+        return [
+            replace(one, matrix="W") if one.matrix is None and one.kind.name == "W" else one
+            for one in found
+        ], {}
+    tied = {} if same is None else {same.key: "tied to the other matrix: the same values"}
+    return [replace(one, matrix=None) for one in found if one is not same], tied
 
 
 def _tied(file: ArrayFile, matrices: list[DetectedArray]) -> DetectedArray | None:

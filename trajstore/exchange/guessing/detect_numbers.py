@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from trajstore.exchange.guessing.kind_table import is_pair, named
-from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
+from trajstore.formats.array_file import (
+    ArrayFile,
+    is_number,
+    number_in,
+    plain_number,
+    values_of,
+)
 
 __all__ = ["number_of_one", "numbers_per_run", "single_numbers"]
 
@@ -95,14 +100,6 @@ def _agreed_of_groups(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(text: str) -> int | float | None:
-    if len(text) > _LONGEST_TEXT:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if np.isfinite(number) else None
+    """The finite number in a text."""
+    number = number_in(text)
+    return number if isinstance(number, int | float) and abs(number) < math.inf else None

@@ -156,15 +156,15 @@ class Name:
     matrix : {'E', 'W'}, optional
     population : {'dead', 'live'}, optional
         Tokens of its rows.
-    is_described : bool
-        True if a description of the file, not the name, defines the kind.
+    note : str
+        How a description of the file, not the name, defines the kind.
     """
 
     kind: ArrayKind | None
     run: int | None = None
     matrix: str | None = None
     population: str | None = None
-    is_described: bool = False
+    note: str = ""
 
 
 def named(key: str) -> Name:
@@ -267,11 +267,6 @@ class Scalar:
     names: tuple[str, ...]
     paths: tuple[tuple[str, ...], ...]
     codes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def words(self) -> dict[Any, str]:
-        """Word of each number; the first one of several."""
-        return {code: word for word, code in reversed(list(self.codes.items()))}
 
 
 _RULE, _MODEL = "optimizer.hyperparameters", "config.model"

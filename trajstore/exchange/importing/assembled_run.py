@@ -28,7 +28,7 @@ from trajstore.exchange.importing.token_tables import (
 from trajstore.exchange.layouts import Layout
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES, VARIABLES
-from trajstore.values.native_types import NATIVE_TYPES, NativeType
+from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["RunReading"]
 
@@ -186,24 +186,17 @@ class RunReading:
         return replace(one, keys=(one.key, other.key), row_shape=row_shape, read=read)
 
     def _variable(self, one: DetectedArray, tokens: TokenTable) -> ImportedVariable:
-        dims = one.kind.dims
-        shape = one.shape
-        if self.rows.single:
-            shape = (1, *shape)
+        dims, single = one.kind.dims, self.rows.single
+        shape = (1, *one.shape) if single else one.shape
         outer = self.part.outer if len(shape) > len(dims) else None
-        shape = shape[len(shape) - len(dims) :] if outer is not None else shape
+        shape = shape[-len(dims) :] if outer is not None else shape
         here, pick = self.tokens, None
         if self.by_population and one.population is not None:
             here = len(self._ids(one.population))
         expected = tuple(
             {"step": self.rows.count, "token": here, "hidden": self.hidden}[dim] for dim in dims
         )
-        if (
-            len(shape) == 2
-            and dims[1:] == ("token",)
-            and shape[1] != here
-            and (shape[1] == tokens.vocabulary)
-        ):
+        if dims[1:] == ("token",) and len(shape) == 2 and here != shape[1] == tokens.vocabulary:
             pick, shape = tokens.token, (shape[0], here)
         lacks_first = self.rows.count > 1 and shape == (self.rows.count - 1, *expected[1:])
         if lacks_first:
@@ -214,15 +207,12 @@ class RunReading:
         elif shape != expected:
             raise FormatError(
                 f"{self.file.path}: {one.key} has shape {one.shape}, expected "
-                f"{expected[1:] if self.rows.single else expected} "
-                f"({', '.join(dims[1:] if self.rows.single else dims)}), as {self.anchor.key} has "
+                f"{expected[single:]} ({', '.join(dims[single:])}), as {self.anchor.key} has "
                 f"shape {self.anchor.shape}"
             )
-        if not all(expected):
-            raise FormatError(
-                f"{self.file.path}: {one.key} has shape {one.shape}, expected no length of 0"
-            )
-        native, single = self._native(one), self.rows.single
+        native = NATIVE_TYPES.get(one.dtype)  # detected arrays have one, or are 16 bits
+        if native is None:
+            native = NATIVE_TYPES[self.options.bits_of(one.kind.name, one.key) or "bfloat16"]
         return ImportedVariable(
             variable=one.kind.name,
             keys=(one.key,),
@@ -233,17 +223,6 @@ class RunReading:
             read=reader(self.file, one.key, native, single=single, outer=outer, pick=pick),
             shift=-1 if lacks_first else 0,
         )
-
-    def _native(self, one: DetectedArray) -> NativeType:
-        """Native type of the values of an array."""
-        if one.dtype in ("uint16", "int16"):
-            return NATIVE_TYPES[self.options.bits_of(one.kind.name, one.key) or "bfloat16"]
-        if one.dtype not in NATIVE_TYPES:
-            raise FormatError(
-                f"{self.file.path}: {one.key} has type {one.dtype}, expected "
-                f"{', '.join(NATIVE_TYPES)}, or the 16 bits of one of them"
-            )
-        return NATIVE_TYPES[one.dtype]
 
     def _attributes(self) -> dict[str, Any]:
         for key, size in self._sizes("hidden_dim").items():
@@ -273,9 +252,7 @@ class RunReading:
                 "the file holds delta, but no initial W, hence no W" if key == "delta"
                 else f"{key} became delta; the file holds no initial W, hence no W"
             )  # fmt: skip
-        if self.layout is not None:
-            absent = [
-                column.key for column in self.layout.columns if column.key not in self.file.keys
-            ]
-            if absent:
-                self.notes.append(f"the file does not hold {', '.join(absent)}")
+        columns = () if self.layout is None else self.layout.columns
+        absent = [column.key for column in columns if column.key not in self.file.keys]
+        if absent:
+            self.notes.append(f"the file does not hold {', '.join(absent)}")

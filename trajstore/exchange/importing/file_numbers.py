@@ -98,7 +98,8 @@ def _placed(
         scalar = _scalar(key, mapped)
         if scalar is None and "." in key:
             continue  # a number of one of many parts of a checkpoint
-        words = {} if scalar is None else scalar.words
+        # The first of several words for a number.
+        words = {code: word for word, code in reversed([*scalar.codes.items()])} if scalar else {}
         if scalar is None or (scalar.codes and value not in words):
             yield key, (*_ELSEWHERE, key), value
         else:

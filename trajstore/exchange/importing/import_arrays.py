@@ -35,11 +35,13 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
     InvalidArgument
         If an option does not fit the file, or a row does not fit into the memory.
     """
-    layout = _forced(file, options)
+    own = file.attributes.get("layout")
+    named = (one for one in LAYOUTS.values() if one.name == own and _fits(file, one))
+    layout = options.layout or next(named, None)
     mapped = dict(options.mapped)
     derived: list[str] = []
     if layout is not None:
-        mapped |= _columns(file, layout)
+        mapped |= {one.key: one.kind for one in layout.columns if one.key in file.keys and one.kind}
         derived = [column.key for column in layout.columns if column.kind is None]
     if options.steps in file.keys:
         mapped[options.steps] = STEP.name
@@ -52,40 +54,14 @@ def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> Importe
         for part in run_parts(file, detected)
     )
     table = (*_table(detected, runs, options), *detected.omitted)
-    left = [line.name for line in detected.omitted]
-    if detected.guessed:
-        note = f"{detected.guessed[0]} was taken as W because of its shape alone (--map W=NAME)"
-        runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
-    if left:
-        runs = tuple(
-            replace(run, notes=(*run.notes, f"omitted: {', '.join(left)} (see the table)"))
-            for run in runs
-        )
+    guessed = [
+        f"{key} was taken as W because of its shape alone (--map W=NAME)"
+        for key in detected.guessed[:1]
+    ]
+    left = ", ".join(line.name for line in detected.omitted)
+    omitted = [f"omitted: {left} (see the table)"] if left else []
+    runs = tuple(replace(run, notes=(*guessed, *run.notes, *omitted)) for run in runs)
     return ImportedFile(layout=name, runs=runs, table=table)
-
-
-def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
-    """The layout that the options or the file itself name."""
-    layout = options.layout
-    if layout is None:
-        own = file.attributes.get("layout")
-        return LAYOUTS[own] if own in LAYOUTS and _fits(file, LAYOUTS[own]) else None
-    missing = [key for key in layout.required if key not in file.keys]
-    if missing:
-        raise FormatError(
-            f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
-            f"{abridged(file.keys)}; omit --layout to detect the arrays"
-        )
-    return layout
-
-
-def _columns(file: ArrayFile, layout: Layout) -> dict[str, str]:
-    """Keys of a layout and their kinds."""
-    return {
-        column.key: column.kind
-        for column in layout.columns
-        if column.key in file.keys and column.kind is not None
-    }
 
 
 def _fits(file: ArrayFile, layout: Layout) -> bool:
@@ -97,22 +73,19 @@ def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
     series = {one.key for one in detected.found if one.kind.is_variable}
     fitting: dict[str, tuple[bool, int]] = {}
     for layout in LAYOUTS.values():
-        if not layout.columns:
-            continue
-        first = layout.columns[0]
-        is_known = series <= {column.key for column in layout.columns}
-        if layout.format != file.format or not is_known or not _fits(file, layout):
-            continue
-        if layout.steps in (None, *file.keys) and first.key in file.keys:
-            same = file.dtype(first.key) == first.file_type
+        columns = {column.key: column for column in layout.columns}
+        first = next(iter(columns), None)
+        is_known = layout.format == file.format and series <= columns.keys()
+        is_known = is_known and _fits(file, layout) and layout.steps in (None, *file.keys)
+        if is_known and first in file.keys:
+            same = file.dtype(first) == columns[first].file_type
             fitting[layout.name] = (same, len(layout.required))
     return max(fitting, key=fitting.__getitem__) if fitting else file.format
 
 
 def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
-    if any(detected.of(kind) for kind in TRAJECTORIES):
+    if any(one.kind.name in TRAJECTORIES for one in detected.found):
         return
-    holds = f"it holds {abridged(file.keys)}"
     tables = [one.key for one in detected.found if one.kind.name in TOKEN_KINDS]
     more = ""
     if tables:
@@ -120,8 +93,8 @@ def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
     if file.unread:
         more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.unread.items())}"
     raise FormatError(
-        f"{file.path} holds no W of (step, token, hidden) and no changes of it: {holds}{more}; "
-        "name the array with --map W=NAME"
+        f"{file.path} holds no W of (step, token, hidden) and no changes of it: it holds "
+        f"{abridged(file.keys)}{more}; name the array with --map W=NAME"
     )
 
 

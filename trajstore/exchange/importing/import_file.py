@@ -8,7 +8,7 @@ difference between the file and the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,8 +215,11 @@ def import_file(
         for number, (run, place) in enumerate(zip(held.runs, places, strict=True)):
             origin = _origin(file, masks, held, run)
             rows = block_rows or _block_rows(run, parse_bytes(memory))
-            report = _reported(on_progress, sum(sizes[:number]), sum(sizes))
-            _write(place, run, origin, report, {"memory": memory, "block_rows": rows})
+            before = sum(sizes[:number])
+            with _writer(place, run, origin, memory=memory, block_rows=rows) as writer:
+                for done in _filled(writer, run):
+                    if on_progress is not None:
+                        on_progress(before + done, sum(sizes))
     return _imported(held, targets)
 
 
@@ -305,21 +308,8 @@ def _notes(run: ImportedRun) -> Iterator[str]:
         )
 
 
-def _reported(on_progress: Progress | None, before: int, total: int) -> Callable[[int], None]:
-    """Progress callback of one run, which adds the bytes of the runs before it."""
-    if on_progress is None:
-        return lambda done: None
-    return lambda done: on_progress(before + done, total)
-
-
-def _write(
-    place: Path,
-    run: ImportedRun,
-    origin: dict[str, Any],
-    report: Callable[[int], None],
-    options: dict[str, Any],
-) -> None:
-    with RunWriter.create(
+def _writer(place: Path, run: ImportedRun, origin: dict[str, Any], **options: Any) -> RunWriter:
+    return RunWriter.create(
         place,
         token=run.token,
         hidden=run.hidden,
@@ -333,16 +323,16 @@ def _write(
         fsync=False,  # the caller flushes the whole run before it gets its name
         **run.coordinates,
         **options,
-    ) as writer:
-        _fill(writer, run, report)
+    )
 
 
-def _fill(run: RunWriter, imported: ImportedRun, report: Callable[[int], None]) -> None:
-    variables = {held.variable: held for held in imported.variables}
-    for at, places in run.segments(imported.steps, max(1, _BATCH // imported.row_bytes)):
+def _filled(writer: RunWriter, run: ImportedRun) -> Iterator[int]:
+    """Copy all rows, a few at a time, and yield the bytes that are done."""
+    variables = {held.variable: held for held in run.variables}
+    for at, places in writer.segments(run.steps, max(1, _BATCH // run.row_bytes)):
         for name, place in places.items():
             _copy(variables[name], at.start, at.stop, place)
-        report(imported.row_bytes * at.stop)
+        yield run.row_bytes * at.stop
 
 
 def _copy(held: ImportedVariable, start: int, stop: int, place: Array) -> None:

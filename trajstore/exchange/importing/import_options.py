@@ -53,10 +53,6 @@ class ImportOptions:
         names = (*keys, variable, OTHERS)
         return next((self.bits[name] for name in names if name in self.bits), None)
 
-    def names_bits(self, variable: str, *keys: str) -> bool:
-        """True if an option gives this type by the name of the variable or array."""
-        return any(name in self.bits for name in (*keys, variable))
-
 
 def import_options(
     *,

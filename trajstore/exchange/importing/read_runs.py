@@ -10,6 +10,7 @@ from typing import Any
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exchange.guessing.detect_arrays import abridged
 from trajstore.exchange.importing.import_arrays import read_arrays
 from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.import_whole import read_whole, whole_layout
@@ -87,18 +88,9 @@ def read_runs(
         If an option does not apply to it, or a row does not fit into the memory.
     """
     options = options or ImportOptions()
-    layout = options.layout
-    if (
-        layout is not None
-        and file.format != layout.format
-        and (layout.whole or "hdf5" in (layout.format, file.format))
-    ):
-        raise FormatError(
-            f"{file.path} has format {file.format}, but layout {layout.name} is for "
-            f"{layout.format} files; omit --layout"
-        )
-    if layout is None:
-        layout = whole_layout(file)
+    layout = options.layout or whole_layout(file)
+    if layout is not None:
+        _check_layout(file, layout, is_given=options.layout is not None)
     if layout is not None and layout.whole:
         _check_no_options(file, layout, options)
         found = read_whole(file, layout)
@@ -109,6 +101,20 @@ def read_runs(
     if layout is not None and layout.whole:
         return found
     return replace(found, runs=tuple(_typed(run, options) for run in found.runs))
+
+
+def _check_layout(file: ArrayFile, layout: Layout, *, is_given: bool) -> None:
+    if file.format != layout.format and (layout.whole or "hdf5" in (layout.format, file.format)):
+        raise FormatError(
+            f"{file.path} has format {file.format}, but layout {layout.name} is for "
+            f"{layout.format} files; omit --layout"
+        )
+    missing = [key for key in layout.required if key not in file.keys]
+    if missing:
+        raise FormatError(
+            f"{file.path}: layout {layout.name} requires {', '.join(missing)}, but the file holds "
+            f"{abridged(file.keys)}{'; omit --layout to detect the arrays' if is_given else ''}"
+        )
 
 
 def _check_no_options(file: ArrayFile, layout: Layout, options: ImportOptions) -> None:
@@ -185,7 +191,7 @@ def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
         if held.native.name != "float16" or type == "float16":
             continue
         form = found[held.variable] = held.half_form()
-        if type == "bfloat16" and not options.names_bits(held.variable, *held.keys):
+        if type == "bfloat16" and options.bits.keys().isdisjoint((held.variable, *held.keys)):
             unnamed.setdefault(form, held.variable)
     if {"values", "bits"} <= set(unnamed):
         valued, other = unnamed["values"], unnamed["bits"]

@@ -70,13 +70,18 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
             f"{file.path}: {anchors[0].key} has the number of a run in its name and an axis of "
             "runs, expected only one of them"
         )
-    _check_count(file, detected, anchors[0], numbered, along[0] if along else None)
+    count = len(numbered) or (along[0] if along else 1)
+    what = (
+        f"the names of arrays give {count} runs ({', '.join(map(str, numbered[:12]))})" if numbered
+        else f"{anchors[0].key} of shape {anchors[0].shape} has {count} runs"
+    )  # fmt: skip
+    _check_count(file, detected, count, what)
     for one in found:
         of_all = one.run is None and one.extra < 1
         if (numbered or along) and one.kind.is_variable and of_all and one.kind.name != "lr":
             raise FormatError(
-                f"{file.path}: {anchors[0].key} belongs to one of {len(numbered) or along[0]} "
-                f"runs, but {one.key} has no number of a run; omit it with --map ignore={one.key}"
+                f"{file.path}: {anchors[0].key} belongs to one of {count} runs, but {one.key} has "
+                f"no number of a run; omit it with --map ignore={one.key}"
             )
     matrices = sorted({one.matrix for one in anchors if one.matrix is not None})
     places: Sequence[tuple[int | None, int | None]] = (
@@ -106,19 +111,8 @@ def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
             yield RunPart(label=".".join(labels), found=used, numbers=numbers, outer=outer)
 
 
-def _check_count(
-    file: ArrayFile,
-    detected: DetectedArrays,
-    anchor: DetectedArray,
-    numbered: list[int],
-    along: int | None,
-) -> None:
+def _check_count(file: ArrayFile, detected: DetectedArrays, count: int, what: str) -> None:
     """Refuse a number of runs, or lists of one number per run, that differ from the arrays."""
-    count = len(numbered) or along or 1
-    what = (
-        f"the names of arrays give {count} runs ({', '.join(map(str, numbered[:12]))})" if numbered
-        else f"{anchor.key} of shape {anchor.shape} has {count} runs"
-    )  # fmt: skip
     for key, value in detected.numbers.items():
         if key.lower() in RUN_COUNTS and value != count:
             raise FormatError(

@@ -52,7 +52,9 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
     notes = {
         kind: f"{key} of {Path(masks).name}: {_TAKEN_AS[kind]}" for key, kind in nameless.items()
     }
-    return tuple(replace(one, is_separate=True, note=notes.get(one.kind, "")) for one in arrays)
+    return tuple(
+        replace(one, is_separate=True, note=notes.get(one.kind, one.note)) for one in arrays
+    )
 
 
 def _nameless(file: ArrayFile) -> dict[str, str]:

@@ -65,8 +65,6 @@ class TokenArray:
     values : ndarray
     by_place : bool
         True if it refers to positions along the token axis, not to vocabulary ids.
-    is_described : bool
-        True if a description of the file, not the name, defines the kind.
     is_separate : bool
         True if it comes from another file than the rows, given by ``masks``.
     note : str
@@ -77,7 +75,6 @@ class TokenArray:
     kind: str
     values: Array
     by_place: bool = False
-    is_described: bool = False
     is_separate: bool = False
     note: str = ""
 
@@ -149,8 +146,6 @@ def token_arrays(
                     f"{file.path}: {name} holds values from {values.min()} to {values.max()}, "
                     "expected 0 and 1"
                 )
-            if values.view(np.uint8 if values.dtype == bool else values.dtype).max(initial=0) > 1:
-                raise FormatError(f"{file.path}: {name} holds bytes other than 0 and 1")
             arrays.append(TokenArray(name=name, kind=one.kind.name, values=values.astype(bool)))
             continue
         if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 62):
@@ -162,9 +157,8 @@ def token_arrays(
         values = values.astype(np.int64)
         if one.kind.name != "token_count" and len(np.unique(values)) != len(values):
             raise FormatError(f"{file.path}: {name} repeats an id, expected distinct ids")
-        arrays.append(
-            TokenArray(name=name, kind=one.kind.name, values=values, is_described=one.is_described)
-        )
+        note = one.note and f"{name}: {one.note}"
+        arrays.append(TokenArray(name=name, kind=one.kind.name, values=values, note=note))
     return arrays
 
 
@@ -267,9 +261,6 @@ def _resolved(
     """The arrays and notes. A list without a stated meaning becomes the ids of the rows."""
     resolved, notes = [], []
     for each in arrays:
-        if each.is_described:
-            population = each.kind.removesuffix("_ids")
-            notes.append(f"{each.name}: {population} tokens, by a description in its file")
         notes += [each.note] if each.note else []
         if each.kind != "token_ids":
             resolved.append(each)

@@ -26,10 +26,6 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
     for parameter in COMMANDS[name].params:
         if isinstance(parameter, click.Option) and parameter.name not in ("help", "format_name"):
             assert parameter.help, f"{name} {parameter.opts[0]} has no help"
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_is_in_the_table_of_commands(name: str) -> None:
     assert f"`trajstore {name}`" in (ROOT / "docs" / "index.md").read_text()
 
 
@@ -42,20 +38,16 @@ def test_alone_it_says_what_to_type_first() -> None:
     assert "trajstore record --preset gatsby" in result.output
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("sumary", "summary"), ("what_if", "what-if"), ("Record", "record"), ("veryfy", "verify")],
-)
-def test_a_mistyped_command_gets_the_nearest_name(typed: str, meant: str) -> None:
-    result = CliRunner().invoke(main, [typed, "gatsby.zarr"])
+def test_a_mistyped_command_gets_the_nearest_name() -> None:
+    result = CliRunner().invoke(main, ["what_if", "gatsby.zarr"])
     assert result.exit_code == 2
-    assert f"There is no command {typed!r} (did you mean {meant!r}?)." in result.stderr
+    assert "There is no command 'what_if' (did you mean 'what-if'?)." in result.stderr
     assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).stderr
     assert CliRunner().invoke(main, ["--no-such-option"]).exit_code == 2
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_commands(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_completes_commands(shell: str) -> None:
     words = {"COMP_WORDS": "trajstore wat", "COMP_CWORD": "wat" if shell == "fish" else "1"}
     environment = words | {"_TRAJSTORE_COMPLETE": f"{shell}_complete"}
     done = CliRunner().invoke(main, [], prog_name="trajstore", env=environment)
@@ -72,15 +64,11 @@ def test_ctrl_c_is_a_sentence_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr) == (130, "trajstore: stopped by Ctrl-C\n")
 
 
-def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
-    for name in ("info", "summary"):
-        result = CliRunner().invoke(main, [name, str(tmp_path / "nothing.zarr")])
-        assert result.exit_code == 2
-        assert result.output.startswith("trajstore: there is no run at ")
-        assert result.output.count("\n") == 1
-
-
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+def test_a_missing_run_is_one_sentence_and_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["info", str(tmp_path / "nothing.zarr")])
+    assert result.exit_code == 2
+    assert result.output.startswith("trajstore: there is no run at ")
+    assert result.output.count("\n") == 1
     result = CliRunner().invoke(main, ["--debug", "info", str(tmp_path / "nothing.zarr")])
     assert isinstance(result.exception, FileNotFoundError)
 

@@ -69,14 +69,6 @@ def test_another_package_adds_a_command_and_an_accessor(site: Path, example_run:
     assert again == shown
 
 
-def test_a_command_is_listed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(site)
-    try:
-        assert re.search(r"^  loudest +Print the tokens", call("--help").stdout, re.M)
-    finally:
-        del sys.modules["loudest"]
-
-
 def test_a_command_that_cannot_be_imported_leaves_the_others(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

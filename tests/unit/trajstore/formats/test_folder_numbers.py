@@ -34,7 +34,7 @@ def test_what_differs_and_what_does_not() -> None:
     assert numbers_of_steps(with_large, str) == ({}, {"n": "a number too large"})
 
 
-def files(path: Path, form: str = "npz") -> Path:
+def files(path: Path) -> Path:
     path.mkdir()
     for step in (0, 10, 20):
         W = np.full((4, 3), step, "f4")
@@ -42,6 +42,7 @@ def files(path: Path, form: str = "npz") -> Path:
         np.savez(
             path / f"step_{step:05}.npz",
             W=W, dead_mask=DEAD, vocab_size=4, learning_rate=1e-3, step=step, **loss,
+            odd=np.array([None]),
         )  # fmt: skip
     np.savez(path / "step_final.npz", W=W)
     (path / "notes_3.md").write_text("mine")
@@ -58,6 +59,7 @@ def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
     left = {line.name: line.why for line in done.table if not line.kind}
     assert left["step_final.npz"] == "no step in its name"
     assert left["notes_3.md"] == "not a file of arrays"
+    assert "Python objects" in left["odd of step_00000.npz and 2 more files"]
     assert any("step_final.npz" in note for note in done.notes)
 
 
@@ -76,28 +78,3 @@ def test_masks_that_differ_from_file_to_file(tmp_path: Path) -> None:
              learning_rate=1e-3, step=10, loss=np.float32(1))  # fmt: skip
     with pytest.raises(FormatError, match=r"dead_mask .* differs between files"):
         trajstore.import_file(path, tmp_path / "run.zarr")
-
-
-def test_numbers_of_torch_files_and_tensors_that_are_not_read(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    path = tmp_path / "steps"
-    path.mkdir()
-    for step in (0, 5, 10):
-        content = {
-            "W": torch.full((4, 3), float(step)), "dead_mask": torch.tensor(DEAD),
-            "config": {"lr": 0.25, "betas": (0.9, 0.95)}, "odd": torch.zeros(2, dtype=torch.cfloat),
-            "sparse": torch.eye(3).to_sparse(),
-        }  # fmt: skip
-        if step:
-            content["loss"] = 4.0 - step
-        torch.save(content, path / f"W_{step}.pt")
-    done = trajstore.import_file(path, tmp_path / "run.zarr")
-    ds = trajstore.open_run(done.path).load()
-    assert np.allclose(ds.loss.values, [np.nan, -1, -6], equal_nan=True)
-    assert (ds.is_dead.values == DEAD).all()
-    assert ds.attrs["optimizer"]["hyperparameters"] == {"betas": [0.9, 0.95], "initial_lr": 0.25}
-    left = {line.name: line.why for line in done.table if not line.kind}
-    assert left["odd of W_0.pt and 2 more files"] == "a tensor of type complex64"
-    assert "sparse" in left["sparse of W_0.pt and 2 more files"]
-    with open_file(path / "W_0.pt") as file:
-        assert set(file.unread) == {"odd", "sparse"}

@@ -27,23 +27,15 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
 
 
 UNSOUND = {
-    "no object": [1, 2],
     "no JSON": b"{nonsense",
     "not UTF-8": b'{"\xff": 1}',
     "a name twice": b'{"a":{"dtype":"I64","shape":[],"data_offsets":[0,8]},'
     b'"a":{"dtype":"I64","shape":[],"data_offsets":[0,8]}}',
     "deep": b"[" * 100_000,
-    "many digits": b'{"a":' + b"9" * 5000 + b"}",
-    "no description": {"a": 3},
-    "unknown type": {"a": entry("Q4", [1], 0, 8)},
-    "lying shape": {"a": entry("I64", [2], 0, 8)},
-    "huge shape": {"a": entry("I64", [1 << 40, 1 << 40], 0, 8)},
     "many dimensions": {"a": entry("I64", [1] * 9, 0, 8)},
     "huge and empty": {"a": entry("I64", [0, 1 << 62], 0, 0), "b": entry("I64", [1], 0, 8)},
     "past the end": {"a": entry("I64", [2], 0, 16)},
     "overlap": {"a": entry("I64", [1], 0, 8), "b": entry("I32", [1], 4, 8)},
-    "not all used": {"a": entry("I32", [1], 0, 4)},
-    "metadata holds numbers": {"__metadata__": {"a": 3}, "a": entry("I64", [1], 0, 8)},
 }
 
 
@@ -53,7 +45,7 @@ def test_invalid_headers_are_refused(tmp_path: Path, header: Any) -> None:
         SafetensorsFile(raw(tmp_path / "a", header, bytes(8)))
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", bytes(8), b"\xff" * 64, b"PK\x03\x04" * 100])
+@pytest.mark.parametrize("content", [b"", bytes(8), b"\xff" * 64])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(FormatError, match="is not a valid safetensors file"):
@@ -81,25 +73,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
             other.truncate(500)
         with pytest.raises(FormatError, match="cut short"):
             file.read("a")
-
-
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
-    arrays = {
-        "bf": np.arange(24).astype(ml_dtypes.bfloat16).reshape(4, 3, 2),
-        "half": np.arange(4).astype(np.float16),
-        "steps": np.arange(4),
-        "mask": np.array([True, False]),
-        "scalar": np.array(1e-3, np.float32),
-        "empty": np.empty((0, 3), np.float64),
-    }
-    save_file(arrays, tmp_path / "a", metadata={"é": "ü"})
-    with SafetensorsFile(tmp_path / "a") as file:
-        assert file.attributes == {"é": "ü"}
-        for key, array in arrays.items():
-            read = file.read(key)
-            assert read.shape == array.shape
-            assert read.tobytes() == array.tobytes()
-        assert file.read("bf", 1, 3).tobytes() == arrays["bf"][1:3].tobytes()
 
 
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:

@@ -54,23 +54,15 @@ def test_a_number_a_step_with_an_axis_of_one(tmp_path: Path) -> None:
     assert np.array_equal(loss, [np.nan, 50, 100], equal_nan=True)
 
 
-@pytest.mark.parametrize("form", ["npy", "npz"])
-def test_files_of_numpy(tmp_path: Path, form: str) -> None:
-    for step, W in ROWS.items():
-        name = tmp_path / f"weights_{step}.{form}"
-        np.save(name, W) if form == "npy" else np.savez(name, weights=W)
-    done = trajstore.import_file(tmp_path, tmp_path / "run.zarr")
-    ds = trajstore.open_run(done.path).load()
-    assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
-
-
-@pytest.mark.parametrize("name", sorted({*ARRAY_KINDS[STEP.name].names} - {"steps_of_the_names"}))
-def test_files_that_are_named_by_their_steps_alone(tmp_path: Path, name: str) -> None:
-    for step, W in ROWS.items():
-        np.save(tmp_path / f"{name}_{step:05}.npy", W)
-    with open_file(tmp_path) as file:
-        assert file.keys == (STEPS, "W")
-        assert (file.read("W").view("f4")[:, 0, 0] == [0.5, 50.5, 100.5]).all()
+def test_files_that_are_named_by_their_steps_alone(tmp_path: Path) -> None:
+    steps = dict.fromkeys({*ARRAY_KINDS[STEP.name].names} - {"steps_of_the_names"}, "W")
+    for name, key in (steps | {"weights": "weights"}).items():
+        (tmp_path / name).mkdir()
+        for step, W in ROWS.items():
+            np.save(tmp_path / name / f"{name}_{step:05}.npy", W)
+        with open_file(tmp_path / name) as file:
+            assert file.keys == (STEPS, key)
+            assert (file.read(key).view("f4")[:, 0, 0] == [0.5, 50.5, 100.5]).all()
 
 
 def test_a_number_that_no_step_has_is_refused(tmp_path: Path) -> None:

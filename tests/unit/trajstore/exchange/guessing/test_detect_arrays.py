@@ -21,5 +21,5 @@ def test_tied_matrices_are_compared_a_few_rows_at_a_time(tmp_path: Path) -> None
             detected = detect_arrays(file)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-        assert {one.key for one in detected.of("W")} == set(expected)
+        assert {one.key for one in detected.found} == set(expected)
         assert peak < values.nbytes / 2

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from grammar_files import stored, truth, write
+from grammar_files import imported, stored, truth
 
-import trajstore
 from trajstore.errors import InvalidArgument
 
 KNOWN = truth()
 W = KNOWN.values["W"]
 FINE = (W * 1.2345).astype("f2")  # float16 that no bfloat16 holds
 FINE[0] = 0
-
-
-def imported(tmp_path: Path, arrays: dict[str, Any], **options: Any) -> Any:
-    file = write(tmp_path / "file", "npz", arrays)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
-    return trajstore.open_run(done.path).load(), done
 
 
 def test_bits_of_one_variable(tmp_path: Path) -> None:
