@@ -176,7 +176,7 @@ class RunParameters:
         """
         return row_of(self.run, self.steps, exact_step(step, least=ANY))
 
-    def row(self, step: int, variables: Collection[str]) -> dict[str, Array]:
+    def row(self, step: int, variables: Collection[str]) -> Row:
         """Read the native bits of one row of some variables.
 
         Raises
