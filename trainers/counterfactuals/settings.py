@@ -122,9 +122,8 @@ def changed_settings(
             "state_dtype": state_dtype, "rounding": rounding, "rounding_seed": kept,
             "foreach": None, "fused": None,
         }  # fmt: skip
-        rounded = _ROUNDED[name]
-        path = f"{rounded.__module__}.{rounded.__qualname__}"
-    elif real is not None:
+        real = _ROUNDED[name]
+    if real is not None:
         path = f"{real.__module__}.{real.__qualname__}"
     return ChangedSettings(
         given=given,

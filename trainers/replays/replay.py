@@ -107,7 +107,7 @@ def replay(
         replayed=len(replayed),
         skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
         rebuilt=() if steps is None else steps.rebuilt,
-        variables=checks.comparisons.variables,
+        variables=checks.compared,
         findings=tuple(sorted(findings, key=lambda one: one.step)[:LISTED]),
         total=len(findings),
         unreplayed=unreplayed.all(),
@@ -237,7 +237,7 @@ class StepReplay:
             dropped = self._dropped
             computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
         for name, bits in computed.items():
-            self._checks.comparisons.add(name, row.step, row.bits[name], bits)
+            self._checks.compare(name, row.step, row.bits[name], bits)
         if self._exact or skipped:  # a skipped step changes nothing on any device
             self._find(row, computed, skipped=skipped)
         self.replayed.append(row.step)

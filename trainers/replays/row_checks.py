@@ -18,10 +18,10 @@ import torch
 
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
 from trajstore.trainers.recording.step_hooks import clip_coefficient
-from trajstore.trainers.replays.findings import Comparisons, finding_at
+from trajstore.trainers.replays.findings import finding_at, ulp_distance
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows
-from trajstore.trainers.replays.replay_result import Finding
+from trajstore.trainers.replays.replay_result import Compared, Finding
 from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
 from trajstore.values.rounding import convert
 
@@ -34,7 +34,7 @@ _OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
 class RowChecks:
-    """Checks of the rows of a run.
+    """Checks of the rows of a run, with their results.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ class RowChecks:
 
     Attributes
     ----------
-    comparisons : Comparisons
-        Counts of the compared values.
+    compared : dict of str to Compared
+        Counts of different values, for each variable.
     findings : list of Finding
     summaries : set of str
         Variables that `compare_summaries` needs: recorded summaries and their inputs, if those are
@@ -52,13 +52,41 @@ class RowChecks:
 
     def __init__(self, rows: RecordedRows) -> None:
         self._rows = rows
-        self.comparisons = Comparisons(rows.tokens, rows.natives)
+        self.compared: dict[str, Compared] = {}
         self.findings: list[Finding] = []
         self.summaries = {name for name in _OF_MOTION if name in rows}
         if self.summaries:
             self.summaries.add("W")
         if _OF_GRADIENT in rows and "grad" in rows:
             self.summaries |= {_OF_GRADIENT, "grad"}
+
+    def compare(self, name: str, step: int, stored: Array, computed: Array) -> None:
+        """Compare one variable of one step.
+
+        Parameters
+        ----------
+        name : str
+        step : int
+        stored, computed : ndarray, (token, hidden), (token,) or ()
+            Native bits.
+        """
+        counted = self.compared.setdefault(name, Compared())
+        counted.steps += 1
+        wrong = stored != computed
+        if number := int(np.count_nonzero(wrong)):
+            distance = ulp_distance(stored[wrong], computed[wrong], self._rows.natives[name])
+            counted.differing += number
+            counted.first = counted.first or self._place(step, wrong)
+            counted.ulps = None if distance is None else max(distance, counted.ulps or 0)
+
+    def _place(self, step: int, wrong: Array) -> dict[str, int | None]:
+        """Return step, token and hidden of the first different value."""
+        place = np.argwhere(wrong)[0].tolist() if wrong.ndim else []
+        return {
+            "step": step,
+            "token": int(self._rows.tokens[place[0]]) if place else None,
+            "hidden": place[1] if len(place) > 1 else None,
+        }
 
     def check_skipped(self) -> None:
         """Check that each row but the first is 0 or 1, or NaN like the rate of several steps."""
@@ -118,7 +146,7 @@ class RowChecks:
         if not max_grad_norm and stored != allowed[1]:
             return  # the loop did not name its norm, and the recorder found the factor
         agrees = any(stored == factor for factor in allowed)
-        self.comparisons.add("clip_coef", row.step, stored, stored if agrees else allowed[0])
+        self.compare("clip_coef", row.step, stored, stored if agrees else allowed[0])
         if not agrees:
             names = "clip_coef, grad_norm"
             self.findings.append(
@@ -135,7 +163,7 @@ class RowChecks:
             if name in row.bits:
                 before, now = (tensor_of(r.bits["W"], natives["W"]) for r in (previous, row))
                 computed[name] = norm(now, before)
-        self._compare(
+        self._check_derived(
             row,
             {name: as_bits(one, NATIVE_TYPES["float32"], name) for name, one in computed.items()},
         )
@@ -148,16 +176,16 @@ class RowChecks:
         expected, _ = convert(np.asarray(widen(row.bits["W"], native)), native, bfloat16)
         held = row.bits["cells"]
         nan = is_nan(held, bfloat16) | is_nan(expected, bfloat16)  # one of them may be lost
-        self._compare(row, {"cells": np.where(nan, held, expected)})
+        self._check_derived(row, {"cells": np.where(nan, held, expected)})
 
-    def _compare(self, row: RecordedRow, computed: Mapping[str, Array]) -> None:
+    def _check_derived(self, row: RecordedRow, computed: Mapping[str, Array]) -> None:
         """Compare variables of a row with values that were computed from others of it.
 
         A difference is a finding, unless the step has one: an altered W also changes its summaries.
         """
         wrong = {}
         for name, bits in computed.items():
-            self.comparisons.add(name, row.step, row.bits[name], bits)
+            self.compare(name, row.step, row.bits[name], bits)
             if (row.bits[name] != bits).any():
                 wrong[name] = row.bits[name] != bits
         if wrong and all(one.step != row.step for one in self.findings):
