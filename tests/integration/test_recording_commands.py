@@ -34,9 +34,18 @@ SMALL_ONES = ("gatsby", "gatsby-gradients", "gatsby-adam")
 PRESETS = (*SMALL_ONES, "wordybird-1", "wordybird-1b", "duckling")
 
 
-def test_all_presets_are_listed(trajstore_cli: Callable[..., Any]) -> None:
+def test_presets_are_listed_and_printed_as_files(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
     listed = trajstore_cli("presets").stdout.splitlines()
     assert {line.split()[0] for line in listed} == set(PRESETS)
+    file = tmp_path / "mine.toml"
+    file.write_text(trajstore_cli("presets", "gatsby-adam").stdout)
+    one, other = (
+        trajstore_cli("plan", *source, "--no-timing").stdout
+        for source in (("--preset", "gatsby-adam"), ("--config", file))
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize("name", nightly_but(PRESETS, *SMALL_ONES))
