@@ -135,19 +135,14 @@ class PlannedCounterfactual:
         found = [CAVEAT] if self.settings.given else []
         if not self.settings.keeps_state:
             found.append("the optimizer has another class and starts without a state")
-        if self.left_out:
+        left_out = [name for name in self.rows.natives if name not in self.variables]
+        if left_out:
             found.append(
-                f"{', '.join(self.left_out)}: left out, because the gradients of W do not "
-                "determine them"
+                f"{', '.join(left_out)}: left out, because the gradients of W do not determine them"
             )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
         return tuple(found)
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Variables of the recorded run that the new run lacks."""
-        return tuple(name for name in self.rows.natives if name not in self.variables)
 
     def attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes of the root of the new run.
