@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zarr
@@ -14,7 +18,14 @@ from trajstore.codec.block_label import digest_of
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.values.native_types import native_type
 
-__all__ = ["flip", "rewrite"]
+__all__ = ["change_attributes", "flip", "flipped", "rewrite"]
+
+
+def change_attributes(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the attributes of a run."""
+    metadata = json.loads((path / "zarr.json").read_text())
+    change(metadata["attributes"])
+    (path / "zarr.json").write_text(json.dumps(metadata))
 
 
 def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
@@ -50,6 +61,16 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     label = replace(tail.label, digest=digest)
     end = stored.form.tail(list(zip(offsets, map(len, chunks), strict=True)), label)
     (path / stored.key(block, 0)).write_bytes(b"".join(chunks) + end)
+
+
+@contextmanager
+def flipped(path: Path, variable: str, where: tuple[int, ...], bit: int) -> Iterator[None]:
+    """A run of several tests with one bit flipped, which is put back also where a test fails."""
+    flip(path, variable, where, bit)
+    try:
+        yield
+    finally:
+        flip(path, variable, where, bit)
 
 
 def rewrite(path: Path, variable: str, where: tuple[int, ...]) -> None:

@@ -12,57 +12,42 @@ if __name__ == "trainers":  # in the root of a clone, where this folder lies bes
     raise ImportError("trainers is a part of trajstore; import trajstore.trainers instead")
 
 if TYPE_CHECKING:
-    from trajstore.trainers import evaluations
-    from trajstore.trainers.config import RunConfig
-    from trajstore.trainers.counterfactuals.what_if import what_if
-    from trajstore.trainers.evaluations.evaluate import evaluate
-    from trajstore.trainers.presets import PRESETS, preset
-    from trajstore.trainers.products import float32_products
-    from trajstore.trainers.recording.capture import capture
-    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
-    from trajstore.trainers.recording.lightning_callback import LightningCallback
-    from trajstore.trainers.replays.replay import replay
-    from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
-    from trajstore.trainers.runs.fork import fork
-    from trajstore.trainers.runs.proven_steps import prove
-    from trajstore.trainers.runs.record import record
-    from trajstore.trainers.runs.resume_checks import recorded_config
-    from trajstore.trainers.runs.run_plan import plan
-    from trajstore.trainers.runs.timed_steps import time_steps
-    from trajstore.trainers.step_models.checkout import checkout
-    from trajstore.trainers.step_models.optimizer_state import optimizer_state_at
-    from trajstore.trainers.step_models.restore import restore
-    from trajstore.trainers.step_models.step_model import model_at, models
-    from trajstore.trainers.texts.fetch import fetch
-
-__all__ = [
-    "PRESETS",
-    "LightningCallback",
-    "RoundedAdam",
-    "RoundedAdamW",
-    "RoundedSGD",
-    "RunConfig",
-    "TrajectoryCallback",
-    "capture",
-    "checkout",
-    "evaluate",
-    "evaluations",
-    "fetch",
-    "float32_products",
-    "fork",
-    "model_at",
-    "models",
-    "optimizer_state_at",
-    "plan",
-    "preset",
-    "prove",
-    "record",
-    "recorded_config",
-    "replay",
-    "restore",
-    "time_steps",
-    "what_if",
-]
+    from trajstore.trainers import evaluations as evaluations
+    from trajstore.trainers.config import RunConfig as RunConfig
+    from trajstore.trainers.counterfactuals.what_if import what_if as what_if
+    from trajstore.trainers.evaluations.evaluate import evaluate as evaluate
+    from trajstore.trainers.presets import PRESETS as PRESETS
+    from trajstore.trainers.presets import preset as preset
+    from trajstore.trainers.products import float32_products as float32_products
+    from trajstore.trainers.recording.capture import capture as capture
+    from trajstore.trainers.recording.hf_callback import TrajectoryCallback as TrajectoryCallback
+    from trajstore.trainers.recording.lightning_callback import (
+        LightningCallback as LightningCallback,
+    )
+    from trajstore.trainers.replays.replay import replay as replay
+    from trajstore.trainers.rounded_optimizer import (
+        RoundedAdam as RoundedAdam,
+    )
+    from trajstore.trainers.rounded_optimizer import (
+        RoundedAdamW as RoundedAdamW,
+    )
+    from trajstore.trainers.rounded_optimizer import (
+        RoundedSGD as RoundedSGD,
+    )
+    from trajstore.trainers.runs.fork import fork as fork
+    from trajstore.trainers.runs.proven_steps import prove as prove
+    from trajstore.trainers.runs.record import record as record
+    from trajstore.trainers.runs.resume_checks import recorded_config as recorded_config
+    from trajstore.trainers.runs.run_plan import plan as plan
+    from trajstore.trainers.runs.timed_steps import time_steps as time_steps
+    from trajstore.trainers.step_models.checkout import checkout as checkout
+    from trajstore.trainers.step_models.optimizer_state import (
+        optimizer_state_at as optimizer_state_at,
+    )
+    from trajstore.trainers.step_models.restore import restore as restore
+    from trajstore.trainers.step_models.step_model import model_at as model_at
+    from trajstore.trainers.step_models.step_model import models as models
+    from trajstore.trainers.texts.fetch import fetch as fetch
 
 _HOME = {
     "LightningCallback": "trajstore.trainers.recording.lightning_callback",
@@ -92,6 +77,8 @@ _HOME = {
     "time_steps": "trajstore.trainers.runs.timed_steps",
     "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
+
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

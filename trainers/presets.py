@@ -1,4 +1,4 @@
-"""Presets: functions that each return a complete configuration."""
+"""Presets: functions that each return a complete configuration, with what differs from defaults."""
 
 from __future__ import annotations
 
@@ -23,15 +23,7 @@ __all__ = ["PRESETS", "preset"]
 
 def gatsby() -> RunConfig:
     """Lil Gatsby, W, gradient and moments: 128 ASCII tokens that start at one point (15.1a)."""
-    return RunConfig(
-        model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
-        data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2),
-        initialization=InitializationConfig(kind="point", sigma=1e-5),
-        optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
-        schedule=ScheduleConfig(name="linear"),
-        training=TrainingConfig(steps=10_000, batch_size=32, max_grad_norm=1.0, seed=42),
-        recording=RecordingConfig(variables=("matrix",)),
-    )
+    return RunConfig(data=DataConfig(target_offset=2))
 
 
 def gatsby_gradients() -> RunConfig:
@@ -43,49 +35,39 @@ def gatsby_gradients() -> RunConfig:
 def gatsby_adam() -> RunConfig:
     """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's initialization, mean logits (1.12a)."""
     return RunConfig(
-        model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
-        data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2, skipped_shuffles=1),
+        data=DataConfig(target_offset=2, skipped_shuffles=1),
         initialization=InitializationConfig(kind="default"),
-        optimizer=OptimizerConfig(name="adam", lr=1e-3, weight_decay=0.0),
+        optimizer=OptimizerConfig(name="adam", weight_decay=0.0),
         schedule=ScheduleConfig(name="constant"),
-        training=TrainingConfig(
-            loop="plain", steps=10_000, batch_size=32, max_grad_norm=0.0, autocast="none", seed=42
-        ),
-        recording=RecordingConfig(variables=("matrix",), logits_mode="mean"),
+        training=TrainingConfig(loop="plain", max_grad_norm=0.0, autocast="none"),
+        recording=RecordingConfig(logits_mode="mean"),
     )
 
 
 def wordybird_1() -> RunConfig:
     """Wordybird 1, 100 steps: the 50,257 tokens of GPT-2, drawn from N(0, 0.02) (1.12f)."""
     return RunConfig(
-        model=ModelConfig(vocab_size=50_257, context=128, hidden=64, layers=2, heads=2),
+        model=ModelConfig(vocab_size=50_257),
         data=DataConfig(corpus="fineweb", tokenizer="gpt2", target_offset=2),
         initialization=InitializationConfig(kind="normal", sigma=0.02, reseed=True),
-        optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
-        schedule=ScheduleConfig(name="linear"),
-        training=TrainingConfig(steps=100, batch_size=32, max_grad_norm=1.0, seed=42),
-        recording=RecordingConfig(variables=("matrix",)),
+        optimizer=OptimizerConfig(weight_decay=0.0),
+        training=TrainingConfig(steps=100),
     )
 
 
 def wordybird_1b() -> RunConfig:
     """Wordybird 1b: Wordybird 1 with 200 steps in one recording (1.12f)."""
-    config = wordybird_1()
-    return config.model_copy(update={"training": config.training.model_copy(update={"steps": 200})})
+    return wordybird_1().with_values(["training.steps=200"])
 
 
 def duckling() -> RunConfig:
     """Duckling: 8,192 tokens × 128, float32 weights and state under bfloat16 autocast, rare ids."""
     return RunConfig(
-        model=ModelConfig(
-            vocab_size=8_192, context=128, hidden=128, layers=2, heads=4, dtype="float32"
-        ),
+        model=ModelConfig(vocab_size=8_192, hidden=128, heads=4, dtype="float32"),
         data=DataConfig(corpus="fineweb", tokenizer="none", live_tokens=6_500, mostly_dead=10),
         initialization=InitializationConfig(kind="normal", sigma=0.02),
-        optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
-        schedule=ScheduleConfig(name="linear"),
-        training=TrainingConfig(steps=300, batch_size=32, max_grad_norm=1.0, seed=42),
-        recording=RecordingConfig(variables=("matrix",)),
+        optimizer=OptimizerConfig(weight_decay=0.0),
+        training=TrainingConfig(steps=300),
     )
 
 

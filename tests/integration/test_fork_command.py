@@ -64,11 +64,6 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     for arguments, rc, sentence in (
         (fork, 2, "other.zarr already exists"),
         (["fork", path, "--at", 99, "-o", "x.zarr"], 1, "no row of step 99"),
-        (["fork", path, "--at", 5, "--steps", 5, "-o", "x.zarr"], 2, "no step remains after"),
-        (
-            ["fork", path, "--at", 5, "--set", "recording.every=2", "-o", "x.zarr"],
-            2, "recording.every cannot",
-        ),
         (["fork", tmp_path / "no", "--at", 5, "-o", "x.zarr"], 2, "there is no run at"),
         (["record", "--resume", "-o", tmp_path / "no.zarr"], 2, "to start one, name a preset"),
     ):  # fmt: skip
@@ -79,8 +74,3 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "other.ckpt", "other.zarr", "run.ckpt", "run.zarr",
     ]  # fmt: skip
-
-
-def test_a_fork_needs_a_step_and_a_path(tmp_path: Path) -> None:
-    assert "Missing option '--at'" in call("fork", "run.zarr", "-o", "other.zarr").stderr
-    assert "Missing option '-o'" in call("fork", "run.zarr", "--at", 5).stderr

@@ -34,9 +34,18 @@ SMALL_ONES = ("gatsby", "gatsby-gradients", "gatsby-adam")
 PRESETS = (*SMALL_ONES, "wordybird-1", "wordybird-1b", "duckling")
 
 
-def test_all_presets_are_listed(trajstore_cli: Callable[..., Any]) -> None:
+def test_presets_are_listed_and_printed_as_files(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
     listed = trajstore_cli("presets").stdout.splitlines()
     assert {line.split()[0] for line in listed} == set(PRESETS)
+    file = tmp_path / "mine.toml"
+    file.write_text(trajstore_cli("presets", "gatsby-adam").stdout)
+    one, other = (
+        trajstore_cli("plan", *source, "--no-timing").stdout
+        for source in (("--preset", "gatsby-adam"), ("--config", file))
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize("name", nightly_but(PRESETS, *SMALL_ONES))
@@ -79,33 +88,15 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     assert "weights+grads" in shown
 
 
-def test_a_configuration_file_records_the_same(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(trajstore_cli("presets", "gatsby-adam").stdout)
-    for number, source in enumerate((("--preset", "gatsby-adam"), ("--config", file))):
-        out = tmp_path / f"{number}.zarr"
-        trajstore_cli("record", *source, "--steps", 2, *SMALL, "-o", out)
-    a, b = (xr.open_zarr(tmp_path / f"{number}.zarr") for number in range(2))
-    assert np.array_equal(a.W.values, b.W.values)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["record", "--preset", "gatsby", "--set", "optimizer.lr=fast"], "optimizer.lr = 'fast'"),
-        (
-            ["record", "--preset", "gatsby", "--tokens", "some"],
-            "expected all, dead, live",
-        ),
+        (["record", "--preset", "gatsby", "--tokens", "some"], "expected all, dead, live"),
         (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
         (
             ["record", "--preset", "gatsby", "--variables", "loss"],
             "recording.variables = 'loss': got 'loss' without W",
         ),
-        (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "but the tokenizer"),
-        (["plan", "--preset", "gatsby", "--set", "recording.memory=1KiB"], "memory budget"),
         (["fetch", "moby-dick"], "choose from gatsby, fineweb, gpt2"),
     ],
 )
@@ -160,9 +151,5 @@ def test_advice_is_given_before_while_and_after(
     assert said in trajstore_cli("plan", *call, "--no-timing").stdout
     assert trajstore_cli("record", *call, "-o", path).stderr.count(said) == 1
     assert said in trajstore_cli("info", path).stdout
-    advice = json.loads(trajstore_cli("info", path, "--json").stdout)["advice"]
-    planned = trajstore_cli("plan", *call, "--no-timing", "--json").stdout
-    assert advice == json.loads(planned)["advice"]
-    assert [one["cannot_decay"] for one in advice] == [1, 1]
     sound = ["--set", "model.dtype=float32", "-o", tmp_path / "sound.zarr"]
     assert "Note" not in trajstore_cli("record", *call, *sound).stderr

@@ -39,8 +39,6 @@ def test_without_settings_the_result_equals_the_run(run: Path, tmp_path: Path) -
     said = cli("what-if", run, "-o", tmp_path / "same.zarr")
     assert "13 rows, steps 0 to 12" in said
     assert "Note: no setting was changed; the result equals the recorded run, bit for bit" in said
-    said = cli("what-if", run, "-o", tmp_path / "part.zarr", "--at", 5, "--tokens", "dead")
-    assert "the result equals the recorded run, bit for bit" in said
     compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
     assert compared["only_first"] == compared["only_second"] == []
     assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
@@ -68,13 +66,12 @@ def test_output_info_and_summary_name_the_run_as_what_if(run: Path, tmp_path: Pa
     assert "provenance" in shown
     assert "what_if.settings = ['optimizer.state_dtype=float32']" in shown
     assert "what_if.caveat = the gradients are those of the recorded run" in shown
-    assert "Displacement" in cli("summary", other) or "displacement" in cli("summary", other)
+    assert "displacement" in cli("summary", other).lower()
 
 
 def test_a_refused_what_if_writes_nothing(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.zarr"
     for wrong, sentence, code in (
-        (["--set", "optimizer.lr=0"], "optimizer.lr", 2),
         (["--set", "training.batch_size=4"], "what-if cannot change training.batch_size", 2),
         (["--tokens", "nowhere.txt"], "expected all, dead, live or a text file", 2),
         (["--at", 40], "step 40 was not recorded", 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,17 +119,10 @@ def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, Schedu
             for step, config in configs
         ]
     schedule = attribute(attributes, "optimizer", "schedule")
-    return [(0, _schedule(schedule))] if _is_known(schedule) else []
-
-
-def _is_known(schedule: object) -> TypeGuard[Mapping[str, Any]]:
-    if not isinstance(schedule, Mapping):
-        return False
     try:
-        _schedule(schedule)
+        return [(0, _schedule(schedule if isinstance(schedule, Mapping) else {}))]
     except ConfigError:
-        return False
-    return True
+        return []
 
 
 def _schedule(values: Mapping[str, Any]) -> ScheduleConfig:

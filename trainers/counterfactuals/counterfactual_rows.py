@@ -72,9 +72,10 @@ class CounterfactualRows:
             for name in self._variables
             if name in VARIABLES and name not in OPTIMIZER_VARIABLES
         ] + self._compared
+        has_motion = "W_step_norm" in self._variables or "W_ulp_l1" in self._variables
         for row in self._rows.read(read, first=first + 1, window=_WINDOW):
             number, optimizer = row.number, self._planned.optimizer
-            last = optimizer.value("W").clone() if self._has_motion else None
+            last = optimizer.value("W").clone() if has_motion else None
             rate, clip_coef = float(self._planned.lr[number]), self._planned.clip_coef[number]
             self._step(optimizer, row, rate, clip_coef)
             values = self._values(row, last)
@@ -87,10 +88,6 @@ class CounterfactualRows:
             np.array_equal(values[name], self._planned.of_tokens(row.bits[name]))
             for name in self._compared
         )
-
-    @property
-    def _has_motion(self) -> bool:
-        return "W_step_norm" in self._variables or "W_ulp_l1" in self._variables
 
     def _begin(self, row: RecordedRow) -> None:
         """Set the optimizer to the recorded state of a row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,17 @@ OPTIMIZER_VARIABLES = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l
 """Variables that settings of the optimizer change; all others are those of the recorded run."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCounterfactual:
-    """The plan of a counterfactual; `of` makes it and raises errors.
+    """The plan of a counterfactual, before anything is written.
+
+    Parameters
+    ----------
+    source : TiledRun
+    rows : RecordedRows
+    assignments : sequence of str
+    at, tokens, seed
+        As for `what_if`.
+    device : torch.device
 
     Attributes
     ----------
@@ -70,24 +78,15 @@ class PlannedCounterfactual:
         Variables of the new run.
     needs_rebuilding : bool
         True if the initial state is not recorded and has to be computed from earlier steps.
+
+    Raises
+    ------
+    StepNotFound, ConfigError, CannotReplay, InvalidArgument
+        As `what_if`.
     """
 
-    source: TiledRun
-    rows: RecordedRows
-    settings: ChangedSettings
-    optimizer: RecordedOptimizer
-    recorded: RecordedOptimizer
-    placement: Placement
-    chosen: Array | None
-    first: int
-    lr: npt.NDArray[np.float64]
-    clip_coef: list[Array]
-    variables: dict[str, NativeType]
-    needs_rebuilding: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         source: TiledRun,
         rows: RecordedRows,
         assignments: Sequence[str],
@@ -96,22 +95,17 @@ class PlannedCounterfactual:
         tokens: Tokens,
         seed: int | None,
         device: torch.device,
-    ) -> PlannedCounterfactual:
-        """Plan a counterfactual before anything is written.
-
-        Raises
-        ------
-        StepNotFound, ConfigError, CannotReplay, InvalidArgument
-            As `what_if`.
-        """
+    ) -> None:
         check_inputs(rows)
-        first = _row_of(rows, at)
+        self.source, self.rows = source, rows
+        self.first = first = _row_of(rows, at)
         held = rows.natives["W"].name
-        settings = changed_settings(source.attributes, held, assignments, seed=seed)
+        self.settings = settings = changed_settings(source.attributes, held, assignments, seed=seed)
         weights = getattr(torch, settings.weights_dtype)
-        recorded = recorded_optimizer(source.attributes, getattr(torch, held), device)
-        optimizer = recorded_optimizer({"optimizer": settings.optimizer}, weights, device)
-        rebuilt = any(name not in rows for name in recorded.state_names)
+        self.recorded = recorded_optimizer(source.attributes, getattr(torch, held), device)
+        self.optimizer = recorded_optimizer({"optimizer": settings.optimizer}, weights, device)
+        rebuilt = any(name not in rows for name in self.recorded.state_names)
+        self.needs_rebuilding = rebuilt
         if rebuilt and rows.steps[first] and not rows.from_start:
             raise CannotReplay(
                 f"the optimizer's state is not recorded and cannot be computed, because the run "
@@ -119,7 +113,7 @@ class PlannedCounterfactual:
             )
         begin = 0 if rebuilt else first
         _check_every_step(rows, begin)
-        _check_state(rows, settings, recorded, optimizer, first)
+        _check_state(rows, settings, self.recorded, self.optimizer, first)
         forked_at = steps_of_another_optimizer(source.attributes)
         if rows.steps[begin] < forked_at:
             raise CannotReplay(
@@ -128,25 +122,12 @@ class PlannedCounterfactual:
             )
         if first and rebuilt:
             _check_known(rows, rows.rates, rows.clip_coefs, range(1, first + 1))
-        lr = changed_learning_rates(rows, source.attributes, settings)
-        clip_coef = changed_clip_coefs(rows, settings)
-        _check_known(rows, lr, clip_coef, range(first + 1, len(rows)))
-        placement, chosen = _placement(source, tokens, device)
-        recorded.check_whole(placement)
-        return cls(
-            source=source,
-            rows=rows,
-            settings=settings,
-            optimizer=optimizer,
-            recorded=recorded,
-            placement=placement,
-            chosen=chosen,
-            first=first,
-            lr=lr,
-            clip_coef=clip_coef,
-            variables=_variables(rows, settings, optimizer),
-            needs_rebuilding=rebuilt,
-        )
+        self.lr = changed_learning_rates(rows, source.attributes, settings)
+        self.clip_coef = changed_clip_coefs(rows, settings)
+        _check_known(rows, self.lr, self.clip_coef, range(first + 1, len(rows)))
+        self.placement, self.chosen = _placement(source, tokens, device)
+        self.recorded.check_whole(self.placement)
+        self.variables = _variables(rows, settings, self.optimizer)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -154,19 +135,14 @@ class PlannedCounterfactual:
         found = [CAVEAT] if self.settings.given else []
         if not self.settings.keeps_state:
             found.append("the optimizer has another class and starts without a state")
-        if self.left_out:
+        left_out = [name for name in self.rows.natives if name not in self.variables]
+        if left_out:
             found.append(
-                f"{', '.join(self.left_out)}: left out, because the gradients of W do not "
-                "determine them"
+                f"{', '.join(left_out)}: left out, because the gradients of W do not determine them"
             )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
         return tuple(found)
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Variables of the recorded run that the new run lacks."""
-        return tuple(name for name in self.rows.natives if name not in self.variables)
 
     def attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes of the root of the new run.
@@ -309,10 +285,7 @@ def _variables(
     """Return the variables of the new run with their types."""
     found = {}
     for name in dict.fromkeys([*RECORDED, *optimizer.state_names]):
-        if name in (
-            *MODEL,
-            *EVERYTHING,
-        ):  # they belong to the recorded model, not to the changed one
+        if name in (*MODEL, *EVERYTHING):  # of the recorded model, not of the changed one
             continue
         if name in ("W", "grad") and name in rows:
             found[name] = NATIVE_TYPES[settings.weights_dtype]

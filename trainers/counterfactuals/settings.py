@@ -91,7 +91,12 @@ def changed_settings(
     full = [_full_name(assignment) for assignment in assignments]
     changed = base.with_values(full)
     given = {name: _value(changed, name) for name in map(field_name, full)}
-    _check_changeable(given)
+    for name in given:
+        if name not in CHANGEABLE:
+            raise ConfigError(
+                f"what-if cannot change {name}; choose from {', '.join(CHANGEABLE)}, or train with "
+                f"another {name} in a fork of the run (trajstore fork)"
+            )
     name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
     real: type[Optimizer] | None = getattr(torch.optim, name, None)
     hyperparameters = _hyperparameters(recorded, given, real, same_class=name == before)
@@ -117,9 +122,8 @@ def changed_settings(
             "state_dtype": state_dtype, "rounding": rounding, "rounding_seed": kept,
             "foreach": None, "fused": None,
         }  # fmt: skip
-        rounded = _ROUNDED[name]
-        path = f"{rounded.__module__}.{rounded.__qualname__}"
-    elif real is not None:
+        real = _ROUNDED[name]
+    if real is not None:
         path = f"{real.__module__}.{real.__qualname__}"
     return ChangedSettings(
         given=given,
@@ -161,15 +165,6 @@ def _full_name(assignment: str) -> str:
 def _value(config: RunConfig, name: str) -> Any:
     section, _, field = name.partition(".")
     return getattr(getattr(config, section), field)
-
-
-def _check_changeable(given: Mapping[str, Any]) -> None:
-    for name in given:
-        if name not in CHANGEABLE:
-            raise ConfigError(
-                f"what-if cannot change {name}; choose from {', '.join(CHANGEABLE)}, or train with "
-                f"another {name} in a fork of the run (trajstore fork)"
-            )
 
 
 def _as_json(value: Any) -> Any:

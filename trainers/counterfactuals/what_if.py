@@ -126,7 +126,7 @@ def what_if(
     rows = RecordedRows(source)
     device = replay_device(source.attributes)
     with torch_threads(device.threads):
-        planned = PlannedCounterfactual.of(
+        planned = PlannedCounterfactual(
             source, rows, settings, at=at, tokens=tokens, seed=seed,
             device=device.device,
         )  # fmt: skip

@@ -25,11 +25,7 @@ __all__ = [
 ]
 
 READY_MADE: dict[str, Callable[..., Any]] = {
-    "loss": loss,
-    "attention": attention,
-    "cka": cka,
-    "logit-lens": logit_lens,
-    "generation": generation,
-    "hidden-cosine": hidden_cosine,
+    make.__name__.replace("_", "-"): make
+    for make in (loss, attention, cka, logit_lens, generation, hidden_cosine)
 }
 """Ready-made evaluations by their names on the command line."""

@@ -252,7 +252,4 @@ def _wanted(recorded: Any, steps: Steps, every: int) -> Any:
 
 def _name(function: Evaluation | str) -> str:
     """Return the name of a function in messages, and in the store."""
-    if isinstance(function, str):
-        return function
-    name = getattr(function, "__qualname__", None)
-    return str(function) if name is None else str(name)
+    return str(getattr(function, "__qualname__", function))

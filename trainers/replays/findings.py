@@ -9,67 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.trainers.replays.replay_result import (
-    CannotReplay,
-    Compared,
-    Finding,
-    Kind,
-    Unreplayed,
-)
+from trajstore.trainers.replays.replay_result import CannotReplay, Finding, Kind, Unreplayed
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["Comparisons", "UnreplayedSteps", "finding_at", "ulp_distance"]
+__all__ = ["UnreplayedSteps", "finding_at", "ulp_distance"]
 
 Array = npt.NDArray[Any]
-
-
-class Comparisons:
-    """Counts of different values, for each variable.
-
-    Parameters
-    ----------
-    tokens : ndarray of int, (token,)
-        Vocabulary ids.
-    natives : dict of str to NativeType
-
-    Attributes
-    ----------
-    variables : dict of str to Compared
-    """
-
-    def __init__(self, tokens: Array, natives: dict[str, NativeType]) -> None:
-        self.variables: dict[str, Compared] = {}
-        self._tokens = tokens
-        self._natives = natives
-
-    def add(self, name: str, step: int, stored: Array, computed: Array) -> None:
-        """Compare one variable of one step.
-
-        Parameters
-        ----------
-        name : str
-        step : int
-        stored, computed : ndarray, (token, hidden), (token,) or ()
-            Native bits.
-        """
-        counted = self.variables.setdefault(name, Compared())
-        counted.steps += 1
-        wrong = stored != computed
-        if number := int(np.count_nonzero(wrong)):
-            distance = ulp_distance(stored[wrong], computed[wrong], self._natives[name])
-            counted.differing += number
-            counted.first = counted.first or self._place(step, wrong)
-            counted.ulps = None if distance is None else max(distance, counted.ulps or 0)
-
-    def _place(self, step: int, wrong: Array) -> dict[str, int | None]:
-        """Return step, token and hidden of the first different value."""
-        place = np.argwhere(wrong)[0].tolist() if wrong.ndim else []
-        return {
-            "step": step,
-            "token": int(self._tokens[place[0]]) if place else None,
-            "hidden": place[1] if len(place) > 1 else None,
-        }
 
 
 class UnreplayedSteps:

@@ -18,19 +18,13 @@ from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.trainers.recording.torch_threads import torch_threads
-from trajstore.trainers.replays.findings import Comparisons, UnreplayedSteps, finding_at
+from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at
 from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
 from trajstore.trainers.replays.recorded_optimizer import State, recorded_optimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows, check_inputs
 from trajstore.trainers.replays.replay_device import ReplayDevice, replay_device
 from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Finding, Kind, Replay
-from trajstore.trainers.replays.row_checks import (
-    SummaryChecks,
-    check_cells,
-    check_clipping,
-    check_skipped,
-    checked_first_row,
-)
+from trajstore.trainers.replays.row_checks import RowChecks
 from trajstore.values.optimizer_rule import MOMENTS
 
 __all__ = ["replay"]
@@ -76,31 +70,30 @@ def replay(
     source = open_tiled(path)
     rows = RecordedRows(source)
     device = replay_device(source.attributes)
-    findings: list[Finding] = []
     unreplayed = UnreplayedSteps()
-    comparisons = Comparisons(rows.tokens, rows.natives)
-    summaries = SummaryChecks(rows, comparisons, findings)
-    names = summaries.names if device.exact else set()
+    checks = RowChecks(rows)
+    findings = checks.findings
+    names = set(checks.summaries) if device.exact else set()
     if "W" in rows and "cells" in rows:
         names |= {"W", "cells"}
     steps: StepReplay | None = None
     with torch_threads(device.threads):
         with unreplayed.collect(*rows.steps[1:].tolist()):
-            steps = StepReplay(source, rows, device, comparisons, findings)
+            steps = StepReplay(source, rows, device, checks)
             names |= {"grad", *steps.recorded}
-        check_skipped(rows, findings)
+        checks.check_skipped()
         previous: RecordedRow | None = None
         for row in rows.read(names):
             if previous is None:
                 starts = dict.fromkeys(MOMENTS, 0.0) if steps is None else steps.starts
-                previous = checked_first_row(row, rows, findings, starts)
+                previous = checks.checked_first_row(row, starts)
             else:
                 if steps is not None:
                     with unreplayed.collect(row.step):
                         steps.replay(previous, row)
-                summaries.compare(previous, row)
+                checks.compare_summaries(previous, row)
                 previous = row
-            check_cells(row, rows, comparisons, findings)
+            checks.check_cells(row)
             if on_progress is not None:
                 on_progress(row.number + 1, len(rows))
     replayed = frozenset() if steps is None else frozenset(steps.replayed)
@@ -114,7 +107,7 @@ def replay(
         replayed=len(replayed),
         skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
         rebuilt=() if steps is None else steps.rebuilt,
-        variables=comparisons.variables,
+        variables=checks.compared,
         findings=tuple(sorted(findings, key=lambda one: one.step)[:LISTED]),
         total=len(findings),
         unreplayed=unreplayed.all(),
@@ -135,10 +128,8 @@ class StepReplay:
     rows : RecordedRows
     device : ReplayDevice
         If it is not exact, different values are counted but are no findings.
-    comparisons : Comparisons
-        Counts the compared values.
-    findings : list of Finding
-        Collects the errors.
+    checks : RowChecks
+        Counts the compared values, and collects the errors.
 
     Attributes
     ----------
@@ -162,8 +153,7 @@ class StepReplay:
         source: TiledRun,
         rows: RecordedRows,
         device: ReplayDevice,
-        comparisons: Comparisons,
-        findings: list[Finding],
+        checks: RowChecks,
     ) -> None:
         check_inputs(rows)
         attributes, natives = source.attributes, rows.natives
@@ -197,8 +187,7 @@ class StepReplay:
         self._rows = rows
         self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
         self._other_optimizer_until = steps_of_another_optimizer(attributes)
-        self._comparisons = comparisons
-        self._findings = findings
+        self._checks = checks
         self._exact = device.exact
         self._carried: State | None = None
         self._dropped: Array | None = None  # (token, hidden)
@@ -243,12 +232,12 @@ class StepReplay:
                 "a factor"
             )
         if self._exact and not skipped and is_known:
-            check_clipping(row, self._rows, self._max_grad_norm, self._comparisons, self._findings)
+            self._checks.check_clipping(row, self._max_grad_norm)
         if self._dropped is not None:
             dropped = self._dropped
             computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
         for name, bits in computed.items():
-            self._comparisons.add(name, row.step, row.bits[name], bits)
+            self._checks.compare(name, row.step, row.bits[name], bits)
         if self._exact or skipped:  # a skipped step changes nothing on any device
             self._find(row, computed, skipped=skipped)
         self.replayed.append(row.step)
@@ -279,7 +268,7 @@ class StepReplay:
         if not wrong:
             return
         kind: Kind = "skipped" if skipped else "mismatch"
-        self._findings.append(finding_at(wrong, self._rows.tokens, kind=kind, step=row.step))
+        self._checks.findings.append(finding_at(wrong, self._rows.tokens, kind=kind, step=row.step))
         if self.rebuilt:
             concerned: Array = np.any(list(wrong.values()), axis=0)
             self._dropped = concerned if self._dropped is None else self._dropped | concerned
@@ -300,7 +289,9 @@ class StepReplay:
         if np.isnan(rate):
             raise CannotReplay("the learning rate is NaN, so it is unknown")
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
-            self._findings.append(Finding(kind="invalid", variable="lr", step=row.step, tokens=0))
+            self._checks.findings.append(
+                Finding(kind="invalid", variable="lr", step=row.step, tokens=0)
+            )
             raise CannotReplay("its learning rate is too large for any optimizer")
         if rows.steps_taken(previous.number) == 0:
             return

@@ -29,10 +29,11 @@ class Checkpointing:
     """Takes the checkpoints of one recorded training.
 
     By default they are taken by time, so rarely that their cost is negligible. The next one waits
-    until the rows of the last one are committed, so there are never more than two. With `every`,
-    they are taken at the end of a block of rows, so that a checkpoint and a commit coincide. When
-    the training ends or is stopped, its state is copied after that step, before the last rows are
-    committed. So a complete run always has the checkpoint of its last step.
+    until the rows of the last one are committed, so there are never more than two. With
+    ``recording.checkpoint_every``, they are taken at the end of a block of rows, so that a
+    checkpoint and a commit coincide. When the training ends or is stopped, its state is copied
+    after that step, before the last rows are committed. So a complete run always has the checkpoint
+    of its last step.
 
     The training only waits for a copy of its state; a thread writes and flushes it. A run whose
     rows hold the whole state gets no checkpoint.
@@ -42,8 +43,6 @@ class Checkpointing:
     training : Training
     run : Path or RemotePath
         The run, or the first of several.
-    every : int, optional
-        Minimum steps between two checkpoints; default: by time.
     sources : mapping of str to str
         Given paths of the text and the tokenizer.
     taken_from : RunState, optional
@@ -60,7 +59,6 @@ class Checkpointing:
         training: Training,
         run: Location,
         *,
-        every: int | None,
         sources: Mapping[str, str],
         taken_from: RunState | None,
         stop: Callable[[], bool],
@@ -72,7 +70,7 @@ class Checkpointing:
         self._folder = CheckpointFolder(run, fsync=fsync)
         if taken_from is not None:
             self._folder.keep(taken_from)
-        self._every = every
+        self._every = training.config.recording.checkpoint_every
         self._sources = dict(sources)
         self._taken_from = taken_from
         self._last_step = 0 if taken_from is None else taken_from.step
@@ -164,9 +162,8 @@ class Checkpointing:
         return RunState.take(
             self._training,
             scaler,
+            recorder,
             run=str(self._created),
             name=self._run.name,
-            step=recorder.step,
-            rows=recorder.rows,
             sources=self._sources,
         )

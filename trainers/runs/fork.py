@@ -139,7 +139,7 @@ def fork(
     >>> changed.values.tolist()
     [False, False, False, True, True]
     """
-    source = _Source.open(run, at)
+    source = _Source(run, at)
     config, _ = with_products(forked_config(source.config, settings))
     source.check_step(at, config)
     check_device(source.path, config, source.provenance)
@@ -270,9 +270,14 @@ class _ForkPoint:
     proven_until: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Source:
     """The run to fork.
+
+    Parameters
+    ----------
+    run : path-like
+    at : int
+        Step of the fork.
 
     Attributes
     ----------
@@ -281,35 +286,29 @@ class _Source:
         Configuration of the step after the fork.
     attributes : dict
         Attributes of its root.
+    provenance : dict
+        Its attribute ``provenance``.
     types : dict of str to str
         Native type of each variable.
     steps : list of int
         Steps of its rows.
+
+    Raises
+    ------
+    RunNotFound, FormatError, InvalidArgument, NothingToResume
+        If it cannot be forked.
     """
 
-    path: Path
-    config: RunConfig
-    attributes: dict[str, Any]
-    types: dict[str, str]
-    steps: list[int]
-
-    @classmethod
-    def open(cls, run: str | os.PathLike[str], at: int) -> _Source:
-        """Open the run to fork.
-
-        Raises
-        ------
-        RunNotFound, FormatError, InvalidArgument, NothingToResume
-            If it cannot be forked.
-        """
+    def __init__(self, run: str | os.PathLike[str], at: int) -> None:
         if "://" in os.fspath(run):
             raise InvalidArgument(f"cannot fork the address {run}; copy the run to a local folder")
-        path = Path(run).absolute()
+        self.path = path = Path(run).absolute()
         group: Any = open_group(path)
-        attributes = group.attrs.asdict()
-        config = recorded_config(path, after=at)
-        check_recorded(path, attributes)
-        if not config.model.tied:
+        self.attributes: dict[str, Any] = group.attrs.asdict()
+        self.provenance: dict[str, Any] = self.attributes.get("provenance", {})
+        self.config = recorded_config(path, after=at)
+        check_recorded(path, self.attributes)
+        if not self.config.model.tied:
             raise InvalidArgument(
                 f"cannot fork {path}: it holds one of the two matrices of its training "
                 "(model.tied = false); record a new training with the other settings"
@@ -319,23 +318,12 @@ class _Source:
                 f"cannot fork {path}: it has no W, which is needed to compare a repeated training; "
                 "fork a run that was recorded with W"
             )
-        return cls(
-            path=path,
-            config=config,
-            attributes=attributes,
-            types={
-                name: str(array.attrs["native_dtype"])
-                for name, array in group.arrays()
-                if name in variables_of(attributes)
-            },
-            steps=np.asarray(group[STEP.name][...]).tolist(),
-        )
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """Its attribute ``provenance``."""
-        found: dict[str, Any] = self.attributes.get("provenance", {})
-        return found
+        self.types = {
+            name: str(array.attrs["native_dtype"])
+            for name, array in group.arrays()
+            if name in variables_of(self.attributes)
+        }
+        self.steps: list[int] = np.asarray(group[STEP.name][...]).tolist()
 
     @property
     def parameter(self) -> str:
@@ -442,8 +430,7 @@ class _Source:
     ) -> _ForkPoint:
         """Return the state after a step from its row, and compare the steps to the next row."""
         state = RunState.from_row(self.path, at, self.config, sources=sources)
-        following = [step for step in self.steps if step > at][:1]
-        for step in following:
+        for step in [step for step in self.steps if step > at][:1]:
             reached = train_again(self.path, text, state, step, sources=sources)
             if reached.difference is not None:
                 reason = explain_difference(self.path, reached.difference)

@@ -26,7 +26,6 @@ from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import (
-    ResumePoint,
     check_text,
     find_resume_point,
     recorded_config,
@@ -138,17 +137,16 @@ def record(
     if strict_numerics:
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # first, because an existing run would hide this error
-    before: ResumePoint | None = None
+    taken: RunState | None = None
     in_rows = False
     found = location(path).absolute()
     existing = existing_runs(found) if resume else ()
     runs = existing or planned_runs(found, config)
-    target = runs[0]
-    resume = bool(existing)
-    if resume and config.training.products == "auto":
-        chosen = recorded_config(target).training.products
-        config = config.with_values([f"training.products={chosen}"])
-    if resume:
+    target, last = runs[0], 0
+    if existing:
+        if config.training.products == "auto":
+            chosen = recorded_config(target).training.products
+            config = config.with_values([f"training.products={chosen}"])
         in_rows = holds_state(target, config)
         before = find_resume_point(existing, config, in_rows=in_rows)
         if before.has_all(config.training.steps):
@@ -162,12 +160,13 @@ def record(
                 for run in runs:
                     RunWriter.resume(run, commit_every=None, fsync=fsync).close("complete")
             return found
-        resume = before.last_step > 0
+        taken, last = before.taken, before.last_step
+    resume = last > 0
+    # An existing run without steps was killed before its first commit.
+    overwrite = not resume and (overwrite or bool(existing))
     if not resume:
-        # An existing run without steps was killed before its first commit.
-        replace = overwrite or before is not None
         target, *others = (
-            check_target(run, overwrite=replace) for run in planned_runs(path, config)
+            check_target(run, overwrite=overwrite) for run in planned_runs(path, config)
         )
         if others and found.exists():
             raise RunExists(
@@ -176,30 +175,28 @@ def record(
             )
         CheckpointFolder(target).check()
     config, products = with_products(config)
-    taken = before.taken if before is not None else None
     recorded = open_group(target).attrs.asdict() if resume else None
     sources = text_sources(taken, recorded, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
-    if before is not None:
+    if existing:
         check_text(target, text)
     # Before the training, so that an impossible choice is reported at once.
     options = recording_options(
         config,
         text,
-        overwrite=overwrite or (before is not None and not resume),
+        overwrite=overwrite,
         resume=resume,
         fsync=fsync,
         strict_numerics=strict_numerics,
         sources=sources,
     )
-    if before is not None and resume and in_rows:
-        last = before.last_step
+    if resume and in_rows:
         taken = RunState.from_row(
             target, last, recorded_config(target, after=last), sources=sources
         )
-    elif before is not None and resume and taken is None:
+    elif resume and taken is None:
         note = (
-            f"{target} has no checkpoint, so its {before.last_step} steps are trained again and "
+            f"{target} has no checkpoint, so its {last} steps are trained again and "
             "compared with the recorded rows before it resumes"
         )
         report_notes([note], on_note)
@@ -210,8 +207,8 @@ def record(
         on_corpus(text)
     if products is not None and on_products is not None:
         on_products(products)
-    if threads is None and before is not None and resume:
-        threads = recorded_threads(open_group(target).attrs.asdict(), before.last_step)
+    if threads is None and recorded is not None:
+        threads = recorded_threads(recorded, last)
     with torch_threads(threads):
         if taken is not None:
             report_notes(resume_notes(target, config, taken), on_note)
@@ -221,7 +218,6 @@ def record(
         checkpointing = Checkpointing(
             training,
             target,
-            every=config.recording.checkpoint_every,
             sources=sources,
             taken_from=taken,
             stop=stop,

@@ -78,8 +78,6 @@ class ResumePoint:
 
     Attributes
     ----------
-    rows : int
-        Committed rows of every run.
     last_step : int
         Step of the last row; 0 without rows.
     complete : bool
@@ -88,16 +86,15 @@ class ResumePoint:
         Newest usable checkpoint.
     """
 
-    rows: int
     last_step: int
     complete: bool
     taken: RunState | None
 
     def has_all(self, steps: int) -> bool:
         """Return True if all steps have been trained."""
-        if not self.rows or self.last_step < steps:
-            return False
-        return self.complete or self.taken is None or self.taken.step >= steps
+        return self.last_step >= steps and (
+            self.complete or self.taken is None or self.taken.step >= steps
+        )
 
 
 def find_resume_point(
@@ -168,7 +165,6 @@ def find_resume_point(
             f"checkpoint in {checkpoint_folder(path).name}; fork {fork.get('run')} again"
         )
     return ResumePoint(
-        rows=rows,
         last_step=last,
         complete=all(each["status"] == "complete" for each in of_each),
         taken=taken,

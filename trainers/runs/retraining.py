@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import NothingToResume
-from trajstore.store.metadata.segments import trained_segments
+from trajstore.store.metadata.segments import Segment, trained_segments
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
@@ -26,7 +26,7 @@ from trajstore.trainers.runs.matrix_runs import planned_runs, shared_path
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import recorded_config
 from trajstore.trainers.runs.run_state import RunState
-from trajstore.trainers.runs.training_setup import Training, build_training, find_device
+from trajstore.trainers.runs.training_setup import build_training, find_device
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["Retrained", "explain_difference", "retrain_to_last_row", "train_again"]
@@ -91,75 +91,48 @@ def train_again(
         If the device of the configuration is not available.
     """
     attributes = open_group(run).attrs.asdict()
-    segments = trained_segments(attributes, 0 if taken is None else taken.step, step)
+    created = str(attributes["created"])
     comparison = Comparison(make_writer)
     reached = taken
-    try:
-        for segment in segments:
-            with torch_threads(segment.threads):
-                reached = _train_segment(
-                    run,
-                    build_training(RunConfig.parse(segment.config), text),
-                    text,
-                    reached,
-                    segment.last,
-                    comparison=comparison,
-                    created=str(attributes["created"]),
-                    sources=sources,
-                    on_step=lambda now: on_retrain(now, step) if on_retrain else None,
+
+    def train(segment: Segment) -> RunState | None:
+        """Return the state after a segment; None if rows after a difference are lost."""
+        found: list[RunState] = []
+        training = build_training(RunConfig.parse(segment.config), text)
+
+        def after_step(recorder: Recorder, scaler: Any) -> bool:
+            if on_retrain is not None:
+                on_retrain(recorder.step, step)
+            lost = comparison.difference is not None and comparison.successor is None
+            ends = lost or recorder.step >= segment.last
+            if ends and not lost:
+                found.append(
+                    RunState.take(
+                        training, scaler, recorder, run=created, name=run.name, sources=sources
+                    )
                 )
+            return ends
+
+        run_recorded(
+            training,
+            run,
+            recording_options(training.config, text, resume=True),
+            reached,
+            after_step=after_step,
+            on_note=lambda note: None,  # the recording reported its notes
+            comparison=comparison,
+        )
+        return found[0] if found else None
+
+    try:
+        for segment in trained_segments(attributes, 0 if taken is None else taken.step, step):
+            with torch_threads(segment.threads):
+                reached = train(segment)
             if reached is None:
                 break
     finally:
         comparison.close()
     return Retrained(agreed=comparison.agreed, state=reached, difference=comparison.difference)
-
-
-def _train_segment(
-    run: Location,
-    training: Training,
-    text: Corpus,
-    taken: RunState | None,
-    last: int,
-    *,
-    comparison: Comparison,
-    created: str,
-    sources: Mapping[str, str],
-    on_step: Callable[[int], None],
-) -> RunState | None:
-    """Return the state after a segment's last step; None if rows after a difference are lost."""
-    reached: list[RunState] = []
-
-    def after_step(recorder: Recorder, scaler: Any) -> bool:
-        on_step(recorder.step)
-        if comparison.difference is not None and comparison.successor is None:
-            return True  # no writer takes the following rows
-        if recorder.step < last:
-            return False
-        reached.append(
-            RunState.take(
-                training,
-                scaler,
-                run=created,
-                name=run.name,
-                step=last,
-                rows=recorder.rows,
-                sources=sources,
-            )
-        )
-        return True
-
-    options = recording_options(training.config, text, overwrite=False, resume=True)
-    run_recorded(
-        training,
-        run,
-        options,
-        taken,
-        after_step=after_step,
-        on_note=lambda note: None,  # the recording reported its notes
-        comparison=comparison,
-    )
-    return reached[0] if reached else None
 
 
 def retrain_to_last_row(

@@ -171,14 +171,9 @@ class RunPlan:
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON values; bytes on disk are estimates."""
+        own = ("steps", "every", "rows", "tokens", "runs", "files", "encoding")
         return {
-            "steps": self.steps,
-            "every": self.every,
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "runs": self.runs,
-            "files": self.files,
-            "encoding": self.encoding,
+            **{name: getattr(self, name) for name in own},
             **self.totals(),
             "arrays": {
                 name: {
@@ -307,7 +302,12 @@ def plan(
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
     remarks: list[str] = []
-    rule = compact_rule(_recorded_attributes(config), types, remarks.append)
+    optimizer = {
+        "class": OPTIMIZERS[config.optimizer.name].real_class.__name__,
+        "hyperparameters": config.optimizer.model_dump(),
+    }
+    attributes = {"optimizer": optimizer, "recording": {"every": every}}
+    rule = compact_rule(attributes, types, remarks.append)
     computes = recording.encoding == "compact"
     runs = len(matrices(config) or ("",))
     layout = plan_layout(
@@ -349,16 +349,6 @@ def plan(
         remarks=tuple(remarks) if computes else (),
         advice=tuple(numeric_advice(config)),
     )
-
-
-def _recorded_attributes(config: RunConfig) -> dict[str, Any]:
-    """Attributes of the run, as far as the rule of its optimizer depends on them."""
-    optimizer = config.optimizer
-    name = OPTIMIZERS[optimizer.name].real_class.__name__
-    return {
-        "optimizer": {"class": name, "hyperparameters": optimizer.model_dump()},
-        "recording": {"every": config.recording.every},
-    }
 
 
 def _bytes_by_encoding(

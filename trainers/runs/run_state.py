@@ -30,6 +30,7 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.training_setup import Training
@@ -84,11 +85,10 @@ class RunState:
         cls,
         training: Training,
         scaler: Any,
+        recorder: Recorder,
         *,
         run: str,
         name: str,
-        step: int,
-        rows: int,
         sources: Mapping[str, str],
     ) -> Self:
         """Copy the state of a training.
@@ -98,7 +98,9 @@ class RunState:
         training : Training
         scaler : GradScaler or None
             Scaler of the loop.
-        run, name, step, rows, sources
+        recorder : Recorder
+            Its step and rows are those of the state.
+        run, name, sources
             As the attributes.
         """
         tensors = {_MODEL + key: _copy(one) for key, one in training.model.named_parameters()}
@@ -108,8 +110,8 @@ class RunState:
         return cls(
             run=run,
             name=name,
-            step=step,
-            rows=rows,
+            step=recorder.step,
+            rows=recorder.rows,
             config=training.config.model_dump(mode="json"),
             sources=dict(sources),
             state={

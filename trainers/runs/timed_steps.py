@@ -22,7 +22,7 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.runs.matrix_runs import planned_runs
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
-from trajstore.trainers.texts.corpus import Corpus, load_corpus
+from trajstore.trainers.texts.corpus import load_corpus
 
 __all__ = ["TimedSteps", "time_steps"]
 
@@ -116,8 +116,15 @@ def time_steps(
         bare = _Clock(device, seconds / 2)
         build_training(config, text).run(on_step_end=bare)
         with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
-            run = Path(folder) / "timed.zarr"
-            recorded = _record(config, text, device, seconds / 2, run)
+            run, *_ = planned_runs(Path(folder) / "timed.zarr", config)
+            options = recording_options(config, text)
+            training = build_training(config, text)
+            recorded = _Clock(device, seconds / 2)
+            # The plan has the notes already.
+            run_recorded(
+                training, run, options, None, after_step=recorded, on_note=lambda note: None
+            )
+            whole = recorded.elapsed()
             size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     # Some devices have no special error for too little memory.
     except RuntimeError as error:
@@ -134,7 +141,7 @@ def time_steps(
         rows=rows,
         step_seconds=step_seconds,
         # The duration of steps varies; the time after the last step is certainly for writing.
-        row_seconds=max(recorded.seconds - recorded.steps * step_seconds, recorded.after) / rows,
+        row_seconds=max(whole - recorded.steps * step_seconds, whole - recorded.seconds) / rows,
         row_bytes=size / rows,
     )
 
@@ -145,47 +152,26 @@ class _Clock:
     def __init__(self, device: torch.device, limit: float) -> None:
         self._device = device
         self._limit = limit
-        self._begun: float | None = None
-        self.steps = 0
+        self._begun = 0.0
+        self.steps = -1
         self.seconds = 0.0
-        self.after = 0.0
 
     def __call__(self, *_: Any) -> bool:
-        if self._begun is None:
-            self._begun = self._now()
-            return False
         self.steps += 1
-        self.seconds = self._now() - self._begun
-        return self.seconds >= self._limit
+        now = self.elapsed()
+        if not self.steps:
+            self._begun = now
+            return False
+        self.seconds = now
+        return now >= self._limit
 
-    def stop(self) -> None:
-        """Measure the time until now; `after` is the time since the last step."""
-        if self._begun is not None:
-            before, self.seconds = self.seconds, self._now() - self._begun
-            self.after = self.seconds - before
-
-    def _now(self) -> float:
+    def elapsed(self) -> float:
+        """Return the seconds since the end of the first step."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         elif self._device.type == "mps":
             torch.mps.synchronize()
-        return perf_counter()
-
-
-def _record(
-    config: RunConfig, text: Corpus, device: torch.device, limit: float, run: Path
-) -> _Clock:
-    clock = _Clock(device, limit)
-    options = recording_options(config, text)
-
-    def ignore_note(note: str) -> None:
-        """The advice is part of the plan."""
-
-    training = build_training(config, text)
-    first = planned_runs(run, config)[0]
-    run_recorded(training, first, options, None, after_step=clock, on_note=ignore_note)
-    clock.stop()
-    return clock
+        return perf_counter() - self._begun
 
 
 def _check_memory(config: RunConfig) -> None:

@@ -45,17 +45,6 @@ __all__ = [
     "with_products",
 ]
 
-_QUIET: dict[str, Any] = {
-    "dataloader_num_workers": 0,
-    "dataloader_pin_memory": False,
-    "save_strategy": "no",
-    "logging_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "log_level": "error",
-}
-"""Arguments of a Trainer that only trains."""
-
 
 class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
     """Every window of a text, with its labels.
@@ -339,5 +328,12 @@ def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -
         use_cpu=device.type == "cpu",
         seed=training.seed,
         remove_unused_columns=not config.records_batch,  # the recorder removes the indices
-        **_QUIET,
+        # The Trainer only trains.
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
     )

@@ -176,7 +176,7 @@ class RunParameters:
         """
         return row_of(self.run, self.steps, exact_step(step, least=ANY))
 
-    def row(self, step: int, variables: Collection[str]) -> dict[str, Array]:
+    def row(self, step: int, variables: Collection[str]) -> Row:
         """Read the native bits of one row of some variables.
 
         Raises
@@ -208,7 +208,8 @@ class RunParameters:
             If the run does not hold a step; raised before the first row is read.
         """
         numbers = [self.number(step) for step in steps]
-        length = min(_block_rows(self._arrays[name]) for name in variables)
+        arrays = [self._arrays[name] for name in variables]
+        length = min(int((array.shards or array.chunks)[0]) for array in arrays)
         while numbers:
             block = numbers[0] // length
             inside = [one for one in numbers if one // length == block]
@@ -242,10 +243,6 @@ class RunParameters:
             return None
         stored = stored_array(self.run, name, self._arrays[name])
         return None if stored is None else replace(stored, threads=default_threads())
-
-
-def _block_rows(array: Any) -> int:
-    return int((array.shards or array.chunks)[0])
 
 
 def _stored(

@@ -166,10 +166,8 @@ def swept_runs(
 
 
 def _name(stem: str, config: RunConfig, fields: Sequence[str], seed: int | None) -> str:
-    parts = [stem]
-    for field in fields:
-        section, _, key = field.partition(".")
-        parts.append(f"{field}={_text(getattr(getattr(config, section), key))}")
+    values = config.flat()
+    parts = [stem, *(f"{field}={_text(values[field])}" for field in fields)]
     if seed is not None:
         parts.append(f"seed={seed}")
     name = "_".join(parts) + ".zarr"
@@ -183,7 +181,7 @@ def _name(stem: str, config: RunConfig, fields: Sequence[str], seed: int | None)
 
 def _text(value: Any) -> str:
     """Return a value as text for a file name, the same for all spellings of the value."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, list):
         return "+".join(map(_text, value))
     text = re.sub(r"e([+-])0+", r"e\1", repr(value)) if isinstance(value, float) else str(value)
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")

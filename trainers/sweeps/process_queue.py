@@ -11,9 +11,7 @@ from pathlib import Path
 
 from trajstore.store.storage.lock import is_written_to
 
-__all__ = ["ENDED", "Job", "run_jobs"]
-
-ENDED = ("skipped", "complete", "interrupted", "failed")
+__all__ = ["Job", "run_jobs"]
 
 _INTERVAL = 0.2
 _MESSAGE_BYTES = 4096
@@ -33,7 +31,8 @@ class Job:
     done : callable
         Returns True if the run needs no process.
     state : str
-        ``waiting``, ``busy`` (another process writes to the run), ``running``, or one of `ENDED`.
+        ``waiting``, ``busy`` (another process writes to the run), ``running``; at the end
+        ``skipped``, ``complete``, ``interrupted`` or ``failed``.
     message : str
         Reason of a failure: the last line of its output.
     seconds : float

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-from hypothesis import given
-from hypothesis import strategies as st
-
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.presets import PRESETS, preset
@@ -56,46 +53,22 @@ def test_the_presets_are_the_notebooks() -> None:
     ("assignment", "sentence"),
     [
         ("optimizer.lr=-1", "optimizer.lr = -1: input should be greater than 0"),
+        ("optimizer.lr=inf", "optimizer.lr = inf: input should be a finite number"),
         ("optimizer.lr=abc", "= 'abc': .* a valid number, such as optimizer.lr=0.001$"),
         ("training.steps=1.5", "= 1.5: .* a valid integer, such as training.steps=10000$"),
         ("optimizer.rate=1", "unknown field optimizer.rate; the fields are name, lr"),
         ("optimiser.lr=1", r"unknown field optimiser \(did you mean 'optimizer'\?\); the fields"),
+        ("init.sigma=1", r"unknown field init \(did you mean 'initialization.sigma'\?\)"),
         ("schedule.name=step", "schedule.name = 'step': input should be 'linear', 'cosine' or"),
         ("model.heads=3", "^model: 3 heads do not divide 64"),
         ("recording.variables=[\"W\", \"speed\"]", "recording.variables = .*cannot record 'speed'"),
-        ("recording.every=0", "recording.every = 0: input should be greater than or equal to 1"),
         ("optimizer.momentum=0.9", "^optimizer: momentum = 0.9 needs sgd"),
-        ("optimizer.state_dtype=float64", "state_dtype = 'float64': input should be 'bfloat16'"),
-        ("optimizer.rounding=up", "optimizer.rounding = 'up': input should be 'nearest' or"),
         ("lr", "expected section.field=value"),
     ],
 )  # fmt: skip
 def test_impossible_values_name_the_field(assignment: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.").replace(r"\.*", ".*")):
         preset("gatsby").with_values([assignment])
-
-
-def test_experiments_that_are_no_presets_can_be_said() -> None:
-    config = preset("wordybird-1").with_values(
-        [
-            "model.vocab_size=10000", "data.live_tokens=6301", "model.layers=4",
-            "model.hidden=128", "model.dtype=float32", "schedule.name=cosine",
-            "training.accumulation=4", "initialization.kind=point",
-            "initialization.dtype=bfloat16", "optimizer.name=sgd", "optimizer.momentum=0.9",
-        ]
-    )  # fmt: skip
-    assert (config.model.vocab_size, config.training.accumulation) == (10_000, 4)
-
-
-@given(
-    st.floats(1e-6, 10), st.integers(1, 10_000), st.sampled_from(["matrix", "weights", "W,grad"])
-)
-def test_a_configuration_survives_toml(lr: float, steps: int, variables: str) -> None:
-    names = ", ".join(f'"{name}"' for name in variables.split(","))
-    config = preset("gatsby").with_values(
-        [f"optimizer.lr={lr!r}", f"training.steps={steps}", f"recording.variables=[{names}]"]
-    )
-    assert RunConfig.parse(__import__("tomllib").loads(config.to_toml())) == config
 
 
 def test_a_file_that_is_no_configuration_is_reported(tmp_path: Path) -> None:

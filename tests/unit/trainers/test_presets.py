@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 from trajstore import analysis, open_run
-from trajstore.errors import InvalidArgument
-from trajstore.trainers import PRESETS, plan, preset, record
+from trajstore.trainers import plan, preset, record
 from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
@@ -19,12 +18,6 @@ SMALL = (
     "model.context=8", "model.hidden=8", "model.layers=1", "training.batch_size=4",
     "training.device=cpu", "training.steps=3", "model.vocab_size=300", "data.live_tokens=250",
 )  # fmt: skip
-
-
-def test_an_unknown_preset_is_an_error_with_the_known_names() -> None:
-    with pytest.raises(InvalidArgument, match=r"'mallard'; choose from gatsby, .*duckling"):
-        preset("mallard")
-    assert all(make().with_values([]) == make() for make in PRESETS.values())
 
 
 def test_duckling_is_float32_under_autocast() -> None:

@@ -108,12 +108,13 @@ def test_compiled_models_are_the_same_inside(tiny: Any) -> None:
     assert not modes_of_products()
 
 
-@pytest.mark.parametrize("loop", ["trainer", "plain"])
-def test_a_run_keeps_its_products(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Resume, fork, replay and proof use the recorded choice, whatever the machine would choose."""
-    config = preset("gatsby").with_values([*TINY, f"training.loop={loop}"])
+def products_in_use(model: Any, step: int) -> dict[str, float]:
+    return {"blocks": float(modes_of_products())}
+
+
+def test_a_run_keeps_its_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that repeats steps uses the recorded choice, whatever the machine would choose."""
+    config = preset("gatsby").with_values(TINY)
     runs = {}
     for chosen, slow in (("float32", True), ("native", False)):
         notes: list[str] = []
@@ -132,23 +133,12 @@ def test_a_run_keeps_its_products(
         for other in (part, forked):
             assert np.array_equal(open_run(other).W.values[-3:], W[-3:]), other
         assert not replay(whole).findings
-        proof = prove(whole)
-        assert proof.clean
+        assert prove(whole).clean
+        evaluate(whole, products_in_use, tmp_path / f"{chosen}-results.zarr", steps=[2])
+        found = xr.open_zarr(tmp_path / f"{chosen}-results.zarr")
+        assert found.blocks.values.tolist() == [chosen == "float32"]
         runs[chosen] = W
     assert not np.array_equal(runs["float32"], runs["native"])
-
-
-def products_in_use(model: Any, step: int) -> dict[str, float]:
-    return {"blocks": float(modes_of_products())}
-
-
-@pytest.mark.parametrize("products", ["native", "float32"])
-def test_an_evaluation_uses_the_products_of_its_run(products: str, tmp_path: Path) -> None:
-    config = preset("gatsby").with_values([*TINY, f"training.products={products}"])
-    run = record(config, tmp_path / "run.zarr")
-    evaluate(run, products_in_use, tmp_path / "results.zarr", steps=[2])
-    found = xr.open_zarr(tmp_path / "results.zarr")
-    assert found.blocks.values.tolist() == [products == "float32"]
 
 
 def test_a_loop_of_ones_own_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

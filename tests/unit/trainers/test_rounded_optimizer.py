@@ -132,6 +132,8 @@ def test_a_state_dict_carries_a_training_on_bit_for_bit(
     # Its own settings are those of the state dict.
     other = rounded(again, state_dtype="float64", **settings)
     saved = copy.deepcopy(optimizer.state_dict())
+    # The order of the state does not enter.
+    saved["state"] = {k: dict(reversed(v.items())) for k, v in saved["state"].items()}
     other.load_state_dict(saved)
     assert bits(params, optimizer) == bits(again, other)
     assert other.param_groups[0]["state_dtype"] == state
@@ -142,20 +144,6 @@ def test_a_state_dict_carries_a_training_on_bit_for_bit(
         for name, value in values.items():
             if value is not None:
                 assert not torch.equal(value, other.state[again[index]][name])
-
-
-def test_the_order_of_the_state_does_not_enter() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = RoundedAdam(params, state_dtype="bfloat16", rounding="stochastic")
-    train(optimizer, params, 0, 2)
-    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = RoundedAdam(again, state_dtype="bfloat16", rounding="stochastic")
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"] = {k: dict(reversed(v.items())) for k, v in saved["state"].items()}
-    other.load_state_dict(saved)
-    train(optimizer, params, 2, 4)
-    train(other, again, 2, 4)
-    assert bits(params, optimizer) == bits(again, other)
 
 
 def test_a_state_of_the_real_class_is_taken_up() -> None:
@@ -185,36 +173,6 @@ def test_hooks_see_what_is_loaded_and_may_change_it() -> None:
     assert not optimizer.state
 
 
-def test_step_hooks_run_once_a_step() -> None:
-    params = parameters(torch.bfloat16)
-    first, second = (
-        RoundedAdam(params, state_dtype="float32"),
-        RoundedAdamW(params, state_dtype="float32"),
-    )
-    seen: list[str] = []
-    for name, optimizer in (("adam", first), ("adamw", second)):
-        optimizer.register_step_pre_hook(lambda *_, name=name: seen.append(f"before {name}"))
-        optimizer.register_step_post_hook(lambda *_, name=name: seen.append(f"after {name}"))
-        train(optimizer, params, 0, 2)
-    assert seen == [*2 * ["before adam", "after adam"], *2 * ["before adamw", "after adamw"]]
-
-
-def test_a_scheduler_changes_the_rate() -> None:
-    params, others = parameters(torch.float32), parameters(torch.float32)
-    pairs = []
-    for optimizer in (
-        RoundedAdamW(params, lr=0.1, state_dtype="float32"),
-        torch.optim.AdamW(others, lr=0.1),
-    ):
-        pairs.append((optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
-    for step in range(3):
-        for (optimizer, schedule), held in zip(pairs, (params, others), strict=True):
-            train(optimizer, held, step, step + 1)
-            schedule.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-    assert pairs[0][0].param_groups[0]["lr"] == pytest.approx(0.0125)
-
-
 def test_a_closure_makes_the_gradients() -> None:
     (W,) = params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
     optimizer = RoundedSGD(params, lr=0.5, state_dtype="float32")
@@ -227,29 +185,6 @@ def test_a_closure_makes_the_gradients() -> None:
 
     assert optimizer.step(closure).item() == 3
     assert torch.equal(W, torch.zeros(3, dtype=W.dtype))
-
-
-def test_parameters_without_a_gradient_stay_and_do_not_count() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = RoundedAdam(params, state_dtype="float32")
-    give_gradients(params, 0)
-    params[1].grad = None
-    before = params[1].detach().clone()
-    optimizer.step()
-    assert torch.equal(params[1], before)
-    assert not optimizer.state[params[1]]
-    assert optimizer.state[params[0]]["step"] == 1
-
-
-def test_groups_have_settings_of_their_own() -> None:
-    first, second, _ = parameters(torch.bfloat16)
-    groups = [{"params": [first]}, {"params": [second], "state_dtype": "float32", "lr": 0.0}]
-    optimizer = RoundedAdam(groups, state_dtype="bfloat16", weight_decay=0.0)
-    before = second.detach().clone()
-    train(optimizer, [first, second], 0, 1)
-    assert optimizer.state[first]["exp_avg"].dtype == torch.bfloat16
-    assert optimizer.state[second]["exp_avg"].dtype == torch.float32
-    assert torch.equal(second, before)
 
 
 def test_it_leaves_the_global_generator_alone_and_follows_its_seed() -> None:
@@ -276,17 +211,6 @@ def test_a_parameter_is_rounded_the_same_alone_and_beside_others() -> None:
     assert bits(params[:1], both) == bits(alone, one)
 
 
-def test_a_copy_steps_like_the_original() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = RoundedAdamW(params, state_dtype="float32", rounding="stochastic")
-    train(optimizer, params, 0, 2)
-    again = copy.deepcopy(optimizer)
-    copies = again.param_groups[0]["params"]
-    train(optimizer, params, 2, 3)
-    train(again, copies, 2, 3)
-    assert bits(params, optimizer) == bits(copies, again)
-
-
 def test_its_signature_is_the_real_one_and_what_is_added() -> None:
     names = inspect.signature(RoundedAdamW).parameters
     assert [*names][:3] == ["params", "lr", "betas"]
@@ -302,9 +226,6 @@ def test_its_signature_is_the_real_one_and_what_is_added() -> None:
         ({"rounding": "up"}, "rounding is 'up', expected one of nearest, stochastic"),
         ({"rounding_seed": 1.5}, "rounding_seed is 1.5, expected an integer"),
         ({"foreach": True}, "does not take foreach=True: it steps one parameter at a time"),
-        ({"fused": True}, "does not take fused=True"),
-        ({"capturable": True}, "does not take capturable=True"),
-        ({"differentiable": True}, "does not take differentiable=True"),
     ],
 )
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import xarray as xr
 from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
+from altered_runs import change_attributes  # noqa: E402
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 from small_trainings import small_config  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
@@ -68,44 +68,39 @@ def applied(ds: xr.Dataset, make: Callable[[Any], Any], *, rates: Any = None) ->
     return np.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "name", nightly_but([*OPTIMIZERS, "adamw, float32"], "adamw", "rounded", "sgd-momentum")
-)
+UNCHANGED: dict[str, dict[str, Any]] = {
+    name: {"optimizer": make} for name, make in OPTIMIZERS.items()
+} | {
+    "summaries": {"variables": ("matrix", *SUMMARIES)},
+    "adamw, float32": {"dtype": torch.float32},
+    "rounded once, in the weights' type": {
+        "optimizer": lambda p: RoundedAdamW(p, lr=0.01, state_dtype="bfloat16")
+    },
+    "rebuilt moments": {"variables": "weights+grads"},
+    "some tokens": {"tokens": [2, 3, 15]},
+}  # fmt: skip
+QUICK = ("summaries", "rounded", "sgd-momentum", "rebuilt moments", "some tokens",
+         "rounded once, in the weights' type")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", nightly_but(UNCHANGED, *QUICK))
 def test_nothing_changed_is_the_run_again(name: str, tmp_path: Path) -> None:
-    name, _, wide = name.partition(", ")
-    dtype = torch.float32 if wide else torch.bfloat16
-    record_all = (
-        {} if name.startswith("sgd") or name == "rmsprop" else {"variables": ("matrix", *SUMMARIES)}
-    )
-    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=dtype, **record_all)
-    found = what_if(run, tmp_path / "same.zarr")
-    assert (found.rows, found.first_step, found.last_step) == (21, 0, 20)
-    same(open_run(run), open_run(found.path))
-    assert replay(found.path).clean
-    assert replay(found.path).replayed == 20
-
-
-@pytest.mark.parametrize(
-    "name", nightly_but(["adamw", "sgd-momentum", "rounded", "rmsprop"], "adamw")
-)
-def test_it_continues_from_a_step(name: str, tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=torch.bfloat16)
-    found = what_if(run, tmp_path / "same.zarr", at=7)
-    assert (found.rows, found.first_step, found.last_step) == (14, 7, 20)
-    same(open_run(run).isel(step=slice(7, None)), open_run(found.path))
-
-
-def test_moments_that_are_not_recorded_are_rebuilt(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, variables="weights+grads")
-    for step in (None, 1, 9):
-        out = what_if(run, tmp_path / f"{step}.zarr", at=step).path
-        same(open_run(run).isel(step=slice(step or 0, None)), open_run(out))
+    run = tiny_run(tmp_path / "run.zarr", **{"dtype": torch.bfloat16} | UNCHANGED[name])
+    for at in (0, 7):
+        found = what_if(run, tmp_path / f"{at}.zarr", at=at or None)
+        assert (found.rows, found.first_step, found.last_step) == (21 - at, at, 20)
+        same(open_run(run).isel(step=slice(at, None)), open_run(found.path))
+    assert replay(tmp_path / "0.zarr").clean
+    assert replay(tmp_path / "0.zarr").replayed == 20
 
 
 def test_skipped_steps_stay_skipped(tmp_path: Path) -> None:
     run = scaled_run(tmp_path / "run.zarr", fused=False)
     assert (open_run(run).skipped == 1).sum() > 1
     same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
+    late = what_if(run, tmp_path / "late.zarr", at=9).path
+    with pytest.raises(CannotReplay, match="number of skipped steps"):
+        what_if(late, tmp_path / "no.zarr")
 
 
 def test_settings_that_are_those_of_the_run_change_nothing(tmp_path: Path) -> None:
@@ -141,7 +136,6 @@ def test_float32_weights_are_what_torch_makes_of_the_gradients(tmp_path: Path) -
     ("setting", "make"),
     [
         ("optimizer.betas=[0.5, 0.9]", lambda p: torch.optim.AdamW(p, betas=(0.5, 0.9))),
-        ("optimizer.eps=1e-2", lambda p: torch.optim.AdamW(p, eps=1e-2)),
         ("optimizer.name=adam", lambda p: torch.optim.Adam(p, weight_decay=0.01)),
         ("optimizer.name=sgd", lambda p: torch.optim.SGD(p, weight_decay=0.01)),
     ],
@@ -244,8 +238,7 @@ def test_state_of_float32_rounds_the_weights_once(tmp_path: Path) -> None:
     assert falls.any()
 
 
-@pytest.mark.nightly
-def test_stochastic_rounding_is_seeded_and_unbiased(tmp_path: Path) -> None:
+def test_stochastic_rounding_is_seeded(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, steps=6)
 
     def rounded(seed: int) -> Any:
@@ -253,13 +246,7 @@ def test_stochastic_rounding_is_seeded_and_unbiased(tmp_path: Path) -> None:
         out = what_if(run, tmp_path / "o.zarr", settings, seed=seed, overwrite=True).path
         return open_run(out).W.values
 
-    assert rounded(1).tobytes() == rounded(1).tobytes()
-    assert rounded(1).tobytes() != rounded(2).tobytes()
-    exact = open_run(what_if(run, tmp_path / "x.zarr", ["model.dtype=float32"]).path).W.values[1]
-    mean = np.mean([rounded(seed)[1].astype("f8") for seed in range(60)], axis=0)
-    spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
-    # The standard error of 60 draws is at most 0.065 spacings; 136 elements.
-    assert np.abs((mean - exact) / spacing).max() < 0.3
+    assert rounded(1).tobytes() == rounded(1).tobytes() != rounded(2).tobytes()
 
 
 def test_selected_tokens_have_the_values_of_all_tokens(tmp_path: Path) -> None:
@@ -272,24 +259,6 @@ def test_selected_tokens_have_the_values_of_all_tokens(tmp_path: Path) -> None:
     ids = open_run(what_if(run, tmp_path / "ids.zarr", settings, tokens=[3, 1]).path)
     same(whole.isel(token=[1, 3]), ids)
     assert replay(tmp_path / "ids.zarr").clean
-
-
-def test_a_subset_of_a_run_that_does_not_say_its_vocabulary(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 9, 15])
-    metadata = json.loads((run / "zarr.json").read_text())
-    del metadata["attributes"]["recording"]["vocabulary"]
-    (run / "zarr.json").write_text(json.dumps(metadata))
-    one = open_run(what_if(run, tmp_path / "one.zarr", tokens=[9]).path)
-    same(open_run(run).sel(token=[9]), one)
-
-
-def test_a_state_of_the_weights_type_that_is_rounded_once_stays_so(tmp_path: Path) -> None:
-    run = tiny_run(
-        tmp_path / "run.zarr",
-        lambda p: RoundedAdamW(p, lr=0.01, state_dtype="bfloat16"),
-        dtype=torch.bfloat16,
-    )
-    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
 
 
 def test_momentum_can_be_removed_but_not_added(tmp_path: Path) -> None:
@@ -315,20 +284,14 @@ def test_steps_that_a_fork_had_before(tmp_path: Path) -> None:
     exact_moments(open_run(other).sel(step=slice(4, None))).isel(step=-1).compute()
 
 
-def test_skipped_steps_that_are_not_known(tmp_path: Path) -> None:
-    run = scaled_run(tmp_path / "run.zarr", fused=False)
-    late = what_if(run, tmp_path / "late.zarr", at=9).path
-    with pytest.raises(CannotReplay, match="number of skipped steps"):
-        what_if(late, tmp_path / "no.zarr")
-
-
 def test_a_recorded_subset(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 3, 15])
-    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
-    one = open_run(what_if(run, tmp_path / "one.zarr", tokens=[15]).path)
-    same(open_run(run).sel(token=[15]), one)
     with pytest.raises(InvalidArgument, match="the run lacks 4"):
         what_if(run, tmp_path / "no.zarr", tokens=[4])
+    for name in ("one", "of an unknown vocabulary"):
+        one = open_run(what_if(run, tmp_path / f"{name}.zarr", tokens=[15]).path)
+        same(open_run(run).sel(token=[15]), one)
+        change_attributes(run, lambda root: root["recording"].pop("vocabulary", None))
 
 
 def test_fork_names_omitted_variables_and_takes_a_list_of_settings(tmp_path: Path) -> None:
@@ -379,13 +342,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
     "no gradients": ({"variables": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
     "every": ({"every": 2}, [], {}, CannotReplay, "record with every=1"),
     "step": ({}, [], {"at": 99}, StepNotFound, "step 99 was not recorded"),
-    "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "unknown field optimizer.nope"),
     "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "cannot change model.hidden"),
-    "earlier name": (
-        {}, ["initialization.sigma=1"], {}, InvalidArgument, "cannot change initialization.sigma",
-    ),
-    "form": ({}, ["lr"], {}, InvalidArgument, "expected section.field=value"),
-    "momentum": ({}, ["optimizer.momentum=0.5"], {}, InvalidArgument, "momentum"),
     "betas of sgd": (
         {"optimizer": OPTIMIZERS["sgd"]}, ["optimizer.betas=[0.1, 0.2]"], {}, InvalidArgument,
         "SGD has no betas",
@@ -396,7 +353,6 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
     ),
     "seed": ({}, [], {"seed": 3}, InvalidArgument, "only stochastic rounding is random"),
     "last step": ({}, [], {"at": 4}, CannotReplay, "is the last step"),
-    "infinite": ({}, ["optimizer.lr=inf"], {}, InvalidArgument, "finite number"),
     "tokens": ({}, [], {"tokens": "dead"}, InvalidArgument, "the dead tokens are not known"),
     "unknown clipping": (BY_VALUE, [], {}, CannotReplay, "clip_coef is NaN"),
 }  # fmt: skip
@@ -413,22 +369,12 @@ def test_wrong_questions_are_errors_and_write_nothing(name: str, tmp_path: Path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_output_is_not_the_run_nor_something_else(tmp_path: Path) -> None:
+def test_the_output_is_not_the_run(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", steps=4)
     with pytest.raises(RunExists):
         what_if(run, run)
-    alias = tmp_path / "alias.zarr"
-    alias.symlink_to(run, target_is_directory=True)
-    with pytest.raises(RunExists, match="is a link"):
-        what_if(run, alias, overwrite=True)
-    for name in (run, tmp_path / "file.zarr" / ".." / "run.zarr"):
-        (tmp_path / "file.zarr").mkdir(exist_ok=True)
-        with pytest.raises(InvalidArgument, match="is the run with the gradients"):
-            what_if(run, name, overwrite=True)
-    (tmp_path / "file.zarr").rmdir()
-    (tmp_path / "file.zarr").write_text("mine")
-    with pytest.raises(RunExists):
-        what_if(run, tmp_path / "file.zarr", overwrite=True)
+    with pytest.raises(InvalidArgument, match="is the run with the gradients"):
+        what_if(run, tmp_path / "run.zarr" / ".." / "run.zarr", overwrite=True)
 
 
 def test_a_run_that_began_without_its_moments(tmp_path: Path) -> None:

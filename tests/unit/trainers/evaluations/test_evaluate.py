@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ torch = pytest.importorskip("torch")
 from recorded_models import OwnModel  # noqa: E402
 
 from trajstore.trainers import evaluate  # noqa: E402
-from trajstore.trainers.evaluations import result_store  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -78,26 +76,6 @@ def test_processes_of_their_own_give_the_same(recorded: Any, tmp_path: Path, pro
         evaluate(recorded.path, probe, tmp_path / f"{jobs}.zarr", jobs=jobs).path for jobs in (1, 2)
     )
     assert xr.open_zarr(one).load().equals(xr.open_zarr(other).load())
-
-
-def write_at_once(run: Path, probe: str, out: Path) -> None:
-    """Evaluate, and write each result before the next step."""
-    result_store._WAITING_SECONDS = 0
-    evaluate(run, probe, out)
-
-
-def test_after_a_kill_the_same_call_continues(recorded: Any, tmp_path: Path, probe: str) -> None:
-    out = tmp_path / "out.zarr"
-    (tmp_path / "dies 3").touch()
-    process = processes.Process(target=write_at_once, args=(recorded.path, probe, out))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    (tmp_path / "dies 3").unlink()
-    assert xr.open_zarr(out)["step"].values.tolist() == [0, 1, 2]
-    assert evaluate(recorded.path, probe, out).new == 4
-    names = xr.open_zarr(out)["name"].values.tolist()
-    assert names == [f"step {step}" for step in range(7)]
 
 
 @pytest.mark.usefixtures("forked")

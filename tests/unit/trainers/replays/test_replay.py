@@ -12,22 +12,19 @@ import zarr
 from bits_and_calls import nightly_but
 
 torch = pytest.importorskip("torch")
-from altered_runs import flip  # noqa: E402
+from altered_runs import change_attributes, flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.cli.integrity_commands import print_replay  # noqa: E402
-from trajstore.trainers import capture, preset, record  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402
 from trajstore.trainers.replays.replay_result import Replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
-)
 
 
 def proven(path: Path, steps: int, *variables: str) -> Replay:
@@ -44,13 +41,6 @@ def proven(path: Path, steps: int, *variables: str) -> Replay:
         if name in variables:
             assert compared.steps == steps, name
     return result
-
-
-def attributes(path: Path, change: Any) -> None:
-    """Change the attributes of a run."""
-    metadata = json.loads((path / "zarr.json").read_text())
-    change(metadata["attributes"])
-    (path / "zarr.json").write_text(json.dumps(metadata))
 
 
 NIGHTLY_BFLOAT16 = pytest.mark.parametrize(
@@ -104,15 +94,17 @@ REBUILT = {
         lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
         ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     ),
+    "adam-decay": (WHOLE["adam-decay"], ("exp_avg", "exp_avg_sq")),
 }
 
 
-@pytest.mark.parametrize("name", nightly_but(REBUILT, "sgd-momentum", "nadam"))
+@pytest.mark.parametrize("name", nightly_but(REBUILT, "sgd-momentum", "nadam", "adam-decay"))
 @NIGHTLY_BFLOAT16
 def test_state_that_the_run_lacks_is_rebuilt(name: str, dtype: Any, tmp_path: Path) -> None:
     optimizer, rebuilt = REBUILT[name]
     path = tiny_run(tmp_path / "run.zarr", optimizer, dtype=dtype, variables="weights+grads")
-    assert proven(path, 20, "W").rebuilt == rebuilt
+    result = proven(path, 20, "W")
+    assert (result.rebuilt, {*result.variables}) == (rebuilt, {"W", "clip_coef"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -122,16 +114,6 @@ def test_other_types(dtype: Any, tmp_path: Path) -> None:
     flip(path, "W", (7, 3, 1), 9)
     finding = replay(path).findings[0]
     assert (finding.variable, finding.step, finding.token) == ("W", 7, 3)
-
-
-@DTYPES
-def test_weights_and_gradients_are_enough(dtype: Any, tmp_path: Path) -> None:
-    path = tiny_run(
-        tmp_path / "run.zarr", WHOLE["adam-decay"], dtype=dtype, variables="weights+grads"
-    )
-    result = proven(path, 20, "W")
-    assert result.rebuilt == ("exp_avg", "exp_avg_sq")
-    assert set(result.variables) == {"W", "clip_coef"}
 
 
 @pytest.mark.parametrize("name", ["adam-decay", "adam-fused-decay"])
@@ -144,18 +126,13 @@ def test_some_tokens_keep_their_places_in_the_parameter(
     proven(path, 40, "W", "exp_avg", "exp_avg_sq")
 
 
-def test_accumulated_micro_batches(tmp_path: Path) -> None:
-    proven(tiny_run(tmp_path / "run.zarr", accumulate=3), 20, "W", "exp_avg")
-
-
-def test_no_clipping(tmp_path: Path) -> None:
-    proven(tiny_run(tmp_path / "run.zarr", clip=0), 20, "W", "exp_avg", "clip_coef")
-
-
-def test_autocast(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"clip": 0}], ids=str)
+def test_micro_batches_and_gradients_without_clipping(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        path = tiny_run(tmp_path / "run.zarr")
-    proven(path, 20, "W", "exp_avg")
+        path = tiny_run(tmp_path / "run.zarr", **options)
+    proven(path, 20, "W", "exp_avg", "clip_coef")
 
 
 def test_large_blocks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,19 +164,6 @@ def test_a_loss_of_nan(tmp_path: Path) -> None:
             (model(**batch)["loss"] * (float("nan") if number == 3 else 1)).backward()
             optimizer.step()
     proven(path, 6, "W", "exp_avg")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gatsby", "gatsby-adam", "gatsby-gradients"])
-def test_presets(name: str, tmp_path: Path) -> None:
-    config = preset(name).with_values(
-        ["training.steps=40", "training.batch_size=4", "training.device=cpu",
-         "recording.block_rows=8", "schedule.name=linear", "schedule.warmup_steps=3"]
-    )  # fmt: skip
-    path = tmp_path / "run.zarr"
-    record(config, path)
-    result = proven(path, 40, "W", "clip_coef")
-    assert ("exp_avg" in result.variables) == (name != "gatsby-gradients")
 
 
 def test_progress_counts_rows(tmp_path: Path) -> None:
@@ -263,16 +227,11 @@ def test_an_unknown_factor_of_a_gradient_before_clipping(tmp_path: Path) -> None
 
 
 def test_runs_without_gradients(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", variables=("weights", "W_step_norm"))
+    path = tiny_run(tmp_path / "run.zarr", variables=("weights", *SUMMARIES), steps=3)
     ((reason, _),) = left_out(path).items()
     assert "gradient was not recorded; record weights+grads or matrix" in reason
-    assert replay(path).variables["W_step_norm"].steps == 20
-
-
-def test_lengths_without_their_gradients(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", variables=("weights", *SUMMARIES), steps=3)
-    assert len(left_out(path)) == 1
-    assert set(replay(path).variables) == {"W_step_norm", "W_ulp_l1"}
+    compared = {name: one.steps for name, one in replay(path).variables.items()}
+    assert compared == {"W_step_norm": 3, "W_ulp_l1": 3}
 
 
 @pytest.mark.parametrize("missing", ["lr", "clip_coef"])
@@ -310,8 +269,6 @@ DEFAULTS = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01
     ("change", "reason"),
     [
         ({"class": "os.system"}, "the optimizer os.system cannot be replayed; supported"),
-        ({"class": "bitsandbytes.optim.AdamW"}, "the optimizer bitsandbytes"),
-        ({"class": "torch.optim.lbfgs.LBFGS"}, "the optimizer torch.optim.lbfgs.LBFGS cannot"),
         ({"class": None}, "does not record its optimizer"),
         ({"hyperparameters": {}}, "does not record the optimizer's betas, eps, lr, weight_decay"),
         ({"hyperparameters": DEFAULTS | {"lr": "fast"}}, "refuses the recorded hyperparameters"),
@@ -319,7 +276,7 @@ DEFAULTS = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01
 )
 def test_optimizers_that_are_not_known(change: Any, reason: str, tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", steps=3)
-    attributes(path, lambda root: root["optimizer"].update(change))
+    change_attributes(path, lambda root: root["optimizer"].update(change))
     ((said, _),) = left_out(path).items()
     assert reason in said
 
@@ -340,9 +297,12 @@ def test_a_run_without_settings_is_not_replayed(tmp_path: Path) -> None:
 
 def test_another_device_is_counted_and_is_no_error(tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr")
-    attributes(path, lambda root: root["provenance"].update(device="xpu:0", device_name="A770"))
+    change = {"device": "xpu:0", "device_name": "A770", "torch": "1.0"}
+    change_attributes(path, lambda root: root["provenance"].update(change))
     # As if that device had rounded otherwise.
-    attributes(path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101))
+    change_attributes(
+        path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101)
+    )
     result = replay(path)
     assert not result.exact
     assert result.clean
@@ -352,6 +312,7 @@ def test_another_device_is_counted_and_is_no_error(tmp_path: Path) -> None:
     assert result.variables["W"].ulps > 0
     assert result.variables["exp_avg"].differing == 0
     assert "recorded on xpu:0 (A770), replayed on cpu" in result.notes[0]
+    assert "recorded with torch 1.0" in result.notes[1]
 
 
 def test_a_run_without_rows(tmp_path: Path) -> None:
@@ -375,9 +336,3 @@ def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "Problem: step 0, token 3, hidden 1: grad differs from the state before training." in shown
     )
     assert "Not checked: 3 steps from 2 to 6 were not replayed: the row of the step before" in shown
-
-
-def test_another_torch_is_noted(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path / "run.zarr", steps=3)
-    attributes(path, lambda root: root["provenance"].update(torch="1.0"))
-    assert "recorded with torch 1.0" in replay(path).notes[0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from altered_runs import flip  # noqa: E402
+from altered_runs import flip, flipped  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
 from trajstore.trainers.replays.replay import replay  # noqa: E402
@@ -23,16 +21,6 @@ SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recorded") / "run.zarr"
     return tiny_run(path, dtype=torch.bfloat16, steps=9, variables=("matrix", "cells", *SUMMARIES))
-
-
-@contextmanager
-def flipped(path: Path, name: str, where: tuple[int, ...], bit: int) -> Iterator[None]:
-    """The run of all tests with one bit flipped, which is put back also where a test fails."""
-    flip(path, name, where, bit)
-    try:
-        yield
-    finally:
-        flip(path, name, where, bit)
 
 
 def test_a_sound_run_agrees_with_itself(recorded: Path) -> None:

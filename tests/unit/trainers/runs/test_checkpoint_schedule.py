@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from small_trainings import small_config, stop_after
-from still_timer import StillTimer, commit_now
 
-from trajstore import RunWriter, open_run
+from trajstore import RunWriter
 from trajstore.threads import submit
-from trajstore.trainers import record, recorded_config
 from trajstore.trainers.runs import checkpoint_schedule
 from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
@@ -45,12 +42,14 @@ class Schedule:
         self.layout = SimpleNamespace(arrays={})
         self.stops = False
         training: Any = SimpleNamespace(
-            config=SimpleNamespace(training=SimpleNamespace(steps=STEPS))
+            config=SimpleNamespace(
+                training=SimpleNamespace(steps=STEPS),
+                recording=SimpleNamespace(checkpoint_every=every),
+            )
         )
         self.checkpointing = Checkpointing(
             training,
             self.path,
-            every=every,
             sources={},
             taken_from=None,
             stop=lambda: self.stops,
@@ -164,41 +163,3 @@ def test_the_last_step_has_one_whatever_the_time(tmp_path: Path) -> None:
     assert schedule.step(2) == [2]
     schedule.stops = False
     assert schedule.step(STEPS) == [2, STEPS]
-
-
-def test_a_training_continues_from_one_that_time_had_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With no option at all: within a block of rows, and it ends as if nothing had been."""
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"It was a bright cold day in April. " * 2)
-    config = small_config(["gatsby"], "recording.block_rows=64", steps=16)
-    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
-    record(config, whole, corpus=text)
-    assert checkpoints(whole) == [16]
-    StillTimer.install(monkeypatch)
-    monkeypatch.setattr(checkpoint_schedule, "_MIN_INTERVAL", 0.0)
-    monkeypatch.setattr(checkpoint_schedule, "_PAUSE_FACTOR", 0)
-    seen: list[list[int]] = []
-
-    def fail(recorder: Any) -> None:
-        seen.append(checkpoints(path))
-        if recorder.step in (3, 6):
-            commit_now(recorder.writer)
-        if recorder.step == 11:
-            raise RuntimeError("the power went")
-
-    monkeypatch.setattr(RunWriter, "close", lambda self, *_, **__: self._lock.release())
-    with pytest.raises(RuntimeError, match="the power went"):
-        record(config, path, corpus=text, on_step=fail)
-    monkeypatch.undo()
-    assert open_run(path).sizes["step"] == 7
-    assert checkpoints(path) == [6, 7]  # of row 7, which was not committed, nobody goes on
-    assert max(map(len, seen)) == 2
-    record(recorded_config(path), path, resume=True, stop=stop_after(1))
-    assert checkpoints(path) == [7]
-    record(recorded_config(path), path, resume=True)
-    ds, expected = open_run(path, chunks=None), open_run(whole, chunks=None)
-    for name in expected.variables:
-        assert ds[name].values.tobytes() == expected[name].values.tobytes(), name
-    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [6, 7]

@@ -26,7 +26,6 @@ from trajstore.trainers.replays.replay import replay  # noqa: E402
 pytestmark = pytest.mark.torch
 
 STEPS, COMPACT = 10, "recording.encoding=compact"
-ASCII = ("data.tokenizer=ascii", "model.vocab_size=128")
 QUICK = ("trainer", "adam, decay, dead tokens", "skipped steps")
 VARIANTS = {
     "trainer": (["gatsby"], RULE_ARRAYS),
@@ -39,11 +38,7 @@ VARIANTS = {
         ["gatsby-adam", "training.autocast=float16", "model.dtype=float32",
          "initialization.kind=normal", "initialization.sigma=30", "optimizer.lr=1"], RULE_ARRAYS,
     ),
-    "without moments": (["gatsby-gradients"], ()),
-    "wordybird": (["wordybird-1b", *ASCII], RULE_ARRAYS),
-    "duckling": (["duckling", *ASCII, "data.mostly_dead=5"], RULE_ARRAYS),
     "without gradients": (["gatsby", "recording.variables=['weights']"], ()),
-    "every third step": (["gatsby", "recording.every=3"], ()),
 }  # fmt: skip
 
 

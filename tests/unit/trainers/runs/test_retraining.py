@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trajstore.trainers import RunConfig, record, recorded_config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-STEPS = 12
+STEPS = 16
 VARIANTS = {
     "trainer": ["gatsby"],
     "trainer, every 3, accumulated": [
@@ -39,20 +40,6 @@ def config_of(name: str, *assignments: str) -> RunConfig:
     return small_config(VARIANTS[name], *assignments, steps=STEPS)
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """The variant `trainer`, stopped after step 6."""
-    path = tmp_path_factory.mktemp("stopped") / "run.zarr"
-    record(config_of("trainer"), path, corpus=text, stop=stop_after(6))
-    return path
-
-
-@pytest.fixture
-def lost(stopped: Path, tmp_path: Path) -> Path:
-    """A copy of it without the checkpoint."""
-    return Path(shutil.copytree(stopped, tmp_path / "run.zarr"))
-
-
 @pytest.mark.parametrize(
     ("name", "step"),
     [
@@ -63,10 +50,9 @@ def lost(stopped: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_a_run_whose_checkpoint_is_gone_continues(
-    name: str, step: int, text: Path, tmp_path: Path
+    name: str, step: int, straight: Callable[[RunConfig], Path], text: Path, tmp_path: Path
 ) -> None:
-    straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
-    record(config_of(name), straight, corpus=text)
+    path = tmp_path / "run.zarr"
     record(config_of(name), path, corpus=text, stop=stop_after(step))
     shutil.rmtree(checkpoint_folder(path))
     notes: list[str] = []
@@ -75,7 +61,7 @@ def test_a_run_whose_checkpoint_is_gone_continues(
         recorded_config(path), path, corpus=text, resume=True, on_note=notes.append,
         on_retrain=lambda *at: proven.append(at),
     )  # fmt: skip
-    same_values(straight, path)
+    same_values(straight(config_of(name)), path)
     assert proven == [(number, step) for number in range(1, step + 1)]
     assert f"its {step} steps are trained again" in notes[0]
     ds = xr.open_zarr(path)
@@ -94,7 +80,7 @@ def test_what_was_proven_is_kept_as_a_checkpoint(lost: Path, text: Path) -> None
     with pytest.raises(RuntimeError, match="killed"):
         record(recorded_config(lost), lost, corpus=text, resume=True, stop=stop)
     assert [file.name for file in checkpoint_folder(lost).iterdir()] == [
-        "step-00000006.safetensors"
+        "step-00000005.safetensors"
     ]
     notes: list[str] = []
     record(recorded_config(lost), lost, resume=True, on_note=notes.append)
@@ -126,18 +112,19 @@ def test_a_row_that_differs_is_named_and_the_run_stays(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_another_beginning_is_named(lost: Path, text: Path) -> None:
-    config = recorded_config(lost).model_dump(mode="json")
-    config["training"]["seed"] = 7
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.seed=7", r"at step 0 W differs .*are unchanged"),
+        ("training.steps=40", "W and lr differ, because the learning rate"),
+    ],
+)
+def test_another_beginning_or_schedule_is_named(
+    change: str, message: str, lost: Path, text: Path
+) -> None:
+    config = recorded_config(lost).with_values([change]).model_dump(mode="json")
     RunWriter.resume(lost, attributes={"config": config}).close("interrupted")
-    with pytest.raises(NothingToResume, match=r"at step 0 W differs .*are unchanged"):
-        record(recorded_config(lost), lost, corpus=text, resume=True)
-
-
-def test_a_rate_of_another_schedule_is_named(lost: Path, text: Path) -> None:
-    config = recorded_config(lost).with_values(["training.steps=40"]).model_dump(mode="json")
-    RunWriter.resume(lost, attributes={"config": config}).close("interrupted")
-    with pytest.raises(NothingToResume, match="W and lr differ, because the learning rate"):
+    with pytest.raises(NothingToResume, match=message):
         record(recorded_config(lost), lost, corpus=text, resume=True)
 
 
@@ -166,13 +153,13 @@ def test_a_run_that_is_not_there_or_has_no_step_begins(
     stopped: Path, text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of("trainer"), path, corpus=text, resume=True, stop=stop_after(6))
+    record(config_of("trainer"), path, corpus=text, resume=True, stop=stop_after(5))
     same_values(stopped, path)
     config = xr.open_zarr(path).attrs["config"]
     for rows in (0, 1):  # the row of step 0 is that of the start
         RunWriter.resume(path, rows=rows).close("interrupted")
         shutil.rmtree(checkpoint_folder(path))
-        record(RunConfig.parse(config), path, corpus=text, resume=True, stop=stop_after(6))
+        record(RunConfig.parse(config), path, corpus=text, resume=True, stop=stop_after(5))
         same_values(stopped, path)
 
 

@@ -13,20 +13,14 @@ torch = pytest.importorskip("torch")
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
 
 from trajstore import RunWriter, verify  # noqa: E402
-from trajstore.errors import InvalidArgument, NothingToResume  # noqa: E402
+from trajstore.errors import NothingToResume  # noqa: E402
 from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
-from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
+from trajstore.trainers import fork, record, recorded_config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
-def config_of(name: str, *assignments: str) -> RunConfig:
-    variant = {
-        "trainer": ["gatsby"],
-        "every": ["gatsby", "recording.every=3"],
-        "plain": ["gatsby-adam", "schedule.name=linear"],
-    }[name]
-    return small_config(variant, *assignments, steps=5)
+CONFIG = small_config(["gatsby"], steps=5)
 
 
 def extend(path: Path, steps: int, **options: Any) -> None:
@@ -43,7 +37,7 @@ def without_checkpoints(path: Path) -> Path:
 def extended(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """5 steps, extended to 8, and to 12: without a checkpoint."""
     path = tmp_path_factory.mktemp("extended") / "run.zarr"
-    record(config_of("trainer"), path, corpus=text)
+    record(CONFIG, path, corpus=text)
     extend(path, 8)
     extend(path, 12)
     return without_checkpoints(path)
@@ -74,7 +68,7 @@ def test_the_configuration_of_each_segment_is_recorded(extended: Path) -> None:
 
 def test_a_resume_with_the_same_steps_begins_no_segment(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of("trainer"), path, corpus=text, stop=stop_after(2))
+    record(CONFIG, path, corpus=text, stop=stop_after(2))
     changed = recorded_config(path).with_values(["recording.memory='64MiB'"])
     record(changed, path, resume=True)
     assert "segments" not in xr.open_zarr(path).attrs
@@ -96,33 +90,6 @@ def test_a_fork_repeats_every_segment_until_there(
     assert verify(other).clean
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["every", "plain"])
-def test_an_extended_run_that_lost_its_checkpoint_continues(
-    name: str, text: Path, tmp_path: Path
-) -> None:
-    straight, lost = tmp_path / "straight.zarr", tmp_path / "lost.zarr"
-    for path in (straight, lost):
-        record(config_of(name), path, corpus=text)
-        extend(path, 8, stop=stop_after(2))
-    extend(straight, 10)
-    extend(without_checkpoints(lost), 10, corpus=text)
-    same_values(straight, lost)
-    assert listed(straight) == listed(lost) == [(0, 5), (5, 8), (7, 10)]
-
-
-@pytest.mark.nightly
-def test_a_fork_of_a_fork_of_an_extended_run(extended: Path, text: Path, tmp_path: Path) -> None:
-    one = fork(extended, tmp_path / "one.zarr", at=6, settings=["optimizer.lr=3e-3"], corpus=text)
-    extend(one, 10)
-    other = fork(one, tmp_path / "other.zarr", at=10, settings=["training.steps=12"])
-    same_until(one, other, 10)
-    same_until(extended, other, 6)
-    assert listed(one) == [(0, 5), (5, 8), (6, 8), (8, 10)]
-    assert listed(other) == [*listed(one), (10, 12)]
-    assert verify(other).clean
-
-
 def test_a_run_that_is_cut_keeps_only_what_holds(
     extended: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -135,7 +102,7 @@ def test_a_run_that_is_cut_keeps_only_what_holds(
 
 def test_an_extension_that_was_not_recorded_is_refused(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of("trainer"), path, corpus=text)
+    record(CONFIG, path, corpus=text)
     config = recorded_config(path).with_values(["training.steps=8"]).model_dump(mode="json")
     RunWriter.resume(path, attributes={"config": config}).close("complete")
     without_checkpoints(path)
@@ -169,7 +136,7 @@ def test_threads_are_recorded_and_used_again(text: Path, tmp_path: Path) -> None
     own = torch.get_num_threads()
     used: list[int] = []
     count: Any = lambda *_: used.append(torch.get_num_threads())  # noqa: E731
-    record(config_of("trainer"), path, corpus=text, threads=own + 1, on_step=count)
+    record(CONFIG, path, corpus=text, threads=own + 1, on_step=count)
     extend(path, 6, on_step=count)
     extend(path, 7, threads=own + 2, on_step=count)
     assert used == [own + 1] * 6 + [own + 2]
@@ -180,9 +147,3 @@ def test_threads_are_recorded_and_used_again(text: Path, tmp_path: Path) -> None
     used.clear()
     extend(without_checkpoints(path), 8, corpus=text, on_retrain=count, on_step=count)
     assert used == [own + 1] * 6 + [own + 2] * 2
-
-
-def test_a_number_of_threads_that_cannot_be(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="got threads=0, expected a whole number"):
-        record(config_of("trainer"), tmp_path / "run.zarr", corpus=text, threads=0)
-    assert not (tmp_path / "run.zarr").exists()

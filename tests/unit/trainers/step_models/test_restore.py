@@ -132,7 +132,7 @@ def test_a_resume_compares_the_whole_state(run: Path, tmp_path: Path) -> None:
 
 
 def test_muon_and_adamw_continue_from_a_step_in_the_middle(tmp_path: Path) -> None:
-    data = batches(100)
+    data = batches(30)
     path = tmp_path / "run.zarr"
     options = {"variables": "everything", "encoding": "compact"}
     model = SmallGPT()
@@ -141,18 +141,18 @@ def test_muon_and_adamw_continue_from_a_step_in_the_middle(tmp_path: Path) -> No
         train_gpt(model, pair, data)
     weights = [one.clone() for one in model.parameters()]
     ended = [one.state_dict() for one in pair]
-    assert same([one["state"] for one in optimizer_state_at(path, 100)],
+    assert same([one["state"] for one in optimizer_state_at(path, 30)],
                 [one["state"] for one in ended])  # fmt: skip
 
     model = SmallGPT(seed=1)
     pair = muon_and_adamw(model)
-    assert restore(path, model, pair[::-1], step=60) == 60
-    for optimizer, held in zip(pair, optimizer_state_at(path, 60), strict=True):
+    assert restore(path, model, pair[::-1], step=18) == 18
+    for optimizer, held in zip(pair, optimizer_state_at(path, 18), strict=True):
         assert same(optimizer.state_dict()["state"], held["state"])
         optimizer.load_state_dict(held)
     copied = Path(shutil.copytree(path, tmp_path / "copy.zarr"))
-    with capture(model, pair, copied, resume=True, first_step=60, **options):
-        train_gpt(model, pair, data[60:], first=60)
+    with capture(model, pair, copied, resume=True, first_step=18, **options):
+        train_gpt(model, pair, data[18:], first=18)
     assert all(map(torch.equal, model.parameters(), weights))
     assert same([one.state_dict() for one in pair], ended)
     same_values(path, copied)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,49 +79,3 @@ def test_a_run_that_somebody_writes_to_is_waited_for(tmp_path: Path) -> None:
     run(jobs, stop, at_once=1)
     assert [one.state for one in jobs] == ["complete", "complete"]
     assert "busy" in seen
-
-
-QUEUE = """
-import os, sys
-from pathlib import Path
-from trajstore.trainers.sweeps.process_queue import Job, run_jobs
-child = [
-    sys.executable, "-c",
-    "import os; from trajstore.trainers.commands.swept_record import _stop_at_end;"
-    "os.write(1, b'there\\\\n'); _stop_at_end()",
-]
-jobs = [
-    Job(run=Path(f"{n}.zarr"), command=child, log=Path(f"{n}.log"), done=lambda: False)
-    for n in range(2)
-]
-def report():
-    if all(job.log.exists() and job.log.read_text().endswith("\\n") for job in jobs):
-        print(*(job._process.pid for job in jobs), flush=True)
-run_jobs(jobs, at_once=2, environment=os.environ, stop=lambda: False, report=report)
-"""
-
-
-def test_children_end_when_the_queue_is_killed(tmp_path: Path) -> None:
-    queue = subprocess.Popen(
-        [sys.executable, "-c", QUEUE], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    assert queue.stdout is not None
-    with queue:
-        children = [int(word) for word in queue.stdout.readline().split()]
-        assert len(children) == 2
-        queue.send_signal(signal.SIGKILL)
-    ended = threading.Event()
-    for child in children:
-        _wait_for_end(child, ended)
-
-
-def _wait_for_end(process: int, never: threading.Event) -> None:
-    for _ in range(600):
-        try:
-            os.kill(process, 0)
-            if "Z" in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:1]:
-                return
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        never.wait(0.05)
-    raise AssertionError(f"process {process} still runs")

@@ -18,11 +18,6 @@ from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 
-SHARED = next(
-    (p / "shared/data" for p in Path(__file__).parents if (p / "shared/data").exists()),
-    Path("shared/data"),
-)
-
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -135,17 +130,6 @@ def test_bad_texts_are_reported(tmp_path: Path) -> None:
     broken.write_text("{}")
     with pytest.raises(CorpusError, match="cannot load a tokenizer"):
         load_corpus(gatsby, tokenizer=broken)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not SHARED.exists(), reason="the real texts are not at hand")
-def test_real_text_in_gpt2_tokens() -> None:
-    corpus = load_corpus(
-        preset("wordybird-1"), corpus=SHARED / "webtext.txt", tokenizer=SHARED / "gpt2"
-    )
-    assert (corpus.ids.size, np.count_nonzero(corpus.counts())) == (488_583, 17_268)
-    assert corpus.token_text is not None
-    assert corpus.token_text[262] == " the"
 
 
 def test_a_file_of_tokens(tmp_path: Path) -> None:
