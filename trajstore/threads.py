@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-__all__ = ["Progress", "default_threads", "in_parallel", "submit"]
+__all__ = ["Progress", "default_threads", "in_parallel", "submit", "threads_of_each"]
 
 T = TypeVar("T")
 
@@ -33,9 +33,19 @@ def submit(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) ->
 
 def default_threads() -> int:
     """Number of processors that this process may use, at most 8."""
+    return min(_processors(), _MOST_THREADS)
+
+
+def threads_of_each(processes: int) -> int:
+    """Threads of each of several processes: OMP_NUM_THREADS, or a share of the processors."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and int(text) else max(1, _processors() // processes)
+
+
+def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    return min(os.cpu_count() or 1, _MOST_THREADS)
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> Iterator[T]:

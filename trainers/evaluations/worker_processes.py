@@ -21,7 +21,7 @@ import torch
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, TrajstoreError
-from trajstore.threads import default_threads
+from trajstore.threads import threads_of_each
 
 __all__ = ["in_processes"]
 
@@ -70,7 +70,7 @@ def in_processes(
         ) from error
     length = max(1, min(_LONGEST, len(steps) // (_AHEAD * jobs)))
     pieces = deque(steps[start : start + length] for start in range(0, len(steps), length))
-    threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, default_threads() // jobs)
+    threads = threads_of_each(jobs)
     others = {*multiprocessing.active_children()}
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import make_folder, put
 from trajstore.store.storage.remote_path import Location
+from trajstore.threads import threads_of_each
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.watching.followed_runs import SWEEP, swept_names
@@ -113,7 +113,7 @@ def choose_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) ->
                 "which their bits depend; leave out --threads, or sweep into another folder"
             )
         return settled
-    threads = given or _from_environment() or max(1, _processors() // jobs)
+    threads = given or threads_of_each(jobs)
     if keep:
         make_folder(folder)
         _write(folder, {"threads": threads})
@@ -137,17 +137,6 @@ def save_names(folder: Path, names: Iterable[str]) -> None:
 
 def _write(folder: Path, facts: dict[str, Any]) -> None:
     put(folder / SWEEP, [json.dumps(facts).encode() + b"\n"])
-
-
-def _from_environment() -> int | None:
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdigit() and int(text) else None
-
-
-def _processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _attributes(run: Location) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def test_the_number_of_threads_is_chosen_once_per_sweep(
     assert not folder.exists()
     assert choose_threads(folder, 2, None, keep=True) == 3
     assert choose_threads(folder, 1, None, keep=True) == 3, "also with other jobs"
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # of nested parallel regions
+    assert choose_threads(tmp_path, 2, None, keep=False) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert choose_threads(folder, 1, 3, keep=True) == 3
     assert choose_threads(tmp_path / "others", 2, None, keep=True) == 5
