@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import contents, cut, edit, flip
+from damage import contents, cut, flip
 from object_stores import copied, s3_server, to_s3, web_server
 
 from trajstore import RunWriter, export, open_run, repair, verify
@@ -47,12 +47,10 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "nothing": lambda run: None,
     "a chunk": lambda run: flip(run / "W/c.1.0.0", 300),
     "a shard is missing": lambda run: (run / "grad/c.2.0.0").unlink(),
-    "a shard is cut": lambda run: cut(run / "grad/c.0.0.0", 20),
     "a shard is empty": lambda run: cut(run / "loss/c.0", 0),
     "a coordinate": lambda run: flip(run / "token/c.0", 11),
     "the root": lambda run: cut(run / "zarr.json", -9),
     "the metadata file of an array": lambda run: (run / "W/zarr.json").unlink(),
-    "rows": lambda run: edit(run / "zarr.json", lambda root: root["attributes"].update(step=1)),
     "leftovers": lambda run: (
         shutil.copy(run / "W/c.0.0.0", run / "W/c.9.0.0"),
         (run / "notes.txt").write_text("mine"),
