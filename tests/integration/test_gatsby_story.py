@@ -14,6 +14,8 @@ import tensorstore
 import xarray as xr
 from bits_and_calls import Cli
 
+from trajstore.values.rounding import cast
+
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
@@ -54,10 +56,13 @@ def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
     assert ds.lr.dtype == "float64"
 
 
-def test_all_tokens_start_near_one_point(gatsby: Path) -> None:
-    start = xr.open_zarr(gatsby).W[0].values
+def test_all_tokens_start_near_one_point_and_the_dead_move_as_one(gatsby: Path) -> None:
+    ds = xr.open_zarr(gatsby)
+    start = ds.W[0].values
     assert np.linalg.norm(start.mean(0)) == pytest.approx(1, abs=0.002)
     assert np.linalg.norm(start - start.mean(0), axis=-1).max() < 0.01
+    assert (ds.traj.coherence("dead") > 0.99).all()
+    assert (ds.traj.coherence("live") < 0.9).all()
 
 
 def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
@@ -84,6 +89,8 @@ def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
         assert torch.equal(parameter.data, rows["W"][t])
         assert torch.equal(state["exp_avg"], rows["exp_avg"][t])
         assert torch.equal(state["exp_avg_sq"], rows["exp_avg_sq"][t])
+    intended = ds.W[:-1].values.astype("f8") + ds.traj.adam_update().adam_update.values
+    assert (cast(intended.astype("f4"), "bfloat16") == ds.W[1:].values).mean() >= 0.999
 
 
 def test_xarray_alone_reads_an_export_to_zarr(
