@@ -277,23 +277,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert Path("gatsby.safetensors").stat().st_size > 0
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("trajstore sumary gatsby.zarr", "no command"),
-        ("trajstore plot gatsby.zarr loss --colour blue", "blue"),
-        ("trajstore record --presett gatsby", "--presett"),
-        ("trajstore plot gatsby.zarr lifecycles", "lifecycles"),
-        ("trajstore record --preset gatzby", "gatzby"),
-        ("for seed in 1 2; do trajstore info; done", "Missing"),
-    ],
-)
-def test_a_wrong_command_is_found(line: str, said: str) -> None:
-    block = Block(page=Path("x.md"), line=1, language="sh", code=line, mark=None)
-    with pytest.raises(AssertionError, match=said):
-        check_block(block)
-
-
 def check_block(block: Block) -> None:
     for words in block.commands():
         check_command(words, block.where)

@@ -55,19 +55,11 @@ def test_nan_and_zero_are_found_from_their_bits(name: str) -> None:
     np.testing.assert_array_equal(is_zero_or_nan(bits, native), np.isnan(values) | (values == 0))
 
 
-@pytest.mark.parametrize("name", SIXTEEN)
-def test_every_16_bit_pattern_survives_widening(name: str) -> None:
-    native = native_type(name)
-    wide = widen(EVERY, native)
-    assert wide.dtype == np.float32
-    assert (narrow(wide, native) == EVERY).all()
-
-
 @pytest.mark.parametrize(("name", "dtype"), SIXTEEN.items())
 def test_widening_agrees_with_the_numeric_cast(name: str, dtype: type) -> None:
     cast = EVERY.view(dtype).astype(np.float32)
     wide = widen(EVERY, native_type(name))
-    np.testing.assert_array_equal(wide, cast)  # NaN equals NaN here; payloads are tested above
+    np.testing.assert_array_equal(wide, cast)  # NaN equals NaN here
     assert (np.signbit(wide) == np.signbit(cast)).all()
 
 
