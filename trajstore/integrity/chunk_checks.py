@@ -23,7 +23,7 @@ from trajstore.schema import STEP, VARIABLES
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.object_file import OpenObject, opened
 from trajstore.store.storage.remote_path import ObjectReplaced
-from trajstore.values.native_types import NativeType, is_bfloat16, narrow
+from trajstore.values.native_types import NativeType, narrow
 
 __all__ = ["CheckedChunks", "check_shard"]
 
@@ -48,7 +48,6 @@ class CheckedChunks:
         Shards that another program wrote. Without a matching fingerprint they are problems, too.
     row0 : list of str
         Sentences on unusual values in row 0, if it is the state before any step.
-    notes : list of str
     steps : dict of int to ndarray
         Values of `step`, by their first row.
     labels : dict of (str, int, int) to BlockLabel
@@ -62,7 +61,6 @@ class CheckedChunks:
     problems: list[Problem] = field(default_factory=list)
     relabeled: list[Problem] = field(default_factory=list)
     row0: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     steps: dict[int, Array] = field(default_factory=dict)
     labels: dict[Place, BlockLabel] = field(default_factory=dict)
     digests: dict[Place, bytes] = field(default_factory=dict)
@@ -75,7 +73,6 @@ class CheckedChunks:
         self.problems += other.problems
         self.relabeled += other.relabeled
         self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
-        self.notes += other.notes
         self.steps |= other.steps
         self.labels |= other.labels
         self.digests |= other.digests
@@ -267,8 +264,6 @@ class _ShardCheck:
 
 def _is_native(values: Array, native: NativeType) -> bool:
     """True if all float32 bits are values of a 16-bit type."""
-    if native.name == "bfloat16":
-        return is_bfloat16(values)
     try:
         narrow(values.view(np.float32), native)
     except InvalidArgument:

@@ -439,15 +439,13 @@ def _check_extent(found: CheckedMetadata) -> None:
     FormatError
         If they do.
     """
-    announced = {}
-    for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
     if found.objects is None:
         return
     files = Counter(key.partition("/")[0] for key in found.objects)
-    most = _MOST_MISSING + max((files[name] for name in announced), default=0)
-    for name, shards in announced.items():
+    most = _MOST_MISSING + max(files.values(), default=0)
+    for name in filter(is_series, found.arrays):
+        stored = found.stored(name)
+        shards = -(-found.rows // stored.shard[0]) * stored.parts
         if shards > most:
             raise FormatError(
                 f"{found.path} announces {shards:,} shards of {name}, and there "

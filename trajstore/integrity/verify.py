@@ -175,13 +175,10 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     coordinates = check_coordinates(metadata)
     chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
     checkpoints = check_checkpoints(metadata.path)
-    sound = not coordinates.problems
-    fingerprint = check_fingerprint(metadata, chunks) if sound else []
-    whole = sound and not metadata.problems and not chunks.problems
+    whole = not (metadata.problems or chunks.problems or coordinates.problems)
+    fingerprint = check_fingerprint(metadata, chunks) if whole else []
+    cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
     relabeled = [] if whole and not fingerprint else chunks.relabeled
-    cells: list[Problem] = []
-    if whole and "cells" in metadata.arrays:
-        cells = _check_cells(metadata.path)
     found = Verification(
         path=metadata.path,
         problems=(
@@ -196,8 +193,7 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         notes=(
             *metadata.notes,
             *leftovers.notes(),
-            *chunks.notes,
-            *(() if relabeled else _relabeled_notes(chunks)),
+            *_relabeled_notes([] if relabeled else chunks.relabeled),
             *chunks.row0,
         ),
         rows=metadata.rows,
@@ -209,9 +205,9 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
 
 
-def _relabeled_notes(chunks: CheckedChunks) -> Iterator[str]:
+def _relabeled_notes(problems: list[Problem]) -> Iterator[str]:
     """Sentences about shards that another program wrote with the values of the run."""
-    for name, count in Counter(problem.array for problem in chunks.relabeled).items():
+    for name, count in Counter(problem.array for problem in problems).items():
         yield f"{name}: another program wrote {count} shards again, with the recorded values"
 
 
@@ -220,24 +216,22 @@ def _check_cells(path: Location) -> list[Problem]:
 
     NaN is not compared: the value of one of them may have been lost.
     """
-    where = path / "cells" / METADATA_KEY
     try:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():
             return []
         count, step, token = _wrong_cells(run)
+        if not count:
+            return []
+        message = (
+            f"{count} values are not W rounded to bfloat16, the first at step {step} of token "
+            f"{token}; one of the two has been changed"
+        )
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
         message = f"they cannot be compared with W: {error}"
-        return [Problem(array="cells", path=where, message=message)]
-    if not count:
-        return []
-    message = (
-        f"{count} values are not W rounded to bfloat16, the first at step {step} of token {token}; "
-        "one of the two has been changed"
-    )
-    return [Problem(array="cells", path=where, message=message)]
+    return [Problem(array="cells", path=path / "cells" / METADATA_KEY, message=message)]
 
 
 def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:
