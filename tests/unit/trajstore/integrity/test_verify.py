@@ -59,43 +59,34 @@ def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
     assert verify(path).rows == 9
 
 
-def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+def cut_run(run: Path) -> RunWriter:
+    return RunWriter.resume(run, rows=6)
+
+
+def created_again(run: Path) -> None:
+    shutil.rmtree(run)
+    with pytest.MonkeyPatch.context() as patch:
+        moment = "2020-01-01T00:00:00+00:00"
+        patch.setattr("trajstore.store.writing.new_run.utc_now", lambda: moment)
+        wide_run(run, rows=12)
+
+
+@pytest.mark.parametrize(("change", "rows"), [(cut_run, 6), (created_again, 12)])
+def test_a_run_that_changes_meanwhile_is_looked_at_again(
+    run: Path, change: Callable[[Path], Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its root is read, and then a writer goes on after fewer rows."""
+    """Its root is read; then a writer continues after fewer rows, or makes a new run."""
     real = inspection.read_metadata
-    writers: list[RunWriter] = []
+    done: list[Any] = []
 
     def read(path: Path, array: str | None) -> Any:
-        if array is not None and not writers:
-            writers.append(RunWriter.resume(run, rows=6))
+        if array is not None and not done:
+            done.append(change(run))
         return real(path, array)
 
     monkeypatch.setattr(inspection, "read_metadata", read)
     found = verify(run)
-    assert (found.problems, found.rows) == ((), 6)
-    writers[0].close()
-
-
-def test_a_run_that_is_created_again_meanwhile_is_looked_at_again(
-    run: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = inspection.read_metadata
-    done: list[Path] = []
-
-    def read(path: Path, array: str | None) -> Any:
-        if array is not None and not done:
-            shutil.rmtree(run)
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    "trajstore.store.writing.new_run.utc_now", lambda: "2020-01-01T00:00:00+00:00"
-                )
-                done.append(wide_run(run, rows=12))
-        return real(path, array)
-
-    monkeypatch.setattr(inspection, "read_metadata", read)
-    assert verify(run).problems == ()
-    assert verify(run).rows == 12
+    assert (found.problems, found.rows) == ((), rows)
 
 
 def test_every_chunk_is_checked_and_named(run: Path) -> None:
