@@ -289,19 +289,14 @@ def check_command(words: list[str], where: str) -> None:
         return
     command = main.get_command(click.Context(main), words[0])
     assert command is not None, f"{line}: no command"
-    context = click.Context(command, info_name=words[0])
+    words = words[: words.index(">")] if ">" in words else words
+    values = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]  # of a shell's variables
     try:
-        given, _, _ = command.make_parser(context).parse_args(words[1:])
-    except click.UsageError as error:
+        given = command.make_context(values[0], values[1:]).params
+    except click.exceptions.Exit:  # of --help or --list
+        return
+    except click.ClickException as error:
         raise AssertionError(f"{line}: {error.format_message()}") from error
-    at_once = any(given.get(one.name or "") is True for one in command.params if one.is_eager)
-    for parameter in command.params:
-        value = given.get(parameter.name or "")
-        if parameter.required and not at_once:
-            empty = not isinstance(value, (str, tuple, list)) or not value
-            assert not empty, f"{line}: Missing {parameter.name}"
-        if isinstance(parameter.type, click.Choice) and isinstance(value, str):
-            assert value in parameter.type.choices, f"{line}: {value}"
     for name, known in known_names(words[0]).items():
         value = given.get(name)
         several = value if isinstance(value, (tuple, list)) else [value]

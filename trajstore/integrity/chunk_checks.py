@@ -158,7 +158,7 @@ class _ShardCheck:
         label = self.found.labels[self._place] = tail.label
         if label.block == ANYWHERE:
             fault = "its label has no block; another program wrote it"
-            self.found.relabeled.append(self._problem(fault, end, size, "none"))
+            self._report(fault, end, size, "none", self.found.relabeled)
         needed = min(stored.shape[0] - block * stored.shard[0], stored.shard[0])
         if label.rows < needed:
             short = f"it has {label.rows} rows of the block, {needed} are committed"
@@ -239,19 +239,17 @@ class _ShardCheck:
         if digest != label.digest:
             self._report("its label was written for other chunks", 0, self._size)
 
-    def _report(self, *arguments: Any, **options: Any) -> None:
-        self.found.problems.append(self._problem(*arguments, **options))
-
-    def _problem(
+    def _report(
         self,
         message: str,
         first: int | None = None,
         stop: int | None = None,
         remedy: Literal["cut", "none"] = "cut",
-    ) -> Problem:
-        """Problem in a range of its bytes."""
+        found: list[Problem] | None = None,
+    ) -> None:
+        """Add a problem in a range of its bytes, by default to all problems."""
         name, block, _ = self._place
-        return Problem(
+        problem = Problem(
             array=name,
             block=block,
             first_byte=first,
@@ -260,6 +258,7 @@ class _ShardCheck:
             message=message,
             remedy=remedy,
         )
+        (self.found.problems if found is None else found).append(problem)
 
 
 def _is_native(values: Array, native: NativeType) -> bool:

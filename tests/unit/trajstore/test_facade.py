@@ -44,11 +44,6 @@ import trajstore.{name}
     assert f"import trajstore.{name} instead" in done.stdout
 
 
-def test_importing_it_is_light() -> None:
-    loaded = f"import trajstore, sys; print([m for m in {HEAVY} if m in sys.modules])"
-    assert run(loaded) == "[]"
-
-
 def test_the_codec_is_loaded_without_xarray() -> None:
     code = """
 import sys

@@ -266,6 +266,7 @@ def test_a_lost_consolidated_block_is_named(run: Path) -> None:
         ("config", {"why": "a tess", "lr": 1.5e-05}, "config.why"),
         ("config", ..., "config is missing in the root"),
         ("trajstore_format", 9, "trajstore_format"),
+        ("block_rows", 5, "has blocks of 4 rows, block_rows is 5"),
         ("segments", [{"step": 0, "config": {}}], "last configuration of segments"),
     ],
 )
