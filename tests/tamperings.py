@@ -427,8 +427,6 @@ def _cases() -> Iterable[Tampering]:
     yield case("all metadata files of 9 rows", lambda r, w: all_metadata(r, w.shorter))
     yield case("all of 9 rows but the root", lambda r, w: [take(r, w.shorter, last), take(
         r, w.shorter, [f"{name}/zarr.json" for name in SERIES])])  # fmt: skip
-    yield case("all of 9 rows but W", lambda r, w: [all_metadata(r, w.shorter), take(
-        r, w.shorter, [item for item in last if not item.startswith("W")])])  # fmt: skip
     yield case("the metadata file of W", lambda r, w: take(r, w.shorter, ["W/zarr.json"]))
     yield case("the content digest", lambda r, w: digests_of(r, w.shorter, "content_digest"))
     yield case("the fingerprint", lambda r, w: digests_of(r, w.shorter, "fingerprint"))
@@ -460,9 +458,6 @@ def _cases() -> Iterable[Tampering]:
     yield case("another block, its label changed", lambda r, w: change(
         r, W1, lambda d: forged("W", (r / W0).read_bytes(), block=1)),
         "wrong", "wrong")  # fmt: skip
-    yield case("a block of another run, its label changed", lambda r, w: change(
-        r, W1, lambda d: forged("W", (w.other / W1).read_bytes(), run=taken_apart("W", d)[1].run)),
-        "wrong", "wrong")  # fmt: skip
     yield case("the rows of all last blocks", lambda r, w: [change(
         r, k, lambda d, k=k: forged(k.partition("/")[0], d, rows=4)) for k in last])  # fmt: skip
     yield case("inner chunks of another block, the label kept", lambda r, w: change(
@@ -492,7 +487,6 @@ def _cases() -> Iterable[Tampering]:
     yield case("scale_factor of step", add_attributes("step", scale_factor=2), "wrong")
     yield case("flags of is_dead", add_attributes("is_dead", scale_factor=2.0), "wrong")
     yield case("coordinates of W", add_attributes("W", coordinates="grad"))
-    yield case("another long_name", add_attributes("W", long_name="something else"))
     yield case("another native_dtype", add_attributes("W", native_dtype="float16"))
     yield case("scale_factor in the root's copy", lambda r, w: edit_copy(
         r, "W", lambda d: d["attributes"].update(scale_factor=2.0)), "wrong")  # fmt: skip
@@ -518,7 +512,6 @@ def _cases() -> Iterable[Tampering]:
     yield case("another separator of keys", set_member("W", chunk_key_encoding={
         "name": "default", "configuration": {"separator": "/"}}))  # fmt: skip
     yield case("the shuffle", set_codec("W", shuffle="shuffle"))
-    yield case("the order of axes", set_codec("W", token_first=True))
     yield case("float16 for bfloat16", set_codec("W", native_dtype="float16"))
     yield case("float16 for bfloat16, also as attribute", lambda r, w: [
         set_codec("W", native_dtype="float16")(r, w),
