@@ -348,12 +348,10 @@ def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
 
 def _same_root(target: dict[str, Any], root: JsonObject | None) -> bool:
     """True if the root stays the same, apart from the time of its last change."""
-    if root is None or not isinstance(root.get("attributes"), dict):
-        return False
-    moment = root["attributes"].get("updated")
-    if not is_moment(moment):
-        return False
-    return same(target | {"attributes": target["attributes"] | {"updated": moment}}, root)
+    attributes = (root or {}).get("attributes")
+    moment = attributes.get("updated") if isinstance(attributes, dict) else None
+    expected = target | {"attributes": target["attributes"] | {"updated": moment}}
+    return is_moment(moment) and same(expected, root)
 
 
 def _on_metadata(
