@@ -1,16 +1,13 @@
-"""One story, through the installed command: record, look, export; as a user would."""
+"""One story, through the installed command: record, and look; as a user would."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorstore
 import xarray as xr
 from bits_and_calls import Cli
 
@@ -91,33 +88,6 @@ def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
         assert torch.equal(state["exp_avg_sq"], rows["exp_avg_sq"][t])
     intended = ds.W[:-1].values.astype("f8") + ds.traj.adam_update().adam_update.values
     assert (cast(intended.astype("f4"), "bfloat16") == ds.W[1:].values).mean() >= 0.999
-
-
-def test_xarray_alone_reads_an_export_to_zarr(
-    gatsby: Path, trajstore_cli: Cli, tmp_path: Path
-) -> None:
-    """Exported as ordinary Zarr, in a process that imports nothing of ours; the same numbers."""
-    portable = tmp_path / "portable.zarr"
-    trajstore_cli("export", gatsby, "--format", "zarr", "-o", portable)
-    code = (
-        "import sys, xarray as xr\n"
-        "ds = xr.open_zarr(sys.argv[1])\n"
-        "assert all(v.chunks for v in ds.data_vars.values()), 'not lazy'\n"
-        "assert not {'torch', 'trajstore', 'trainers', 'analysis'} & set(sys.modules)\n"
-        "print(float(ds.W.astype('f8').sum()))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, portable],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    W = xr.open_zarr(gatsby).W
-    assert float(done.stdout) == float(W.astype("f8").sum())
-    spec = {"driver": "zarr3", "kvstore": f"file://{portable}/W/"}
-    theirs = tensorstore.open(spec, read=True).result().read().result()
-    assert theirs.tobytes() == W.values.tobytes()
 
 
 def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -> None:

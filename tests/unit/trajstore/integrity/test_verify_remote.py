@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bits_and_calls import nightly_but
 from damage import contents, cut, flip
 from object_stores import copied, s3_server, to_s3, web_server
 
@@ -59,24 +60,15 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-QUICK = ("nothing", "a chunk", "the root")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(damage, id=name, marks=() if name in QUICK else pytest.mark.nightly)
-        for name, damage in DAMAGES.items()
-    ],
-)
+@pytest.mark.parametrize("damage", nightly_but(DAMAGES, "nothing", "a chunk", "the root"))
 def test_damage_at_an_address_is_found_and_repaired_as_in_a_folder(
-    run: Path, address: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+    run: Path, address: str, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_checks, "_WINDOW", 500)  # so that a shard is read in many pieces
-    damage(run)
+    DAMAGES[damage](run)
     far = copied(run, address)
     found = verify(run)
-    assert found.clean is (damage in (DAMAGES["nothing"], DAMAGES["leftovers"]))
+    assert found.clean is (damage in ("nothing", "leftovers"))
     assert told(verify(address), far) == told(found, run)
     assert told(repair(address, dry_run=True), far) == told(repair(run, dry_run=True), run)
     done = repair(run)
