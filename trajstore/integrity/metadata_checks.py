@@ -52,7 +52,7 @@ from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.strict_json import JsonObject, differences, parse, same
+from trajstore.strict_json import JsonObject, changes, parse, same
 
 __all__ = ["check_metadata", "is_outdated", "read_metadata"]
 
@@ -314,7 +314,7 @@ def _better(
         elif rows < copied:
             found.report(name, f"has {rows} rows in its own metadata file, {copied} in the root's")
         own = with_rows(name, own, copied)
-    differing = differences(own, copy)
+    differing = [member for member, *_ in changes(own, copy)]
     if differing == [f"attributes.{COPY}"] and is_replaced(found, copy, own):
         found.replaced = True
         found.notes.append(
