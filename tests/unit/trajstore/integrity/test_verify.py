@@ -13,7 +13,7 @@ import pytest
 import zarr
 from damage import contents, cut, edit, flip, put, shard_index, wide_run, write_shard
 
-from trajstore import RunWriter, open_run, repair, verify
+from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.integrity import metadata_checks as inspection
 from trajstore.integrity.verify import Verification
@@ -397,12 +397,14 @@ def test_impossible_sizes_in_both_places_are_problems(run: Path) -> None:
 def test_a_path_without_a_run_is_an_error(tmp_path: Path, run: Path, check: Any) -> None:
     (tmp_path / "empty").mkdir()
     zarr.create_group(tmp_path / "group.zarr")
+    export(run, tmp_path / "exported.zarr", format="zarr")
     there = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(RunNotFound):
         check(tmp_path / "nothing.zarr")
     for name, message in (
         ("empty", "is not a run"),
-        ("group.zarr", "is a Zarr group, but not a run: it has no trajstore_format"),
+        ("group.zarr", "no trajstore_format"),
+        ("exported.zarr", "is a Zarr group, but not a run"),
     ):
         with pytest.raises(FormatError, match=message):
             check(tmp_path / name)
