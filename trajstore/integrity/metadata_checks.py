@@ -128,18 +128,14 @@ def _no_run(found: CheckedMetadata, text: str) -> str:
     what = (
         "is a Zarr group, but not a run" if (found.path / METADATA_KEY).exists() else "is not a run"
     )
-    inside = sorted(_runs_in(found))
-    if inside:
-        return f"{text} {what}, but contains runs: name one of {', '.join(inside[:9])}"
-    return f"{text} {what}: it has no trajstore_format"
-
-
-def _runs_in(found: CheckedMetadata) -> set[str]:
-    """Entries of a folder with steps."""
-    key = f"/{STEP.name}/{METADATA_KEY}"
+    key = f"/{STEP.name}/{METADATA_KEY}"  # of runs in the folder
     if isinstance(found.path, Path):
-        return {place.parent.parent.name for place in found.path.glob(f"*{key}")}
-    return {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
+        inside = {place.parent.parent.name for place in found.path.glob(f"*{key}")}
+    else:
+        inside = {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
+    if inside:
+        return f"{text} {what}, but contains runs: name one of {', '.join(sorted(inside)[:9])}"
+    return f"{text} {what}: it has no trajstore_format"
 
 
 def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:

@@ -7,7 +7,6 @@ not end the check.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,12 +177,13 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     whole = not (metadata.problems or chunks.problems or coordinates.problems)
     fingerprint = check_fingerprint(metadata, chunks) if whole else []
     cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
-    relabeled = [] if whole and not fingerprint else chunks.relabeled
+    # Shards of another program, by array, if they hold the values of the run.
+    accepted = Counter(item.array for item in chunks.relabeled if whole and not fingerprint)
     found = Verification(
         path=metadata.path,
         problems=(
             *metadata.problems,
-            *relabeled,
+            *(() if accepted else chunks.relabeled),
             *chunks.problems,
             *coordinates.problems,
             *fingerprint,
@@ -193,7 +193,10 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         notes=(
             *metadata.notes,
             *leftovers.notes(),
-            *_relabeled_notes([] if relabeled else chunks.relabeled),
+            *(
+                f"{name}: another program wrote {count} shards again, with the recorded values"
+                for name, count in accepted.items()
+            ),
             *chunks.row0,
         ),
         rows=metadata.rows,
@@ -203,12 +206,6 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         bytes=chunks.bytes + coordinates.bytes,
     )
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
-
-
-def _relabeled_notes(problems: list[Problem]) -> Iterator[str]:
-    """Sentences about shards that another program wrote with the values of the run."""
-    for name, count in Counter(problem.array for problem in problems).items():
-        yield f"{name}: another program wrote {count} shards again, with the recorded values"
 
 
 def _check_cells(path: Location) -> list[Problem]:
