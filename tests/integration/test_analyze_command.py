@@ -254,22 +254,12 @@ def test_a_summary_without_dead_tokens_is_one_of_all(
 
 
 def test_counts_are_printed() -> None:
-    counts = xr.DataArray(
-        [[1, 2], [3, 4]], {"a": ["x", "y"], "b": ["u", "v"]}, ("a", "b"), name="counts"
-    )
-    reported = describe(counts.to_dataset())["counts"]
-    assert reported["values"] == [[1, 2], [3, 4]]
-    assert reported["labels"] == {"a": ["x", "y"], "b": ["u", "v"]}
-    assert "values" not in describe(counts.astype(float).to_dataset())["counts"]
-
-    facts = {
-        "counts": {
-            "sizes": {"cause": 2, "outcome": 2}, "min": 0, "mean": 1, "max": 9, "nan": 0,
-            "size": 4, "flags": {},
-            "units": "1", "long_name": "counts", "populations": {}, "values": [[1, 2000], [3, 4]],
-            "labels": {"cause": ["lr", "moments"], "outcome": ["moves", "rests"]},
-        }
-    }  # fmt: skip
+    labels = {"cause": ["lr", "moments"], "outcome": ["moves", "rests"]}
+    counts = xr.DataArray([[1, 2000], [3, 4]], labels, [*labels], name="counts").to_dataset()
+    facts = describe(counts)
+    assert facts["counts"]["values"] == [[1, 2000], [3, 4]]
+    assert facts["counts"]["labels"] == labels
+    assert "values" not in describe(counts.astype(float))["counts"]
     with out.capture() as captured:
         print_description(facts)
     lines = [line.split() for line in captured.get().splitlines()]
