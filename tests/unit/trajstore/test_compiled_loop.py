@@ -69,14 +69,15 @@ def test_other_threads_use_numpy_during_compilation(
     pytest.importorskip("numba")
     assert doubled(loop)
     preparing, prepared = threading.Event(), threading.Event()
-    real = CompiledLoop._prepare
+    real = loop._compiled
 
-    def prepare(self: CompiledLoop, types: Any, arguments: Any) -> bool:
-        preparing.set()
-        assert prepared.wait(10)
-        return real(self, types, arguments)
+    def compiled(values: np.ndarray, out: np.ndarray) -> None:
+        if values.dtype == "f4":
+            preparing.set()
+            assert prepared.wait(10)
+        real(values, out)
 
-    monkeypatch.setattr(CompiledLoop, "_prepare", prepare)
+    monkeypatch.setattr(loop, "_compiled", compiled)
     thread = threading.Thread(target=doubled, args=(loop, "f4"))
     thread.start()
     assert preparing.wait(10)
