@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zarr
+from damage import write_shard
 
 from trajstore import RunWriter
-from trajstore.codec.block_label import digest_of
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.values.native_types import native_type
 
@@ -57,10 +55,8 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     )
     chunks[number] = stored.chain.encode(np.ascontiguousarray(bits[window]), stored.chunk)
     offsets = np.cumsum([0, *map(len, chunks)])[:-1].tolist()
-    digest = digest_of(hashlib.sha256(chunk).digest() for chunk in chunks)
-    label = replace(tail.label, digest=digest)
-    end = stored.form.tail(list(zip(offsets, map(len, chunks), strict=True)), label)
-    (path / stored.key(block, 0)).write_bytes(b"".join(chunks) + end)
+    index = list(zip(offsets, map(len, chunks), strict=True))
+    write_shard(path, variable, block, b"".join(chunks), index)
 
 
 @contextmanager

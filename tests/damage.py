@@ -59,7 +59,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int, int]]]:
     """File of a shard, and offset and length of its chunks."""
     stored = check_metadata(run).stored(name)
-    assert stored is not None
     path = run / name / ".".join(["c", str(block), *["0"] * (stored.ndim - 1)])
     with stored.opened(block, 0) as shard:
         index = shard.tail.index
@@ -71,7 +70,6 @@ def write_shard(
 ) -> None:
     """Write a shard whose index may say anything; its checksums and digest fit."""
     stored = check_metadata(run).stored(name)
-    assert stored is not None
     pieces = [chunks[offset : offset + length] for offset, length in index]
     digest = digest_of(hashlib.sha256(piece).digest() for piece in pieces)
     with stored.opened(block, 0) as shard:

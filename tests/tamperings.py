@@ -376,17 +376,6 @@ def _cases() -> Iterable[Tampering]:
     yield case("two blocks of W", lambda r, w: swap(r, (W0, W1)))
     yield case("two parts of a block", lambda r, w: swap(r, (W1, key("W", 1, 1))))
     yield case("a block of W and of grad", lambda r, w: swap(r, (W1, key("grad", 1))))
-    yield case("two blocks of loss", lambda r, w: swap(r, (key("loss", 0), key("loss", 1))))
-    yield case("two blocks of step", lambda r, w: swap(r, (key("step", 0), key("step", 1))))
-    yield case("two blocks of all arrays", lambda r, w: swap(r, *pairs))
-    yield case(
-        "the parts of all blocks",
-        lambda r, w: swap(r, *((key(n, b), key(n, b, 1)) for n in ("W", "grad") for b in range(3))),
-    )
-    yield case(
-        "all blocks of W and grad",
-        lambda r, w: swap(r, *zip(objects(["W"]), objects(["grad"]), strict=True)),
-    )
     yield case(
         "the folders of W and grad",
         lambda r, w: exchange_arrays(r, w, in_root=False),
@@ -402,25 +391,15 @@ def _cases() -> Iterable[Tampering]:
 
     kind = "duplicated"
     yield case("a block of W", lambda r, w: change(r, W1, lambda d: (r / W0).read_bytes()))
-    yield case("a whole block as the last one", lambda r, w: change(r, W2, lambda d:
-               (r / W1).read_bytes()))  # fmt: skip
-    yield case("a part of a block", lambda r, w: change(r, W1, lambda d: (r / key("W", 1, 1))
-               .read_bytes()))  # fmt: skip
     yield case(
         "a block of all arrays",
         lambda r, w: [change(r, b, lambda d, a=a: (r / a).read_bytes()) for a, b in pairs],
     )
-    yield case("W as grad", lambda r, w: [change(r, b, lambda d, a=a: (r / a).read_bytes())
-               for a, b in zip(objects(["W"]), objects(["grad"]), strict=True)])  # fmt: skip
     yield case("W as another variable, with its metadata files",
                lambda r, w: whole_array(r, r, "W", "exp_avg"))  # fmt: skip
 
     kind = "of another run"
     yield case("an object of W", lambda r, w: take(r, w.other, [W1]))
-    yield case("a block of all arrays", lambda r, w: take(r, w.other, objects(blocks=[1])))
-    yield case("the last block", lambda r, w: take(r, w.other, objects(blocks=[2])))
-    yield case("all blocks of W", lambda r, w: take(r, w.other, objects(["W"])))
-    yield case("all blocks of step", lambda r, w: take(r, w.other, objects(["step"])))
     yield case("all blocks", lambda r, w: take(r, w.other, objects()))
     yield case("W with its own metadata file",
                lambda r, w: take(r, w.other, ["W/zarr.json", *objects(["W"])]))  # fmt: skip
@@ -428,7 +407,6 @@ def _cases() -> Iterable[Tampering]:
                "wrong")  # fmt: skip
     yield case("the root", lambda r, w: take(r, w.other, ["zarr.json"]))
     yield case("all metadata files", lambda r, w: all_metadata(r, w.other))
-    yield case("the metadata file of W", lambda r, w: take(r, w.other, ["W/zarr.json"]))
     yield case("the metadata file of step", lambda r, w: take(r, w.other, ["step/zarr.json"]))
     for name in ("token", "is_dead", "token_count", "token_text"):
         yield case(f"the coordinate {name}", lambda r, w, n=name: take(r, w.other, [f"{n}/c.0"]),
@@ -444,22 +422,14 @@ def _cases() -> Iterable[Tampering]:
 
     kind = "brought back"
     last = objects(blocks=[2])
-    yield case("the shorter last block of W", lambda r, w: take(r, w.shorter, [W2]))
     yield case("the shorter last block", lambda r, w: take(r, w.shorter, last))
     yield case("the root of 9 rows", lambda r, w: take(r, w.shorter, ["zarr.json"]))
     yield case("all metadata files of 9 rows", lambda r, w: all_metadata(r, w.shorter))
     yield case("all of 9 rows but the root", lambda r, w: [take(r, w.shorter, last), take(
         r, w.shorter, [f"{name}/zarr.json" for name in SERIES])])  # fmt: skip
-    yield case("all of 9 rows but W", lambda r, w: [all_metadata(r, w.shorter), take(
-        r, w.shorter, [item for item in last if not item.startswith("W")])])  # fmt: skip
     yield case("the metadata file of W", lambda r, w: take(r, w.shorter, ["W/zarr.json"]))
-    yield case("the metadata file of step", lambda r, w: take(r, w.shorter, ["step/zarr.json"]))
     yield case("the content digest", lambda r, w: digests_of(r, w.shorter, "content_digest"))
     yield case("the fingerprint", lambda r, w: digests_of(r, w.shorter, "fingerprint"))
-    yield case("both digests", lambda r, w: digests_of(
-        r, w.shorter, "content_digest", "fingerprint"))  # fmt: skip
-    yield case("a block of W that was recorded again", lambda r, w: take(r, w.before, [W1]),
-               "wrong", "wrong")  # fmt: skip
     yield case("a block of all arrays that was recorded again",
                lambda r, w: take(r, w.before, objects(blocks=[1])), "wrong", "wrong")  # fmt: skip
     yield case("the root of before they were recorded again",
@@ -467,19 +437,12 @@ def _cases() -> Iterable[Tampering]:
 
     kind = "missing or cut"
     yield case("an object", lambda r, w: (r / W1).unlink())
-    yield case("an object of step", lambda r, w: (r / key("step", 1)).unlink())
-    yield case("a block of all arrays", lambda r, w: [
-               (r / k).unlink() for k in objects(blocks=[1])])  # fmt: skip
     yield case("the folder of W", lambda r, w: shutil.rmtree(r / "W"))
     yield case("an array, also from the root", drop_array)
     yield case("an array, from the root only", lambda r, w: edit(
         r / "zarr.json", lambda d: d["consolidated_metadata"]["metadata"].pop("grad")))  # fmt: skip
-    yield case("an object, all of its bytes", lambda r, w: put(r / W1, b""))
-    yield case("the half of an object", lambda r, w: change(r, W1, lambda d: d[: len(d) // 2]))
     yield case("the last byte", lambda r, w: change(r, W1, lambda d: d[:-1]))
     yield case("the first byte", lambda r, w: change(r, W1, lambda d: d[1:]))
-    yield case("the end of the last object", lambda r, w: change(r, key("loss", 2), lambda d:
-               d[: -layout("loss")]))  # fmt: skip
     yield case("nothing: a byte more", lambda r, w: change(r, W1, lambda d: d + b"\0"))
     for name in ("token", "is_dead", "token_count", "token_text"):
         yield case(f"the coordinate {name}", lambda r, w, n=name: (r / n / "c.0").unlink(), "wrong")
@@ -492,16 +455,9 @@ def _cases() -> Iterable[Tampering]:
     yield case(
         "an object without its label", lambda r, w: change(r, W1, lambda d: unlabelled("W", d))
     )
-    yield case("an object of another block, its label gone", lambda r, w: change(
-        r, W1, lambda d: unlabelled("W", (r / W0).read_bytes())))  # fmt: skip
     yield case("another block, its label changed", lambda r, w: change(
         r, W1, lambda d: forged("W", (r / W0).read_bytes(), block=1)),
         "wrong", "wrong")  # fmt: skip
-    yield case("a block of another run, its label changed", lambda r, w: change(
-        r, W1, lambda d: forged("W", (w.other / W1).read_bytes(), run=taken_apart("W", d)[1].run)),
-        "wrong", "wrong")  # fmt: skip
-    yield case("the rows of the last block", lambda r, w: change(
-        r, W2, lambda d: forged("W", d, rows=4)))  # fmt: skip
     yield case("the rows of all last blocks", lambda r, w: [change(
         r, k, lambda d, k=k: forged(k.partition("/")[0], d, rows=4)) for k in last])  # fmt: skip
     yield case("inner chunks of another block, the label kept", lambda r, w: change(
@@ -529,14 +485,8 @@ def _cases() -> Iterable[Tampering]:
         plain = "safe" if name == "_Unsigned" else "wrong"
         yield case(f"{name} of W", add_attributes("W", **attributes), plain)
     yield case("scale_factor of step", add_attributes("step", scale_factor=2), "wrong")
-    yield case("units of time of step", add_attributes("step", units="days since 2000-01-01"),
-               "wrong")  # fmt: skip
-    yield case(
-        "scale_factor of token_count", add_attributes("token_count", scale_factor=2), "wrong"
-    )
     yield case("flags of is_dead", add_attributes("is_dead", scale_factor=2.0), "wrong")
     yield case("coordinates of W", add_attributes("W", coordinates="grad"))
-    yield case("another long_name", add_attributes("W", long_name="something else"))
     yield case("another native_dtype", add_attributes("W", native_dtype="float16"))
     yield case("scale_factor in the root's copy", lambda r, w: edit_copy(
         r, "W", lambda d: d["attributes"].update(scale_factor=2.0)), "wrong")  # fmt: skip
@@ -545,16 +495,9 @@ def _cases() -> Iterable[Tampering]:
 
     kind = "arrays described otherwise"
     yield case("int32 for float32", set_member("W", data_type="int32", fill_value=0))
-    yield case("uint32 for float32, of loss", set_member("loss", data_type="uint32", fill_value=0))
-    yield case("float64 for float32", set_member("W", data_type="float64"))
-    yield case("float64 for int64, of step",
-               set_member("step", data_type="float64", fill_value=0.0))  # fmt: skip
-    yield case("fewer tokens", set_member("W", shape=[ROWS, 8, HIDDEN]))
     yield case("more tokens", set_member("W", shape=[ROWS, 12, HIDDEN]))
     yield case("fewer rows", set_member("W", shape=[8, TOKENS, HIDDEN]))
-    yield case("more rows", set_member("W", shape=[12, TOKENS, HIDDEN]))
     yield case("fewer rows in all arrays", fewer_rows)
-    yield case("fewer hidden", set_member("W", shape=[ROWS, TOKENS, 2]))
     yield case("other tokens and hidden, as many bytes", reshape)
     yield case("other parts", set_grid("W", 4, 3, HIDDEN))
     yield case("other blocks", set_grid("W", 8, 6, HIDDEN))
@@ -568,20 +511,13 @@ def _cases() -> Iterable[Tampering]:
     yield case("a fill value of 0", set_member("W", fill_value=0.0))
     yield case("another separator of keys", set_member("W", chunk_key_encoding={
         "name": "default", "configuration": {"separator": "/"}}))  # fmt: skip
-    yield case("keys of Zarr v2", set_member("W", chunk_key_encoding={
-        "name": "v2", "configuration": {"separator": "."}}))  # fmt: skip
-    yield case("the level", set_codec("W", level=9))
     yield case("the shuffle", set_codec("W", shuffle="shuffle"))
-    yield case("the size of Blosc's parts", set_codec("W", blocksize=4096))
-    yield case("the compressor", set_codec("W", compressor="lz4"))
-    yield case("the order of axes", set_codec("W", token_first=True))
     yield case("float16 for bfloat16", set_codec("W", native_dtype="float16"))
     yield case("float16 for bfloat16, also as attribute", lambda r, w: [
         set_codec("W", native_dtype="float16")(r, w),
         add_attributes("W", native_dtype="float16")(r, w)])  # fmt: skip
     yield case("no differences", set_codec("W", kind="plain", native_dtype="float32"))
     yield case("the name of the array", set_codec("W", array="grad"))
-    yield case("blocks without labels", set_codec("W", runs=None))
     yield case("blocks without labels, and swapped", lambda r, w: [
         set_codec("W", runs=None)(r, w), swap(r, (W0, W1))])  # fmt: skip
     yield case("another run", set_codec("W", runs=[[0, "0" * 32]]))
@@ -591,25 +527,19 @@ def _cases() -> Iterable[Tampering]:
 
     kind = "the root, and its copy"
     yield case("config", lambda r, w: edit_root(r, lambda a: a.update(config={"seed": 5})))
-    yield case("created", lambda r, w: edit_root(
-        r, lambda a: a.update(created="2026-01-01T00:00:00+00:00")))  # fmt: skip
     yield case("encoding", lambda r, w: edit_root(r, lambda a: a.update(
         encoding="portable")))  # fmt: skip
     yield case("block_rows", lambda r, w: edit_root(r, lambda a: a.update(block_rows=5)))
     yield case("runs", lambda r, w: edit_root(r, lambda a: a.update(runs=[[0, "0" * 32]])))
     yield case("runs, and in all codecs", lambda r, w: everywhere(
         r, lambda a: a.update(runs=[[0, "0" * 32]])))  # fmt: skip
-    yield case("an attribute more", lambda r, w: edit_root(r, lambda a: a.update(more=1)))
     yield case("another format", lambda r, w: edit_root(r, lambda a: a.update(trajstore_format=1)))
-    yield case("another format, and nothing of this one", forget_format)
     yield case("another format, and blocks swapped", lambda r, w: [
         forget_format(r, w), swap(r, (W0, W1))])  # fmt: skip
     yield case("committed_rows", lambda r, w: edit(
         r / "zarr.json", lambda d: d["attributes"].update(committed_rows=9)))  # fmt: skip
     yield case("no digests", lambda r, w: edit(r / "zarr.json", lambda d: [
         d["attributes"].pop(n) for n in ("content_digest", "fingerprint")]))  # fmt: skip
-    yield case("another fingerprint", lambda r, w: edit(
-        r / "zarr.json", lambda d: d["attributes"].update(fingerprint="0" * 64)))  # fmt: skip
 
     kind = "coordinates"
     yield case("tokens in another order", lambda r, w: other_token(

@@ -10,7 +10,6 @@ import sys
 
 TYPE_CHECKING = False  # importing typing would take most of the time of this module
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
     from typing import Any
 
 __all__ = ["register_accessors"]
@@ -32,12 +31,5 @@ def register_accessors() -> None:
 
     for point in entry_points(group="trajstore.accessors"):
         if not hasattr(xarray.Dataset, point.name):
-            xarray.register_dataset_accessor(point.name)(_loading(point))
+            xarray.register_dataset_accessor(point.name)(lambda ds, point=point: point.load()(ds))
     _registered = True
-
-
-def _loading(point: EntryPoint) -> Any:
-    def accessor(ds: Any) -> Any:
-        return point.load()(ds)
-
-    return accessor

@@ -83,7 +83,14 @@ class CompiledLoop:
         if not self._preparing.acquire(blocking=False):
             return False
         try:
-            return self._prepare(types, arguments)
+            if self._compiled is None:
+                self._compiled = self._load()
+            if self._compiled is None:
+                self._unavailable = True
+                return False
+            self._compiled(*arguments)
+            self._ready.add(types)
+            return True
         except Exception as error:  # raised by numba: the loop itself raises nothing
             self._unavailable = True
             warnings.warn(
@@ -96,17 +103,6 @@ class CompiledLoop:
             return False
         finally:
             self._preparing.release()
-
-    def _prepare(self, types: Types, arguments: tuple[Any, ...]) -> bool:
-        """Run the loop for the first time with arrays of these types, if numba is installed."""
-        if self._compiled is None:
-            self._compiled = self._load()
-        if self._compiled is None:
-            self._unavailable = True
-            return False
-        self._compiled(*arguments)
-        self._ready.add(types)
-        return True
 
     def _load(self) -> Callable[..., None] | None:
         """The function, which numba compiles at its first call; None without numba.

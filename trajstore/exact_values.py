@@ -19,7 +19,6 @@ Array = npt.NDArray[Any]
 
 ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
 _DEEPEST = 100  # as `trajstore.strict_json.parse`
-_NUMPY_ADVICE = "a value of Python (item(), tolist())"
 
 
 def exact(name: str, values: Any, dtype: str, *, least: int = 0) -> Array:
@@ -128,7 +127,7 @@ def exact_json(name: str, value: Any, *, depth: int = 0) -> None:
     elif isinstance(value, tuple | set | frozenset):
         expected = "a list"
     elif isinstance(value, np.generic | np.ndarray) and not isinstance(value, str):
-        expected = _NUMPY_ADVICE
+        expected = "a value of Python (item(), tolist())"
     elif value is not None and not isinstance(value, str | int):
         expected = "a JSON value: None, a bool, number or string, or a list or dict of them"
     if expected:

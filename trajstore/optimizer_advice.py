@@ -54,8 +54,8 @@ class Advice:
 
     variable: str
     native_dtype: str
-    cannot_decay: float
-    cannot_grow: float
+    cannot_decay: float = math.nan
+    cannot_grow: float = math.nan
     sentence: str
 
     def facts(self) -> dict[str, Any]:
@@ -292,7 +292,6 @@ def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
         variable="W",
         native_dtype=native,
         cannot_decay=share,
-        cannot_grow=math.nan,
         sentence=f"weight decay {does} at learning rates up to {rule.lr:.6g}: "
         f"(1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
         f"back to W for {_percent(share)} of {native} values. W trains with "
@@ -307,8 +306,6 @@ def _of_eps(rule: _Adam, native: str) -> Advice | None:
     return Advice(
         variable="eps",
         native_dtype=native,
-        cannot_decay=math.nan,
-        cannot_grow=math.nan,
         sentence=f"eps = {rule.eps:g} rounds to 0 in {native}. An element that never had a "
         f"gradient is updated by 0/0 = NaN. Choose an eps that {native} can represent, or "
         f"train {_FLOAT32_WEIGHTS}",

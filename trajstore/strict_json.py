@@ -15,7 +15,6 @@ __all__ = [
     "JsonObject",
     "canonical",
     "changes",
-    "differences",
     "fits",
     "metadata_bytes",
     "parse",
@@ -162,11 +161,6 @@ def fits(value: Any, form: Any) -> bool:
     if isinstance(form, type):
         return isinstance(value, form) and isinstance(value, bool) == (form is bool)
     return bool(form(value))
-
-
-def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Places in which two JSON values differ."""
-    return [place for place, *_ in changes(one, other, at)]
 
 
 def utc_now() -> str:

@@ -46,8 +46,6 @@ def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 @pytest.mark.parametrize(
     ("line", "made"),
     [
-        ("verify {run}", ()),
-        ("repair {run}", ()),
         ("report {run} --verify", ("run.html",)),
         ("compare {run} {here}", ()),
         ("export {run} -o a.safetensors", ("a.safetensors",)),
@@ -75,7 +73,6 @@ LOCAL = "only runs can be at addresses; pass a local path"
     ("line", "told"),
     [
         ("analyze {run} freeze -o {out}/freeze.zarr", LOCAL),
-        ("analyze {run} freeze -o {out}/freeze.csv", LOCAL),
         ("plot {here} loss -o {out}/loss.png", LOCAL),
         ("report {here} -o {out}/page.html", LOCAL),
         ("export {here} -o {out}/a.safetensors", LOCAL),

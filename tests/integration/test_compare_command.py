@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from bits_and_calls import Cli, random_bits
 
 from trajstore import RunWriter
@@ -43,6 +42,7 @@ def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> No
 def test_over_names_the_step_from_which_losses_differ(tmp_path: Path, trajstore_cli: Cli) -> None:
     one, other = record(tmp_path / "a.zarr", 5), record(tmp_path / "b.zarr", 5)
     text = trajstore_cli("compare", one, other, "--over", "1%").stdout
+    assert "are identical, bit for bit" in text
     assert "The losses never differ by more than 1%; the largest difference: 0.000%" in text
     with RunWriter.resume(other) as run:
         run.append(step=5, W=np.zeros((5, 3), "f4"), loss=np.float32(5.1))
@@ -86,32 +86,15 @@ def test_variables_that_only_one_run_has_are_named(tmp_path: Path, trajstore_cli
     assert (facts["only_first"], facts["only_second"]) == (["loss"], ["grad", "logits"])
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_identical_runs(tmp_path: Path, trajstore_cli: Cli, options: list[str]) -> None:
-    one, other = record(tmp_path / "a.zarr", 4), record(tmp_path / "b.zarr", 4)
-    text = trajstore_cli("compare", one, other, *options).stdout
-    if options:
-        assert json.loads(text)["steps"] == {"common": 4, "first": 4, "second": 4}
-    else:
-        assert "are identical, bit for bit" in text
-
-
 def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) -> None:
     one = record(tmp_path / "a.zarr", 2)
-    for name, token, hidden, rc in (
-        ("more.zarr", [4, 2, 9, 0, 1, 3], 3, 0),
-        ("other.zarr", [7, 8], 3, 2),
-        ("wider.zarr", [0, 1], 4, 2),
+    for token, rc, told in (
+        ([4, 2, 9, 0, 1, 3], 0, "has 5 tokens, the second 6; only the 5 common tokens"),
+        ([7, 8], 2, "no common token"),
     ):
         with RunWriter.create(
-            tmp_path / name, token=token, hidden=hidden, variables={"W": "bfloat16"}
+            tmp_path / f"{rc}.zarr", token=token, hidden=3, variables={"W": "bfloat16"}
         ) as run:
-            run.append(step=0, W=np.zeros((len(token), hidden), "f4"))
+            run.append(step=0, W=np.zeros((len(token), 3), "f4"))
         done = trajstore_cli("compare", one, run.path, rc=rc)
-        told = {
-            "more.zarr": "has 5 tokens, the second 6; only the 5 common tokens are compared",
-            "other.zarr": "no common token",
-            "wider.zarr": "hidden has length 3 and 4",
-        }
-        assert told[name] in " ".join((done.stdout + done.stderr).split())
-    trajstore_cli("compare", one, tmp_path / "nothing.zarr", rc=2)
+        assert told in " ".join((done.stdout + done.stderr).split())

@@ -1,4 +1,4 @@
-"""One story, through the installed command: record, look, export; as a user would."""
+"""One story, through the installed command: record, and look; as a user would."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import Cli
+
+from trajstore.values.rounding import cast
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -51,10 +53,13 @@ def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
     assert ds.lr.dtype == "float64"
 
 
-def test_all_tokens_start_near_one_point(gatsby: Path) -> None:
-    start = xr.open_zarr(gatsby).W[0].values
+def test_all_tokens_start_near_one_point_and_the_dead_move_as_one(gatsby: Path) -> None:
+    ds = xr.open_zarr(gatsby)
+    start = ds.W[0].values
     assert np.linalg.norm(start.mean(0)) == pytest.approx(1, abs=0.002)
     assert np.linalg.norm(start - start.mean(0), axis=-1).max() < 0.01
+    assert (ds.traj.coherence("dead") > 0.99).all()
+    assert (ds.traj.coherence("live") < 0.9).all()
 
 
 def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
@@ -81,6 +86,8 @@ def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
         assert torch.equal(parameter.data, rows["W"][t])
         assert torch.equal(state["exp_avg"], rows["exp_avg"][t])
         assert torch.equal(state["exp_avg_sq"], rows["exp_avg_sq"][t])
+    intended = ds.W[:-1].values.astype("f8") + ds.traj.adam_update().adam_update.values
+    assert (cast(intended.astype("f4"), "bfloat16") == ds.W[1:].values).mean() >= 0.999
 
 
 def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -> None:

@@ -29,7 +29,6 @@ MISTYPED = {
     "plan --preset gatsby --set training.device=gpu": "cuda",
     "record --preset gatsby --device gpu": "cuda",
     # variables, tokens
-    "plan --preset gatsby --set recording.variables=weigths": "weights",
     "export gatsby.zarr --variables W,gard -o g.safetensors": "grad",
     "export gatsby.zarr --select token=ded -o g.safetensors": "dead",
     # runs
@@ -44,7 +43,6 @@ MISTYPED = {
     # figures, formats, layouts
     "plot gatsby.zarr heatmpa -o g.png": "heatmap",
     "export gatsby.zarr --format hdf -o g.h5": "hdf5",
-    "export gatsby.zarr --layout thimble6 -o g.safetensors": "thimble-6",
 }
 
 

@@ -71,25 +71,12 @@ def test_the_film(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) 
         assert sentence in " ".join(error.split()), arguments
 
 
-def test_runs_with_different_steps_share_a_figure(
+def test_an_added_population_is_drawn(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
-    short, both = tmp_path / "short.zarr", tmp_path / "both.svg"
-    trajstore_cli("export", run, "--select", "step=0:5", "--format", "run", "-o", short)
-    trajstore_cli("plot", run, short, "displacement", "-o", both)
-    assert "2 runs" in both.read_text()
-
-
-def test_an_added_population_is_drawn_besides_dead_and_live_tokens(
-    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    added, alone = tmp_path / "added.svg", tmp_path / "alone.svg"
-    few = ("--population", "few=token < 9")
-    trajstore_cli("plot", run, "grad_norms", "-o", added, *few)
-    assert all(f"{name} tokens" in added.read_text() for name in ("dead", "live", "few"))
-    trajstore_cli("plot", run, "grad_norms", "-o", alone, *few, "--select", "population=few")
-    assert "few tokens" in alone.read_text()
-    assert "live tokens" not in alone.read_text()
+    file = tmp_path / "added.svg"
+    trajstore_cli("plot", run, "grad_norms", "-o", file, "--population", "few=token < 9")
+    assert all(f"{name} tokens" in file.read_text() for name in ("dead", "live", "few"))
 
 
 def test_wrong_options_of_plot_are_errors(

@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 DOCS = Path(__file__).parents[2] / "docs"
-PRESETS_PAGE = (DOCS / "reference" / "presets.md").read_text()
 SCRIPTS = {
     name: script
     for page in (DOCS / "howto").glob("*.md")
@@ -58,9 +57,3 @@ def test_a_script_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert ds.loss.values[-1] < ds.loss.values[1]
     never = np.isin(np.arange(128), list(b"In my younger and more vulnerable years "), invert=True)
     assert (ds.grad.values[1, never] != 0).any(axis=-1).all()
-
-
-def test_every_preset_is_described() -> None:
-    from trajstore.trainers import PRESETS
-
-    assert all(f"`{name}`" in PRESETS_PAGE for name in PRESETS)

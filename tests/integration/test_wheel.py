@@ -9,7 +9,6 @@ import venv
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,17 +17,6 @@ from packaging.utils import canonicalize_name
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
-
-CODE = """
-import sys
-import trajstore
-from trajstore import analysis, trainers
-ds = trajstore.open_run(sys.argv[1])
-assert ds.traj.grad_norms().compute().shape == (11, 10)
-assert analysis.freeze(ds).compute().last_motion.shape == (10,)
-assert "site-packages" in trajstore.__file__ and "site-packages" in trainers.__file__
-assert "torch" not in sys.modules
-"""
 
 
 def needed_by(package: str) -> set[str]:
@@ -75,18 +63,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in {file.parts[0] for file in brought.files or ()} - {"..", "__pycache__"}:
             (packages / top).symlink_to(str(brought.locate_file(top)))
     return python
-
-
-def test_reading_and_analysing_need_only_the_wheel(
-    python: Path, small_run: tuple[Path, Any], tmp_path: Path
-) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    path, _ = small_run
-    done = subprocess.run(
-        [python, "-c", CODE, path], cwd=empty, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_every_command_and_function_works_or_names_its_extra(python: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, RemotePath
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
@@ -92,12 +93,7 @@ def _step(found: CheckedChunks, row: int) -> int | None:
 
 def _size_of_shards(metadata: CheckedMetadata) -> int:
     """Bytes of the existing shards of the committed rows."""
-    keys = [
-        stored.key(block, part)
-        for stored in map(metadata.stored, filter(is_series, metadata.arrays))
-        for block in range(-(-metadata.rows // stored.shard[0]))
-        for part in range(stored.parts)
-    ]
+    keys = [stored.key(block, part) for stored, block, part in _shards(metadata)]
     if metadata.objects is not None:
         return sum(metadata.objects.get(key, 0) for key in keys)
     assert isinstance(metadata.path, RemotePath)  # a web server
@@ -105,15 +101,19 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
     return sum(facts["size"] for facts in found if facts)
 
 
-def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
-    for name in filter(is_series, metadata.arrays):
-        stored = metadata.stored(name)
-        declared = metadata.arrays[name]["attributes"].get("native_dtype")
-        native = NATIVE_TYPES.get(declared, stored.chain.native)
-        finished = metadata.attributes.get("status") == "complete"
+def _shards(metadata: CheckedMetadata) -> Iterator[tuple[StoredArray, int, int]]:
+    """Array, block and part of each shard of the committed rows."""
+    for stored in map(metadata.stored, filter(is_series, metadata.arrays)):
         for block in range(-(-metadata.rows // stored.shard[0])):
-            for part in range(stored.parts):
-                yield partial(check_shard, stored, native, block, part, finished=finished)
+            yield from ((stored, block, part) for part in range(stored.parts))
+
+
+def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
+    finished = metadata.attributes.get("status") == "complete"
+    for stored, block, part in _shards(metadata):
+        declared = metadata.arrays[stored.name]["attributes"].get("native_dtype")
+        native = NATIVE_TYPES.get(declared, stored.chain.native)
+        yield partial(check_shard, stored, native, block, part, finished=finished)
 
 
 def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 
@@ -65,27 +63,26 @@ def _check_file(path: Location, local: Path) -> Iterator[Problem]:
     """Check a checkpoint, or a local copy of it."""
     try:
         with SafetensorsFile(local) as file:
-            for problem in _check(file):
-                yield replace(problem, path=path)
+            yield from _check(path, file)
     except FormatError as error:
         yield _broken(path, str(error).replace(str(local), str(path)))
 
 
-def _check(file: SafetensorsFile) -> Iterator[Problem]:
+def _check(path: Location, file: SafetensorsFile) -> Iterator[Problem]:
     text = file.attributes.get("trajstore")
     if text is None or file.attributes.get("crc32c") != str(google_crc32c.value(text.encode())):
-        yield _broken(file.path, "its description does not fit its checksum")
+        yield _broken(path, "its description does not fit its checksum")
         return
     tensors = json.loads(text)["tensors"]
     for name in sorted(tensors.keys() ^ file.entries.keys()):
         where = "missing" if name in tensors else "not in its description"
-        yield _broken(file.path, f"the tensor {name} is {where}")
+        yield _broken(path, f"the tensor {name} is {where}")
     for name in sorted(tensors.keys() & file.entries.keys()):
         entry, described = file.entries[name], tensors[name]
         if entry.dtype != described["dtype"] or list(entry.shape) != described["shape"]:
-            yield _broken(file.path, f"the tensor {name} is not of its type and shape", entry)
+            yield _broken(path, f"the tensor {name} is not of its type and shape", entry)
         elif _checksum(file, name) != described["crc32c"]:
-            yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)
+            yield _broken(path, f"the tensor {name} does not fit its checksum", entry)
 
 
 def _unread(path: Location, reason: OSError | str) -> Problem:
@@ -95,11 +92,11 @@ def _unread(path: Location, reason: OSError | str) -> Problem:
 
 
 def _broken(path: Location, fault: str, entry: Entry | None = None) -> Problem:
-    span: dict[str, Any] = {}
-    if entry is not None:
-        span = {"first_byte": entry.begin, "stop_byte": entry.end}
+    first, stop = (None, None) if entry is None else (entry.begin, entry.end)
     message = f"the checkpoint is broken: {fault}"
-    return Problem(array=None, path=path, message=message, remedy="remove", **span)
+    return Problem(
+        array=None, path=path, message=message, remedy="remove", first_byte=first, stop_byte=stop
+    )
 
 
 def _checksum(file: SafetensorsFile, name: str) -> int:

@@ -23,7 +23,7 @@ from trajstore.schema import STEP, VARIABLES
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.object_file import OpenObject, opened
 from trajstore.store.storage.remote_path import ObjectReplaced
-from trajstore.values.native_types import NativeType, is_bfloat16, narrow
+from trajstore.values.native_types import NativeType, narrow
 
 __all__ = ["CheckedChunks", "check_shard"]
 
@@ -48,7 +48,6 @@ class CheckedChunks:
         Shards that another program wrote. Without a matching fingerprint they are problems, too.
     row0 : list of str
         Sentences on unusual values in row 0, if it is the state before any step.
-    notes : list of str
     steps : dict of int to ndarray
         Values of `step`, by their first row.
     labels : dict of (str, int, int) to BlockLabel
@@ -62,7 +61,6 @@ class CheckedChunks:
     problems: list[Problem] = field(default_factory=list)
     relabeled: list[Problem] = field(default_factory=list)
     row0: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     steps: dict[int, Array] = field(default_factory=dict)
     labels: dict[Place, BlockLabel] = field(default_factory=dict)
     digests: dict[Place, bytes] = field(default_factory=dict)
@@ -75,7 +73,6 @@ class CheckedChunks:
         self.problems += other.problems
         self.relabeled += other.relabeled
         self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
-        self.notes += other.notes
         self.steps |= other.steps
         self.labels |= other.labels
         self.digests |= other.digests
@@ -161,7 +158,7 @@ class _ShardCheck:
         label = self.found.labels[self._place] = tail.label
         if label.block == ANYWHERE:
             fault = "its label has no block; another program wrote it"
-            self.found.relabeled.append(self._problem(fault, end, size, "none"))
+            self._report(fault, end, size, "none", self.found.relabeled)
         needed = min(stored.shape[0] - block * stored.shard[0], stored.shard[0])
         if label.rows < needed:
             short = f"it has {label.rows} rows of the block, {needed} are committed"
@@ -242,19 +239,17 @@ class _ShardCheck:
         if digest != label.digest:
             self._report("its label was written for other chunks", 0, self._size)
 
-    def _report(self, *arguments: Any, **options: Any) -> None:
-        self.found.problems.append(self._problem(*arguments, **options))
-
-    def _problem(
+    def _report(
         self,
         message: str,
         first: int | None = None,
         stop: int | None = None,
         remedy: Literal["cut", "none"] = "cut",
-    ) -> Problem:
-        """Problem in a range of its bytes."""
+        found: list[Problem] | None = None,
+    ) -> None:
+        """Add a problem in a range of its bytes, by default to all problems."""
         name, block, _ = self._place
-        return Problem(
+        problem = Problem(
             array=name,
             block=block,
             first_byte=first,
@@ -263,12 +258,11 @@ class _ShardCheck:
             message=message,
             remedy=remedy,
         )
+        (self.found.problems if found is None else found).append(problem)
 
 
 def _is_native(values: Array, native: NativeType) -> bool:
     """True if all float32 bits are values of a 16-bit type."""
-    if native.name == "bfloat16":
-        return is_bfloat16(values)
     try:
         narrow(values.view(np.float32), native)
     except InvalidArgument:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array |
     """Values of a coordinate; None if they are missing or broken."""
     key = chunk_key(name, 0, 1)
     path = metadata.path / key
+    problem = partial(Problem, array=name, path=path)
     try:
         if size_of(path) > _LARGEST:
             raise OSError(errno.EFBIG, f"it has more than {_LARGEST:,} bytes", str(path))
@@ -53,7 +55,7 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array |
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         message = "its values are missing" if missing else f"cannot be read: {error.strerror}"
-        found.problems.append(Problem(array=name, path=path, message=message))
+        found.problems.append(problem(message=message))
         return None
     found.chunks += 1
     found.bytes += len(data)
@@ -63,16 +65,8 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedChunks) -> Array |
         array = open_metadata(metadata.arrays[name], {key.partition("/")[2]: data})
         return np.asarray(array[...])
     except Exception as error:  # codecs raise anything for foreign bytes
-        found.problems.append(
-            Problem(
-                array=name,
-                block=0,
-                first_byte=0,
-                stop_byte=len(data),
-                path=path,
-                message=f"its values are broken ({error})",
-            )
-        )
+        message = f"its values are broken ({error})"
+        found.problems.append(problem(block=0, first_byte=0, stop_byte=len(data), message=message))
         return None
 
 

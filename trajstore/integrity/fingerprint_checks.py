@@ -24,39 +24,34 @@ __all__ = ["check_fingerprint", "made_again"]
 
 
 def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[Problem]:
-    """Compare the fingerprint with the stored content.
+    """Compare the fingerprint of a run without other problems with the stored content."""
+    message = _fault(metadata, chunks)
+    path = metadata.path / METADATA_KEY
+    return [Problem(array=None, path=path, message=message)] if message else []
 
-    After other problems the fingerprint adds nothing.
-    """
-    if metadata.problems or chunks.problems:
-        return []
+
+def _fault(metadata: CheckedMetadata, chunks: CheckedChunks) -> str | None:
+    """What is wrong with the fingerprint."""
+    fixed = fixed_attributes(metadata.attributes)
     try:
-        fixed = fixed_attributes(metadata.attributes)
         found = made_again(metadata, chunks, rows=metadata.rows, attributes=fixed)
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
-        return [_problem(metadata, f"the fingerprint cannot be computed: {error}")]
-    if found is None:
-        return [_problem(metadata, "the fingerprint cannot be computed: a part is not readable")]
+        return f"the fingerprint cannot be computed: {error}"
+    assert found is not None  # all parts were readable
     attributes = found.attributes()
     if attributes[CONTENT] != metadata.attributes[CONTENT]:
-        return [
-            _problem(
-                metadata,
-                "the content digest differs from the committed one, but no part is damaged; an "
-                "older block was restored, or metadata or coordinates were changed in all copies",
-            )
-        ]
+        return (
+            "the content digest differs from the committed one, but no part is damaged; an "
+            "older block was restored, or metadata or coordinates were changed in all copies"
+        )
     if attributes[FINGERPRINT] != metadata.attributes[FINGERPRINT]:
-        return [
-            _problem(
-                metadata,
-                "the fingerprint differs from the committed one: attributes of the root were "
-                "changed in both copies",
-            )
-        ]
-    return []
+        return (
+            "the fingerprint differs from the committed one: attributes of the root were "
+            "changed in both copies"
+        )
+    return None
 
 
 def made_again(
@@ -106,7 +101,3 @@ def _digest_of_block(
                 digest = array.digest_of_rows(block, part, rows)
             shards.append((name, part, rows, digest))
     return block_digest(shards)
-
-
-def _problem(metadata: CheckedMetadata, message: str) -> Problem:
-    return Problem(array=None, path=metadata.path / METADATA_KEY, message=message)

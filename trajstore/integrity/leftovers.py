@@ -93,31 +93,23 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
         if not _is_known(metadata.path / name):
             found.unknown.append(metadata.path / name)
     for name in metadata.own:
-        paths = [metadata.path / name / each for each in sorted(inside.get(name, ())) if each]
-        _find_in_array(metadata, name, paths, rows, found)
+        if name not in metadata.arrays or not is_series(name):
+            continue
+        stored = metadata.stored(name)
+        beyond: dict[tuple[int, int], Location] = {}
+        for leaf in sorted(filter(None, inside.get(name, ()))):
+            path = metadata.path / name / leaf
+            place = block_of(leaf, stored.ndim)
+            if place is None or place[1] >= stored.parts:
+                if not _is_known(path):
+                    found.unknown.append(path)
+            elif place[0] * stored.shard[0] >= rows:
+                beyond[place] = path
+        if beyond:
+            found.beyond[name] = [beyond[place] for place in sorted(beyond)]
     with contextlib.suppress(OSError):  # the note on the folder reports it
         found.links = inner_links(metadata.path)
     return found
-
-
-def _find_in_array(
-    metadata: CheckedMetadata, name: str, paths: list[Location], rows: int, found: Leftovers
-) -> None:
-    own = metadata.arrays.get(name)
-    if own is None or not is_series(name):
-        return
-    stored = metadata.stored(name)
-    beyond = []
-    for path in paths:
-        if _is_known(path):
-            continue
-        place = block_of(path.name, len(own["shape"]))
-        if place is None or place[1] >= stored.parts:
-            found.unknown.append(path)
-        elif place[0] * stored.shard[0] >= rows:
-            beyond.append((place, path))
-    if beyond:
-        found.beyond[name] = [path for _, path in sorted(beyond, key=lambda item: item[0])]
 
 
 def _size(path: Location) -> int:

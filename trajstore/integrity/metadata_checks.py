@@ -52,7 +52,7 @@ from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.strict_json import JsonObject, differences, parse, same
+from trajstore.strict_json import JsonObject, changes, parse, same
 
 __all__ = ["check_metadata", "is_outdated", "read_metadata"]
 
@@ -128,18 +128,14 @@ def _no_run(found: CheckedMetadata, text: str) -> str:
     what = (
         "is a Zarr group, but not a run" if (found.path / METADATA_KEY).exists() else "is not a run"
     )
-    inside = sorted(_runs_in(found))
-    if inside:
-        return f"{text} {what}, but contains runs: name one of {', '.join(inside[:9])}"
-    return f"{text} {what}: it has no trajstore_format"
-
-
-def _runs_in(found: CheckedMetadata) -> set[str]:
-    """Entries of a folder with steps."""
-    key = f"/{STEP.name}/{METADATA_KEY}"
+    key = f"/{STEP.name}/{METADATA_KEY}"  # of runs in the folder
     if isinstance(found.path, Path):
-        return {place.parent.parent.name for place in found.path.glob(f"*{key}")}
-    return {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
+        inside = {place.parent.parent.name for place in found.path.glob(f"*{key}")}
+    else:
+        inside = {name.split("/")[0] for name in found.objects or () if name.endswith(key)}
+    if inside:
+        return f"{text} {what}, but contains runs: name one of {', '.join(sorted(inside)[:9])}"
+    return f"{text} {what}: it has no trajstore_format"
 
 
 def _array_folders(found: CheckedMetadata, text: str) -> list[str] | None:
@@ -314,7 +310,7 @@ def _better(
         elif rows < copied:
             found.report(name, f"has {rows} rows in its own metadata file, {copied} in the root's")
         own = with_rows(name, own, copied)
-    differing = differences(own, copy)
+    differing = [member for member, *_ in changes(own, copy)]
     if differing == [f"attributes.{COPY}"] and is_replaced(found, copy, own):
         found.replaced = True
         found.notes.append(
@@ -439,15 +435,13 @@ def _check_extent(found: CheckedMetadata) -> None:
     FormatError
         If they do.
     """
-    announced = {}
-    for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
     if found.objects is None:
         return
     files = Counter(key.partition("/")[0] for key in found.objects)
-    most = _MOST_MISSING + max((files[name] for name in announced), default=0)
-    for name, shards in announced.items():
+    most = _MOST_MISSING + max(files.values(), default=0)
+    for name in filter(is_series, found.arrays):
+        stored = found.stored(name)
+        shards = -(-found.rows // stored.shard[0]) * stored.parts
         if shards > most:
             raise FormatError(
                 f"{found.path} announces {shards:,} shards of {name}, and there "

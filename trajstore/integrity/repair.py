@@ -86,9 +86,9 @@ def repair(
         )
     check_metadata(path)  # before it makes a lock for something else
     refuse_links(run)
-    with (
-        _unlocked(run) if dry_run and not _has_place_for_lock(run) else RunLock.acquire(run) as lock
-    ):
+    # A dry run takes the lock if the folder is local and writable.
+    takes_lock = not dry_run or (isinstance(run, Path) and os.access(run.parent, os.W_OK))
+    with RunLock.acquire(run) if takes_lock else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
         plan = plan_repair(checked)
         if on_plan is not None:
@@ -98,11 +98,6 @@ def repair(
                 raise taken_over(run)
             _carry_out(run, plan)
     return replace(plan.report, done=not dry_run)
-
-
-def _has_place_for_lock(run: Location) -> bool:
-    """True if a dry run can take the lock: the folder is local and writable."""
-    return isinstance(run, Path) and os.access(run.parent, os.W_OK)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from trajstore.schema import FORMAT, STEP, TRAJECTORIES, belongs, coordinate
 from trajstore.store.metadata.array_metadata import is_series
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.metadata_form import (
-    REQUIRED,
     STATUSES,
     Status,
     is_digest,
@@ -114,7 +113,7 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
         return RepairPlan(report=Repair(rows=metadata.rows, unrepaired=problems, **facts))
     lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
-    damaged = _damage_by_array(checked)
+    damaged = _damage_by_array(checked, lost)
     whole = tuple(name for name in metadata.arrays if is_series(name) and name not in damaged)
     attributes, on_attributes = _attributes(metadata)
     digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
@@ -159,7 +158,7 @@ def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
     ]
 
 
-def _damage_by_array(checked: CheckedRun) -> dict[str, str]:
+def _damage_by_array(checked: CheckedRun, lost: list[tuple[int, Problem]]) -> dict[str, str]:
     """Damaged arrays with their damaged steps; empty text for damage outside of steps."""
     metadata = checked.metadata
     rows: dict[str, list[tuple[int, int]]] = {
@@ -169,15 +168,15 @@ def _damage_by_array(checked: CheckedRun) -> dict[str, str]:
         and (problem.remedy != "rewrite" or problem.array not in metadata.arrays)
         and belongs(problem.array, metadata.variables)
     }
-    for first, problem in _lost_blocks(checked):
+    for first, problem in lost:
         assert problem.array is not None
         length = metadata.stored(problem.array).shard[0]
         rows[problem.array].append((first, min(first + length, metadata.rows)))
     chains = [metadata.stored(name).chain for name in metadata.arrays if is_series(name)]
     for unit in (unit_of(rule) for rule in dict.fromkeys(chain.rule for chain in chains) if rule):
         if unit.chains.keys() & rows.keys():
-            lost = [each for name in unit.chains for each in rows.get(name, ())]
-            rows |= dict.fromkeys(unit.rule.state, lost)
+            all_rows = [each for name in unit.chains for each in rows.get(name, ())]
+            rows |= dict.fromkeys(unit.rule.state, all_rows)
     return {name: in_steps(checked.read, rows[name]) if rows[name] else "" for name in rows}
 
 
@@ -261,7 +260,7 @@ def _least_attributes(metadata: CheckedMetadata) -> JsonObject:
     is_compact = any(
         metadata.stored(name).chain.has_forms for name in metadata.arrays if is_series(name)
     )
-    values = {
+    return {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
@@ -270,7 +269,6 @@ def _least_attributes(metadata: CheckedMetadata) -> JsonObject:
         "config": {},
         "runs": [list(entry) for entry in form.runs],
     }
-    return {key: values[key] for key in REQUIRED if key in values}
 
 
 def _digests(
@@ -350,12 +348,10 @@ def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
 
 def _same_root(target: dict[str, Any], root: JsonObject | None) -> bool:
     """True if the root stays the same, apart from the time of its last change."""
-    if root is None or not isinstance(root.get("attributes"), dict):
-        return False
-    moment = root["attributes"].get("updated")
-    if not is_moment(moment):
-        return False
-    return same(target | {"attributes": target["attributes"] | {"updated": moment}}, root)
+    attributes = (root or {}).get("attributes")
+    moment = attributes.get("updated") if isinstance(attributes, dict) else None
+    expected = target | {"attributes": target["attributes"] | {"updated": moment}}
+    return is_moment(moment) and same(expected, root)
 
 
 def _on_metadata(

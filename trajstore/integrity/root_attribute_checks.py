@@ -75,7 +75,11 @@ def check_attributes(found: CheckedMetadata) -> None:
             lost = value is MISSING or copied is MISSING
             how = "is missing in" if lost else "differs from"
             found.report(None, f"the attribute {key} {how} {where}")
-    _check_identity(found)
+    if is_possible("runs", attributes.get("runs")):  # otherwise it is reported below
+        runs = run_identity(attributes)
+        for name in filter(is_series, found.arrays):
+            if found.stored(name).form.runs != runs:
+                found.report(name, "its metadata name another run than the root")
     number = attributes.get("trajstore_format")
     agrees = (found.copy or {}).get("trajstore_format", number) == number  # otherwise it is damaged
     if agrees and (error := other_format(found.path, attributes)):
@@ -86,16 +90,6 @@ def check_attributes(found: CheckedMetadata) -> None:
     listed: Any = attributes.get(SEGMENTS)
     if are_segments(listed) and not same(listed[-1]["config"], attributes.get("config")):
         found.report(None, f"the last configuration of {SEGMENTS} is not the attribute config")
-
-
-def _check_identity(found: CheckedMetadata) -> None:
-    """Check that the arrays name the same runs as the root."""
-    if not is_possible("runs", found.attributes.get("runs")):
-        return  # which is reported
-    runs = run_identity(found.attributes)
-    for name in filter(is_series, found.arrays):
-        if found.stored(name).form.runs != runs:
-            found.report(name, "its metadata name another run than the root")
 
 
 def fixed_attributes(attributes: JsonObject) -> JsonObject:

@@ -7,7 +7,6 @@ not end the check.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -175,18 +174,16 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     coordinates = check_coordinates(metadata)
     chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
     checkpoints = check_checkpoints(metadata.path)
-    sound = not coordinates.problems
-    fingerprint = check_fingerprint(metadata, chunks) if sound else []
-    whole = sound and not metadata.problems and not chunks.problems
-    relabeled = [] if whole and not fingerprint else chunks.relabeled
-    cells: list[Problem] = []
-    if whole and "cells" in metadata.arrays:
-        cells = _check_cells(metadata.path)
+    whole = not (metadata.problems or chunks.problems or coordinates.problems)
+    fingerprint = check_fingerprint(metadata, chunks) if whole else []
+    cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
+    # Shards of another program, by array, if they hold the values of the run.
+    accepted = Counter(item.array for item in chunks.relabeled if whole and not fingerprint)
     found = Verification(
         path=metadata.path,
         problems=(
             *metadata.problems,
-            *relabeled,
+            *(() if accepted else chunks.relabeled),
             *chunks.problems,
             *coordinates.problems,
             *fingerprint,
@@ -196,8 +193,10 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
         notes=(
             *metadata.notes,
             *leftovers.notes(),
-            *chunks.notes,
-            *(() if relabeled else _relabeled_notes(chunks)),
+            *(
+                f"{name}: another program wrote {count} shards again, with the recorded values"
+                for name, count in accepted.items()
+            ),
             *chunks.row0,
         ),
         rows=metadata.rows,
@@ -209,35 +208,27 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
 
 
-def _relabeled_notes(chunks: CheckedChunks) -> Iterator[str]:
-    """Sentences about shards that another program wrote with the values of the run."""
-    for name, count in Counter(problem.array for problem in chunks.relabeled).items():
-        yield f"{name}: another program wrote {count} shards again, with the recorded values"
-
-
 def _check_cells(path: Location) -> list[Problem]:
     """Compare ``cells`` of a readable run with W rounded to bfloat16, to nearest even.
 
     NaN is not compared: the value of one of them may have been lost.
     """
-    where = path / "cells" / METADATA_KEY
     try:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():
             return []
         count, step, token = _wrong_cells(run)
+        if not count:
+            return []
+        message = (
+            f"{count} values are not W rounded to bfloat16, the first at step {step} of token "
+            f"{token}; one of the two has been changed"
+        )
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
         message = f"they cannot be compared with W: {error}"
-        return [Problem(array="cells", path=where, message=message)]
-    if not count:
-        return []
-    message = (
-        f"{count} values are not W rounded to bfloat16, the first at step {step} of token {token}; "
-        "one of the two has been changed"
-    )
-    return [Problem(array="cells", path=where, message=message)]
+    return [Problem(array="cells", path=path / "cells" / METADATA_KEY, message=message)]
 
 
 def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:

@@ -38,17 +38,12 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_MIXED = "mixed"
 
 
 def _category(text: str, letters: int) -> str:
     # A text that consists only of spaces has the category of a space.
     found = {unicodedata.category(character)[:letters] for character in text.strip(" ") or text}
-    return found.pop() if len(found) == 1 else _MIXED
-
-
-def _categories(values: Array, letters: int) -> Array:
-    return np.array([_category(text, letters) for text in values], object)
+    return found.pop() if len(found) == 1 else "mixed"
 
 
 class _Expression:
@@ -176,7 +171,8 @@ class _Expression:
         if name in ("category", "major") and len(values) == 1:
             if not isinstance(values[0], np.ndarray) or not _is_text(values[0]):
                 raise self._refuse(node, f"{name}(texts of the tokens)")
-            return _categories(values[0], 2 if name == "category" else 1)
+            letters = 2 if name == "category" else 1
+            return np.array([_category(text, letters) for text in values[0]], object)
         raise self._refuse(node, "quantile(x, q), category(x) or major(x)")
 
 

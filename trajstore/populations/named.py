@@ -86,12 +86,13 @@ def with_populations(
 
 
 def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bool_]]:
-    if isinstance(given, PurePath) or (isinstance(given, str) and _is_file_name(given)):
+    is_text = isinstance(given, str)
+    if isinstance(given, PurePath) or (is_text and PurePath(given).suffix in POPULATION_FILES):
         raise InvalidArgument(
             f"got the file name {given} for the population {name}, expected ids or a mask; only "
             f"the command line reads files: --population {name}={given}"
         )
-    if isinstance(given, str):
+    if is_text:
         rows = {"row": ds["token"]} if is_of_parameter(ds) else {}
         return {name: select_tokens(ds.assign_coords(rows), given)}
     values = _values(name, given)
@@ -108,10 +109,6 @@ def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bo
     texts = exact(f"population {name}", values, "string").astype(object)
     labels = [label for label in dict.fromkeys(texts.tolist()) if label]
     return {f"{name}_{label}": np.asarray(texts == label, bool) for label in sorted(labels)}
-
-
-def _is_file_name(text: str) -> bool:
-    return PurePath(text).suffix in POPULATION_FILES
 
 
 def _values(name: str, given: Any) -> Array:

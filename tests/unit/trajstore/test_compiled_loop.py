@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 import threading
 import types
@@ -70,14 +69,15 @@ def test_other_threads_use_numpy_during_compilation(
     pytest.importorskip("numba")
     assert doubled(loop)
     preparing, prepared = threading.Event(), threading.Event()
-    real = CompiledLoop._prepare
+    real = loop._compiled
 
-    def prepare(self: CompiledLoop, types: Any, arguments: Any) -> bool:
-        preparing.set()
-        assert prepared.wait(10)
-        return real(self, types, arguments)
+    def compiled(values: np.ndarray, out: np.ndarray) -> None:
+        if values.dtype == "f4":
+            preparing.set()
+            assert prepared.wait(10)
+        real(values, out)
 
-    monkeypatch.setattr(CompiledLoop, "_prepare", prepare)
+    monkeypatch.setattr(loop, "_compiled", compiled)
     thread = threading.Thread(target=doubled, args=(loop, "f4"))
     thread.start()
     assert preparing.wait(10)
@@ -124,23 +124,15 @@ def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.M
     never(loop)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ImportError("Numba needs NumPy 2.3 or less"), OSError("libllvmlite.so"), None],
-    ids=str,
-)
 def test_a_numba_that_cannot_be_used_is_reported_once(
-    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(name: str) -> types.ModuleType:
-        if error is None:
-            return types.ModuleType("numba")  # an empty one
-        raise error
+        raise ImportError("Numba needs NumPy 2.3 or less")
 
     monkeypatch.setattr(compiled_loop, "find_spec", lambda name: True)
     monkeypatch.setattr(compiled_loop, "import_module", broken)
-    what = re.escape(str(error)) if error else "has no attribute 'config'"
-    with pytest.warns(RuntimeWarning, match=rf"^numba failed.*{what}.*NUMBA_DISABLE_JIT"):
+    with pytest.warns(RuntimeWarning, match=r"^numba failed.*2\.3 or less.*NUMBA_DISABLE_JIT"):
         assert not doubled(loop)
     never(loop)
 
@@ -195,17 +187,14 @@ def test_memory_reaches_from_the_first_value_to_the_last() -> None:
     ("values", "expected"),
     [
         (np.empty((3, 4, 5)), (0, 20)),
-        (np.empty((3, 4, 5))[:, 1:3], (0, 10)),
         (np.empty((3, 4, 5))[:, :, 1:3], (1, 2)),
         (np.empty((3, 4, 5))[:, :, ::2], (2, 1)),
         (np.empty((4, 3, 5)).transpose(1, 0, 2), (1, 5)),
-        (np.empty((3, 4, 5)).transpose(1, 2, 0), (2, 1)),
         (np.empty((3, 4, 1))[:, ::2], (1, 1)),
         (np.empty((3, 1, 5)), (0, 5)),
         (np.empty(3), (0, 1)),
         (np.empty((3, 0, 5)), (2, 0)),
-        (np.empty((0, 4, 5)), (2, 0)),
-        (np.empty((3, 4, 5))[::-1], (2, 0)),
+        (np.broadcast_to(np.zeros(()), (3, 4)), (1, 1)),
         (np.empty((3, 4, 5))[:, ::-1], (2, 0)),
         (np.zeros((3, 4), ">f8"), (1, 0)),
         (np.zeros((3, 4), "f4,u2")["f0"], (1, 0)),
@@ -216,7 +205,3 @@ def test_how_far_values_lie_side_by_side(values: np.ndarray, expected: tuple[int
     assert values_side_by_side(values) == expected
     assert values_side_by_side(np.empty(values.shape, values.dtype), values) == expected
     assert rows_in_one_piece(values) == (expected[0] == 0)
-
-
-def test_a_broadcast_row_does_not_lie_in_one_piece() -> None:
-    assert not rows_in_one_piece(np.broadcast_to(np.zeros(()), (3, 4)))

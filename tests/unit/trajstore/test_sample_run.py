@@ -17,6 +17,8 @@ def test_the_sample_run_shows_the_freeze_of_dead_tokens(sample: Path) -> None:
     assert (ds.grad[-1].where(ds.is_dead, 1) != 0).any("hidden").all()
     frozen = analysis.freeze(ds).frozen_since.where(ds.is_dead, drop=True)
     assert ((frozen > 100) & (frozen < 300)).all()
+    cause = analysis.freeze_cause(ds).values
+    assert (cause[cause != 0] == analysis.CAUSES.index("lost_update")).mean() > 0.99
 
 
 @pytest.mark.torch

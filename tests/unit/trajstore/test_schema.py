@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-import zarr
 
 from trajstore import RunWriter, export, import_file, open_run, repair, verify
 from trajstore.errors import InvalidArgument
@@ -58,18 +57,6 @@ def test_a_lost_root_and_a_lost_metadata_file_are_found_and_repaired(tmp_path: P
     (path / "velocity/c.0.0.0").write_bytes(b"")
     assert {problem.array for problem in verify(path).problems} == {"velocity"}
     xr.testing.assert_equal(ds.drop_vars("velocity"), open_run(path).drop_vars("velocity").load())
-
-
-@pytest.mark.filterwarnings("ignore:Consolidated metadata")
-def test_an_array_of_another_run_is_no_part_of_this_one(tmp_path: Path) -> None:
-    open_run(written(tmp_path / "run.zarr"))
-    other = tmp_path / "other.zarr"
-    with RunWriter.create(other, token=[0], hidden=1, variables={"W": "float32"}) as writer:
-        writer.append(0, W=np.zeros((1, 1), "f4"))
-    zarr.open_group(other)["velocity"] = np.zeros((1, 5))
-    zarr.consolidate_metadata(other)
-    found = verify(other)
-    assert "velocity is an array that is not part of the run" in found.notes
 
 
 def test_files_and_copies_hold_them(tmp_path: Path) -> None:

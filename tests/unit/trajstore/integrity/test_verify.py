@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from damage import contents, cut, edit, flip, shard_index, wide_run, write_shard
+from damage import contents, cut, edit, flip, put, shard_index, wide_run, write_shard
 
 from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
@@ -59,43 +59,34 @@ def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
     assert verify(path).rows == 9
 
 
-def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+def cut_run(run: Path) -> RunWriter:
+    return RunWriter.resume(run, rows=6)
+
+
+def created_again(run: Path) -> None:
+    shutil.rmtree(run)
+    with pytest.MonkeyPatch.context() as patch:
+        moment = "2020-01-01T00:00:00+00:00"
+        patch.setattr("trajstore.store.writing.new_run.utc_now", lambda: moment)
+        wide_run(run, rows=12)
+
+
+@pytest.mark.parametrize(("change", "rows"), [(cut_run, 6), (created_again, 12)])
+def test_a_run_that_changes_meanwhile_is_looked_at_again(
+    run: Path, change: Callable[[Path], Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its root is read, and then a writer goes on after fewer rows."""
+    """Its root is read; then a writer continues after fewer rows, or makes a new run."""
     real = inspection.read_metadata
-    writers: list[RunWriter] = []
+    done: list[Any] = []
 
     def read(path: Path, array: str | None) -> Any:
-        if array is not None and not writers:
-            writers.append(RunWriter.resume(run, rows=6))
+        if array is not None and not done:
+            done.append(change(run))
         return real(path, array)
 
     monkeypatch.setattr(inspection, "read_metadata", read)
     found = verify(run)
-    assert (found.problems, found.rows) == ((), 6)
-    writers[0].close()
-
-
-def test_a_run_that_is_created_again_meanwhile_is_looked_at_again(
-    run: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = inspection.read_metadata
-    done: list[Path] = []
-
-    def read(path: Path, array: str | None) -> Any:
-        if array is not None and not done:
-            shutil.rmtree(run)
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    "trajstore.store.writing.new_run.utc_now", lambda: "2020-01-01T00:00:00+00:00"
-                )
-                done.append(wide_run(run, rows=12))
-        return real(path, array)
-
-    monkeypatch.setattr(inspection, "read_metadata", read)
-    assert verify(run).problems == ()
-    assert verify(run).rows == 12
+    assert (found.problems, found.rows) == ((), rows)
 
 
 def test_every_chunk_is_checked_and_named(run: Path) -> None:
@@ -110,29 +101,16 @@ def test_every_chunk_is_checked_and_named(run: Path) -> None:
             flip(path, 8 * (offset + length // 2))
 
 
-def test_a_broken_index_is_named(run: Path) -> None:
-    path, index = shard_index(run, "W", 1)
+def test_a_broken_index_and_an_empty_shard_are_named(run: Path) -> None:
+    path, index = shard_index(run, "grad", 2)
     end = sum(index[-1])
     flip(path, 8 * end + 3)
-    problem = only(verify(run))
-    assert (problem.array, problem.block) == ("W", 1)
-    assert (problem.first_byte, problem.stop_byte) == (end, path.stat().st_size)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_shard_cut_short_is_named(run: Path, size: int) -> None:
-    path, _ = shard_index(run, "grad", 2)
-    cut(path, size)
-    problem = only(verify(run))
-    assert (problem.array, problem.block, problem.path) == ("grad", 2, path)
-    assert problem.stop_byte == path.stat().st_size
-    assert "index" in problem.message
-
-
-def test_a_missing_shard_is_named(run: Path) -> None:
-    (run / "loss" / "c.1").unlink()
-    problem = only(verify(run))
-    assert (problem.array, problem.block, problem.message) == ("loss", 1, "the shard is missing")
+    for first, damage in ((end, lambda: cut(path, 0)), (0, lambda: None)):
+        problem = only(verify(run))
+        assert (problem.array, problem.block, problem.path) == ("grad", 2, path)
+        assert (problem.first_byte, problem.stop_byte) == (first, path.stat().st_size)
+        assert "index" in problem.message or first
+        damage()
 
 
 def test_verify_names_every_broken_block(run: Path) -> None:
@@ -140,8 +118,9 @@ def test_verify_names_every_broken_block(run: Path) -> None:
     flip(shard_index(run, "exp_avg", 1)[0], 100)
     (run / "step" / "c.2").unlink()
     flip(run / "token" / "c.0", 40)
-    found = {(problem.array, problem.block) for problem in verify(run).problems}
-    assert found == {("W", 0), ("exp_avg", 1), ("step", 2), ("token", 0)}
+    found = {(problem.array, problem.block): problem for problem in verify(run).problems}
+    assert found.keys() == {("W", 0), ("exp_avg", 1), ("step", 2), ("token", 0)}
+    assert found["step", 2].message == "the shard is missing"
 
 
 @pytest.mark.parametrize(
@@ -205,9 +184,8 @@ def test_steps_must_increase(run: Path) -> None:
     assert "row 8 is step 7 after step 7" in problem.message
 
 
-@pytest.mark.parametrize("name", ["token", "is_dead", "token_count", "token_text"])
-def test_coordinates_are_checked(run: Path, name: str) -> None:
-    path = run / name / "c.0"
+def test_coordinates_are_checked(run: Path) -> None:
+    path = run / "token_text" / "c.0"
     good = path.read_bytes()
     for damage in (
         lambda: flip(path, 8 * len(good) // 2),
@@ -217,17 +195,17 @@ def test_coordinates_are_checked(run: Path, name: str) -> None:
     ):
         damage()
         problem = only(verify(run))
-        assert (problem.array, problem.path) == (name, path)
+        assert (problem.array, problem.path) == ("token_text", path)
         path.write_bytes(good)
 
 
 def test_coordinates_must_agree(run: Path) -> None:
     set_with_zarr(run, "token", 5, 4)
-    assert (only(verify(run)).array, "occur twice" in only(verify(run)).message) == ("token", True)
+    assert "token: 1 of 300 ids occur twice" in str(only(verify(run)))
     set_with_zarr(run, "token", 5, 5)
     set_with_zarr(run, "is_dead", 4, True)
-    assert only(verify(run)).array == "is_dead"
-    assert "position 4" in only(verify(run)).message
+    problem = only(verify(run))
+    assert (problem.array, problem.message.rpartition(" ")[2]) == ("is_dead", "4")
 
 
 @pytest.mark.parametrize(
@@ -260,26 +238,8 @@ def test_the_metadata_that_is_wrong_is_named(
         assert {problem.path for problem in found} == {path}
 
 
-def test_an_array_that_is_ahead_is_a_note(run: Path) -> None:
-    edit(run / "W" / "zarr.json", lambda metadata: metadata["shape"].__setitem__(0, 15))
-    found = verify(run)
-    assert found.clean
-    assert "W is 4 rows ahead" in found.notes[0]
-
-
-@pytest.mark.parametrize("name", ["W", "step", "token"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 50)])
-def test_a_lost_metadata_is_named(run: Path, name: str, damage: Callable[[Path], None]) -> None:
-    path = run / name / "zarr.json"
-    damage(path)
-    problem = only(verify(run))
-    assert (problem.array, problem.path) == (name, path)
-    assert "cannot be read" in problem.message
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 500)])
-def test_without_a_root_the_rest_is_checked(run: Path, damage: Callable[[Path], None]) -> None:
-    damage(run / "zarr.json")
+def test_without_a_root_the_rest_is_checked(run: Path) -> None:
+    cut(run / "zarr.json", 500)
     flip(shard_index(run, "W", 1)[0], 77)
     found = verify(run)
     assert found.rows == 11
@@ -299,21 +259,19 @@ def test_a_lost_consolidated_block_is_named(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("status", "recordinf", "recordinf"),
         ("committed_rows", 10, "committed_rows is 10, the arrays have 11"),
-        ("committed_rows", "11", "committed_rows is '11'"),
         ("updated", "2026-01-01 00:00:00", "updated"),
+        ("updated", ..., "updated is missing"),
         ("created", "2020-01-01T00:00:00+00:00", "created differs from its copy"),
         ("config", {"why": "a tess", "lr": 1.5e-05}, "config.why"),
-        ("encoding", "none", "encoding"),
+        ("config", ..., "config is missing in the root"),
         ("trajstore_format", 9, "trajstore_format"),
-        ("block_rows", 5, "block_rows"),
-        ("segments", [{"step": 3, "config": {}}], "from step 0, in order"),
+        ("block_rows", 5, "has blocks of 4 rows, block_rows is 5"),
         ("segments", [{"step": 0, "config": {}}], "last configuration of segments"),
     ],
 )
 def test_attributes_of_the_root_are_checked(run: Path, name: str, value: Any, message: str) -> None:
-    edit(run / "zarr.json", lambda metadata: metadata["attributes"].update({name: value}))
+    edit(run / "zarr.json", lambda root: put(root["attributes"], name, value))
     found = verify(run)
     assert any(message in problem.message for problem in found.problems)
     assert found.rows == 11
@@ -339,12 +297,6 @@ def test_only_a_resume_that_died_leaves_an_older_copy_of_the_attributes(
     found = verify(run)
     assert found.clean == clean
     assert any("being changed" in note for note in found.notes) == clean
-
-
-@pytest.mark.parametrize("name", ["status", "updated", "committed_rows", "config", "created"])
-def test_a_missing_attribute_is_named(run: Path, name: str) -> None:
-    edit(run / "zarr.json", lambda metadata: metadata["attributes"].pop(name))
-    assert any(name in problem.message for problem in verify(run).problems)
 
 
 def test_what_a_crash_leaves_is_a_note(run: Path) -> None:
@@ -406,7 +358,7 @@ def test_an_array_that_no_recorder_wrote_is_a_problem(run: Path) -> None:
         assert {item.partition(":")[0] for item in foreign} == {"W", "token"}
 
 
-@pytest.mark.parametrize("array", ["W", "step", "token", ""])
+@pytest.mark.parametrize("array", ["step", ""])
 def test_a_metadata_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place(
     run: Path, array: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,59 +385,37 @@ def test_a_metadata_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place
     assert repair(run).actions == ()
 
 
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        pytest.param(
-            value, place, marks=() if (value, place) == (-1, "both") else pytest.mark.nightly
-        )
-        for value in (None, -1, [], 10**30, True)
-        for place in ("own", "root", "both")
-    ],
-)
-def test_impossible_sizes_are_problems(run: Path, value: Any, place: str) -> None:
-    all_metadata = {"own": ["W/zarr.json"], "root": ["zarr.json"]}
-    for key in (
-        ("shape", 0),
-        ("shape", 2),
-        ("shape",),
-        ("chunk_grid", "configuration", "chunk_shape", 0),
-        ("chunk_grid", "configuration", "chunk_shape"),
-        ("codecs", 0, "configuration", "chunk_shape", 1),
-        ("codecs", 0, "configuration", "chunk_shape"),
-    ):
-        old = {name: (run / name).read_bytes() for name in ("W/zarr.json", "zarr.json")}
-        for name in all_metadata.get(place) or list(old):
-            edit(run / name, lambda metadata, key=key: _set(metadata, key, value))  # type: ignore[misc]
-        assert not verify(run).clean, key
+def edit_both(run: Path, name: str, place: str, value: Any) -> None:
+    """Change a member of an array's metadata file, and of its copy in the root."""
+    edit(run / name / "zarr.json", lambda metadata: put(metadata, place, value))
+    edit(run / "zarr.json", lambda root: put(_arrays(root)[name], place, value))
+
+
+def test_impossible_sizes_in_both_places_are_problems(run: Path) -> None:
+    for place in ("shape", "chunk_grid.configuration.chunk_shape.0"):
+        edit_both(run, "W", place, -1)
+        assert not verify(run).clean, place
         repair(run, dry_run=True)
-        for name, data in old.items():
-            (run / name).write_bytes(data)
 
 
-def _set(metadata: Any, key: tuple[Any, ...], value: Any) -> None:
-    if "consolidated_metadata" in metadata:
-        metadata = metadata["consolidated_metadata"]["metadata"]["W"]
-    for part in key[:-1]:
-        metadata = metadata[part]
-    metadata[key[-1]] = value
-
-
-def test_a_path_without_a_run_is_an_error(tmp_path: Path, run: Path) -> None:
-    with pytest.raises(RunNotFound):
-        verify(tmp_path / "nothing.zarr")
+@pytest.mark.parametrize("check", [verify, repair])
+def test_a_path_without_a_run_is_an_error(tmp_path: Path, run: Path, check: Any) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FormatError, match="is not a run"):
-        verify(tmp_path / "empty")
     zarr.create_group(tmp_path / "group.zarr")
-    with pytest.raises(FormatError, match="no trajstore_format"):
-        verify(tmp_path / "group.zarr")
     export(run, tmp_path / "exported.zarr", format="zarr")
-    for check in (verify, repair):
-        with pytest.raises(FormatError, match="is a Zarr group, but not a run"):
-            check(tmp_path / "exported.zarr")
+    there = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(RunNotFound):
+        check(tmp_path / "nothing.zarr")
+    for name, message in (
+        ("empty", "is not a run"),
+        ("group.zarr", "no trajstore_format"),
+        ("exported.zarr", "is a Zarr group, but not a run"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            check(tmp_path / name)
     with pytest.raises(InvalidArgument, match="got threads=0"):
-        verify(run, threads=0)
+        check(run, threads=0)
+    assert {path.name for path in tmp_path.iterdir()} == there
 
 
 def _in_copy(changed: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
@@ -525,17 +455,9 @@ def test_what_is_no_file_or_far_too_large_is_a_problem(run: Path) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_far_more_shards_than_there_are_are_not_looked_for(tmp_path: Path, axis: int) -> None:
-    run = wide_run(tmp_path / "run.zarr")
-    root = json.loads((run / "zarr.json").read_bytes())
-    entries = root["consolidated_metadata"]["metadata"]
-    for name, entry in entries.items():
-        if name == "W" or (axis == 0 and entry["dimension_names"][0] == "step"):
-            entry["shape"][axis] = 1 << 44
-            own = json.loads((run / name / "zarr.json").read_bytes())
-            own["shape"][axis] = 1 << 44
-            (run / name / "zarr.json").write_text(json.dumps(own))
-    (run / "zarr.json").write_text(json.dumps(root))
+def test_far_more_shards_than_there_are_are_not_looked_for(run: Path, axis: int) -> None:
+    for name in ("W",) if axis else ("step", "W", "grad", "exp_avg", "loss"):
+        edit_both(run, name, f"shape.{axis}", 1 << 44)
     with pytest.raises(FormatError, match=r"announces [\d,]+ shards of \w+, and there are"):
         verify(run)
     with pytest.raises(FormatError, match=r"expected 17592186044416, the rows|along token"):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from trajstore import RunWriter, verify
 
@@ -23,14 +22,10 @@ def written(path: Path, *, wrong: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_cells_are_those_of_W(tmp_path: Path, wrong: bool) -> None:
-    path = written(tmp_path / "run.zarr", wrong=wrong)
-    found = verify(path)
-    assert found.clean != wrong
-    if wrong:
-        (problem,) = found.problems
-        assert str(problem).startswith(
-            "cells: 2 values are not W rounded to bfloat16, the first at step 3 of token 7"
-        )
-        assert problem.remedy == "none"
+def test_cells_are_those_of_W(tmp_path: Path) -> None:
+    assert verify(written(tmp_path / "run.zarr", wrong=False)).clean
+    (problem,) = verify(written(tmp_path / "wrong.zarr", wrong=True)).problems
+    assert str(problem).startswith(
+        "cells: 2 values are not W rounded to bfloat16, the first at step 3 of token 7"
+    )
+    assert problem.remedy == "none"

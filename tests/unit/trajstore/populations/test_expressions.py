@@ -42,16 +42,11 @@ def ds() -> xr.Dataset:
         ("category(token_text) == 'mixed'", np.isin(np.arange(9), (5, 7))),
         ("category(token_text) in ('Zs', 'Cc')", np.isin(np.arange(9), (3, 4))),
         ("token_text == '\\x00'", np.isin(np.arange(9), 3)),
-        ("is_dead == (0 == 1)", None),
     ],
 )
 def test_an_expression_selects_tokens(
-    expression: str, expected: np.ndarray | None, ds: xr.Dataset
+    expression: str, expected: np.ndarray, ds: xr.Dataset
 ) -> None:
-    if expected is None:
-        with pytest.raises(InvalidArgument):
-            select_tokens(ds, expression)
-        return
     assert select_tokens(ds, expression).tolist() == expected.tolist()
 
 
@@ -78,9 +73,7 @@ def test_an_expression_selects_tokens(
         "category(token_count) == 'Lu'",
         "__import__('os').system('true')",
         "token_count.size > 3",
-        "token_count[0] > 3",
-        "(lambda: token_count)() > 3",
-        "[t for t in token_count]",
+        "is_dead == (0 == 1)",
         "quantile(x=token_count)",
         "(" * 300 + "1" + ")" * 300,
     ],
@@ -88,8 +81,5 @@ def test_an_expression_selects_tokens(
 def test_a_wrong_expression_names_the_population(expression: str, ds: xr.Dataset) -> None:
     with pytest.raises(InvalidArgument, match="population"):
         select_tokens(ds, expression)
-
-
-def test_a_text_in_a_text_is_refused_with_a_list_as_example(ds: xr.Dataset) -> None:
     with pytest.raises(InvalidArgument, match=r'such as token_text in \("a", "e"\)$'):
         select_tokens(ds, 'token_text in "aeiou"')

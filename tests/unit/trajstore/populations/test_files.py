@@ -32,8 +32,5 @@ def test_what_is_no_population() -> None:
     for assignments in (["odd"], ["=token > 3"], ["a=token > 3", "a=token > 4"]):
         with pytest.raises(InvalidArgument, match="NAME=EXPRESSION"):
             populations_from(assignments)
-
-
-def test_a_file_that_is_not_there() -> None:
     with pytest.raises(InvalidArgument, match=r"there is no file nowhere\.txt"):
         populations_from(["one=nowhere.txt"])

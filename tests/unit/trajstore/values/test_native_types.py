@@ -5,9 +5,6 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
 
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import (
@@ -16,7 +13,6 @@ from trajstore.values.native_types import (
     as_bits,
     is_nan,
     is_zero_or_nan,
-    narrow,
     native_type,
     widen,
 )
@@ -55,35 +51,12 @@ def test_nan_and_zero_are_found_from_their_bits(name: str) -> None:
     np.testing.assert_array_equal(is_zero_or_nan(bits, native), np.isnan(values) | (values == 0))
 
 
-@pytest.mark.parametrize("name", SIXTEEN)
-def test_every_16_bit_pattern_survives_widening(name: str) -> None:
-    native = native_type(name)
-    wide = widen(EVERY, native)
-    assert wide.dtype == np.float32
-    assert (narrow(wide, native) == EVERY).all()
-
-
 @pytest.mark.parametrize(("name", "dtype"), SIXTEEN.items())
 def test_widening_agrees_with_the_numeric_cast(name: str, dtype: type) -> None:
     cast = EVERY.view(dtype).astype(np.float32)
     wide = widen(EVERY, native_type(name))
-    np.testing.assert_array_equal(wide, cast)  # NaN equals NaN here; payloads are tested above
+    np.testing.assert_array_equal(wide, cast)  # NaN equals NaN here
     assert (np.signbit(wide) == np.signbit(cast)).all()
-
-
-@given(npst.arrays(np.uint32, st.integers(1, 50), elements=st.integers(0, 2**32 - 1)))
-def test_narrow_accepts_exactly_the_representable(bits: np.ndarray) -> None:
-    for name, dtype in SIXTEEN.items():
-        native = native_type(name)
-        for value in bits:
-            stored = np.array([value], np.uint32).view(np.float32)
-            with np.errstate(all="ignore"):
-                back = stored.astype(dtype).astype(np.float32)
-            if not np.isnan(stored[0]) and back.view(np.uint32)[0] == value:
-                assert widen(narrow(stored, native), native).view(np.uint32)[0] == value
-            elif not np.isnan(stored[0]):
-                with pytest.raises(InvalidArgument, match="not exactly"):
-                    narrow(stored, native)
 
 
 def test_as_bits_takes_each_form_of_the_same_values() -> None:
@@ -106,6 +79,7 @@ def test_as_bits_takes_each_form_of_the_same_values() -> None:
         (np.uint16([1]), "float32"),
         (np.float16([1]), "bfloat16"),
         (np.float32([70000]), "float16"),
+        (np.float32([2**-25]), "float16"),
         (1e300, "float32"),
     ],
 )

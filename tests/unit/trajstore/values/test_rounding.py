@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from trajstore.errors import InvalidArgument
-from trajstore.values.native_types import NATIVE_TYPES, as_bfloat16, is_bfloat16, widen
+from trajstore.values.native_types import (
+    NATIVE_TYPES,
+    as_bfloat16,
+    is_bfloat16,
+    narrow,
+    widen,
+)
 from trajstore.values.rounding import cast, convert, is_of_type
 
 EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
@@ -18,6 +24,7 @@ def test_widening_keeps_every_bit_pattern(name: str) -> None:
     bits, changed = convert(stored, native, wide)
     assert (bits == stored.view(np.uint32)).all()
     assert changed == 0
+    assert (narrow(stored, native) == EVERY_16_BITS).all()
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,11 @@ import pytest
 from trajstore.watching.measures import RecordingPace
 
 
-def test_one_commit_gives_no_pace() -> None:
-    pace = RecordingPace()
-    pace.see(100, 5, 4)
-    assert pace.rows_per_second is None
-    assert pace.remaining(10, 100) is None
-
-
 def test_rows_and_steps_are_counted_apart_and_the_time_since_the_commit_has_passed() -> None:
     pace = RecordingPace()
     pace.see(100, 5, 40)
+    assert pace.rows_per_second is None
+    assert pace.remaining(10, 100) is None
     pace.see(110, 10, 90)
     assert pace.rows_per_second == 0.5
     assert pace.remaining(190, 110) == 20

@@ -18,8 +18,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run.zarr"
 
 
-@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
-@pytest.mark.parametrize("rows", [range(10), range(3, 9), range(7, 8), range(1)])
+@pytest.mark.parametrize("at_once", [100, 1 << 20])
+@pytest.mark.parametrize("rows", [range(10), range(3, 9), range(1)])
 def test_norms_and_unchanged_are_those_of_the_rows(
     run: Path, rows: range, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,17 +67,14 @@ def test_recorded_summaries_are_read_in_place_of_the_matrices(tmp_path: Path) ->
     assert np.array_equal(found.unchanged["all"], [np.nan, 0.5, 0.5], equal_nan=True)
 
 
-def test_a_run_of_weights_alone_has_no_gradients(tmp_path: Path) -> None:
-    measures = recorded(tmp_path / "run.zarr", W=zeros)
-    found = measures.read(range(3))
+def test_a_run_of_weights_has_no_gradients_and_a_zero_that_changes_its_sign_moves(
+    tmp_path: Path,
+) -> None:
+    measures = recorded(
+        tmp_path / "run.zarr", 4, W=lambda step: np.full((2, 2), -0.0 if step > 2 else 0.0, "f4")
+    )
+    found = measures.read(range(4))
     assert measures.gradient_of is None
     assert found.gradient == {}
     assert found.largest is None
-    assert np.array_equal(found.unchanged["all"], [np.nan, 1, 1], equal_nan=True)
-
-
-def test_a_zero_that_changes_its_sign_has_moved(tmp_path: Path) -> None:
-    measures = recorded(
-        tmp_path / "run.zarr", W=lambda step: np.full((2, 2), -0.0 if step == 1 else 0.0, "f4")
-    )
-    assert measures.read(range(1, 3)).unchanged["all"].tolist() == [0, 0]
+    assert np.array_equal(found.unchanged["all"], [np.nan, 1, 1, 0], equal_nan=True)
