@@ -115,7 +115,7 @@ class OptimizerRule:
         Raises
         ------
         InvalidArgument
-            If the optimizer is unknown, has no rule, or lacks a hyperparameter.
+            If the optimizer is unknown, has no rule, or lacks a hyperparameter or its number.
         """
         if not optimizer:
             raise InvalidArgument("the run does not name its optimizer")
@@ -129,21 +129,26 @@ class OptimizerRule:
         missing = [key for key in needed if key not in given]
         if missing:
             raise InvalidArgument(f"the hyperparameters of {full!r} lack {', '.join(missing)}")
-        betas = (0.0, 0.0) if plain == _SGD else given["betas"]
-        return cls(
-            kind="sgd" if plain == _SGD else "adam",
-            beta1=float(betas[0]),
-            beta2=float(betas[1]),
-            eps=float(given.get("eps", 0.0)),
-            weight_decay=float(given["weight_decay"]),
-            decoupled=bool(given.get("decoupled_weight_decay", plain == "AdamW")),
-            maximize=bool(given.get("maximize", False)),
-            rounds_once=plain != name or bool(given.get("fused")),
-            amsgrad=bool(given.get("amsgrad", False)),
-            momentum=float(given.get("momentum") or 0.0),
-            dampening=float(given.get("dampening") or 0.0),
-            nesterov=bool(given.get("nesterov", False)),
-        )
+        try:
+            betas = (0.0, 0.0) if plain == _SGD else given["betas"]
+            return cls(
+                kind="sgd" if plain == _SGD else "adam",
+                beta1=float(betas[0]),
+                beta2=float(betas[1]),
+                eps=float(given.get("eps", 0.0)),
+                weight_decay=float(given["weight_decay"]),
+                decoupled=bool(given.get("decoupled_weight_decay", plain == "AdamW")),
+                maximize=bool(given.get("maximize", False)),
+                rounds_once=plain != name or bool(given.get("fused")),
+                amsgrad=bool(given.get("amsgrad", False)),
+                momentum=float(given.get("momentum") or 0.0),
+                dampening=float(given.get("dampening") or 0.0),
+                nesterov=bool(given.get("nesterov", False)),
+            )
+        except (TypeError, ValueError, IndexError) as error:
+            raise InvalidArgument(
+                f"the hyperparameters of {full!r} are not numbers: {given}"
+            ) from error
 
     def facts(self) -> dict[str, Any]:
         """The rule as JSON values, for `from_facts`."""
