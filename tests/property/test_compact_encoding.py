@@ -12,9 +12,9 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from still_timer import commit_now
+from stored_forms import stored_forms
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.store.reading.stored_forms import stored_forms
 from trajstore.values.native_types import NATIVE_TYPES, widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
 
