@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
@@ -20,11 +19,10 @@ from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
 from trajstore.accessor_registration import register_accessors
 from trajstore.codec.block_codec import local_folder
-from trajstore.errors import FormatError, TrajstoreError
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import ends, open_group
+from trajstore.store.reading.open_group import ends, named_errors, open_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
@@ -54,19 +52,12 @@ def run_dataset(
         If steps or coordinates cannot be read, or the arrays do not form a Dataset.
     """
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
-    try:
+    with named_errors(place):
         ds = _dataset(group, place, dropped, reader)
         for variable in ds.variables.values():
             chunks = variable.encoding.get("preferred_chunks")
             variable.encoding = {} if chunks is None else {"preferred_chunks": chunks}
         return ds
-    except (TrajstoreError, OSError, MemoryError):
-        raise
-    except Exception as error:  # xarray and codecs raise many types for damaged data
-        raise FormatError(
-            f"{place} cannot be read: {error}; list the damage with: trajstore verify "
-            f"{shlex.quote(str(place))}"
-        ) from error
 
 
 def _dataset(
