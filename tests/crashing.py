@@ -63,20 +63,20 @@ def row(step: int, encoding: str = "delta") -> dict[str, Any]:
     }
 
 
-def create(path: Path) -> RunWriter:
+def create(path: Path, **options: Any) -> RunWriter:
     """Empty run of such rows."""
     encoding = encoding_of(path)
-    return RunWriter.create(
-        path,
-        token=np.arange(TOKENS),
-        hidden=HIDDEN,
-        variables=COMPACT_TYPES if encoding == "compact" else TYPES,
-        encoding=encoding,
-        attributes={"optimizer": SGD},
-        block_rows=BLOCK,
-        threads=2,
-        commit_every=None,
-    )
+    arguments: dict[str, Any] = {
+        "token": np.arange(TOKENS),
+        "hidden": HIDDEN,
+        "variables": COMPACT_TYPES if encoding == "compact" else TYPES,
+        "encoding": encoding,
+        "attributes": {"optimizer": SGD},
+        "block_rows": BLOCK,
+        "threads": 2,
+        "commit_every": None,
+    }
+    return RunWriter.create(path, **arguments | options)
 
 
 @dataclass

@@ -20,7 +20,6 @@ from crashing import KillAt, Reader, killed
 
 from trajstore import verify
 from trajstore.errors import FormatError
-from trajstore.store.metadata.block_plan import BLOCKS
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
@@ -115,20 +114,6 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert not killed(train, folder / "whole.zarr", request.param, corpus, [], None)
     assert xr.open_zarr(folder / "whole.zarr").sizes["step"] == STEPS + 1
     return request.param, corpus, folder
-
-
-def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
-    preset, corpus, folder = whole
-    path = folder / "once.zarr"
-    expected = xr.open_zarr(folder / "whole.zarr").load()
-    assert killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=15)
-    left = xr.open_zarr(path)
-    # A block is filled only when one of the buffers is free: at most these hold uncommitted rows.
-    assert left.attrs["committed_rows"] >= 16 - BLOCKS * 4
-    assert left.W.values.tobytes() == expected.W[: left.sizes["step"]].values.tobytes()
-    assert verify(path).clean
-    assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
-    check_end(path, expected)
 
 
 @pytest.mark.parametrize(

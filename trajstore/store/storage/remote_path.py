@@ -172,10 +172,8 @@ class RemotePath:
             except obstore().exceptions.NotSupportedError:  # Azure has no suffix ranges
                 pass
             except obstore().exceptions.GenericError as error:
-                facts = dict(obstore().head(self.store, self.key)) if is_empty_range(error) else {}
-                if facts.get("size") != 0:
+                if not is_empty_range(error):
                     raise
-                return b"", facts
         try:
             return self._end_by_range(length)
         except ObjectReplaced:  # between the two requests

@@ -116,15 +116,6 @@ def test_a_coordinate_without_values_is_refused(small_run: Small, name: str) -> 
         open_run(path)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_copy_that_xarray_made_is_opened(small_run: Small, tmp_path: Path) -> None:
-    path, _ = small_run
-    source, copy = xr.open_zarr(path).load(), tmp_path / "copy.zarr"
-    source.to_zarr(copy)
-    assert xr.open_zarr(copy).equals(source)
-    assert open_run(copy).equals(source)
-
-
 def test_a_mask_in_a_copy_of_an_older_xarray_is_a_mask(small_run: Small, tmp_path: Path) -> None:
     """Which has it as int8; of other numbers that attribute is still refused."""
     path, _ = small_run

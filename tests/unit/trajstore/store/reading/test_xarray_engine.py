@@ -13,14 +13,7 @@ import zarr
 from trajstore import RunWriter, open_run
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_label import ANYWHERE
-from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.reading.xarray_engine import TrajstoreBackend
-
-
-def test_xarray_knows_the_engine() -> None:
-    engine = xr.backends.list_engines()["trajstore"]
-    assert type(engine) is TrajstoreBackend
-    assert "trajstore" in engine.description
 
 
 @pytest.mark.parametrize("engine", ["trajstore", TrajstoreBackend, None])
@@ -134,11 +127,3 @@ def test_selections_can_be_written_with_xarray(small_run: tuple[Path, Any], tmp_
     with pytest.raises(ValueError, match=r"ds\.drop_encoding\(\)\.to_zarr"):
         plain.to_zarr(tmp_path / "plain.zarr")
     plain.drop_encoding().to_zarr(tmp_path / "plain.zarr", mode="w")
-
-
-def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFound, match="there is no run at"):
-        xr.open_dataset(tmp_path / "nothing.zarr", engine="trajstore")
-    zarr.create_group(tmp_path / "theirs.zarr")
-    with pytest.raises(FormatError, match="no trajstore_format"):
-        xr.open_dataset(tmp_path / "theirs.zarr", engine="trajstore")

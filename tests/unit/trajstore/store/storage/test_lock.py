@@ -117,14 +117,15 @@ def test_a_second_release_keeps_the_lock_of_another(run: Path) -> None:
             RunLock.acquire(run)
 
 
-def test_a_lock_that_cannot_be_written_is_not_kept(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["pread", "pwrite"])
+def test_a_lock_that_cannot_be_read_or_written_is_not_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("trajstore.store.storage.lock.os.pwrite", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(f"trajstore.store.storage.lock.os.{call}", broken)
+    with pytest.raises(OSError, match="Input/output"):
         RunLock.acquire(run)
     monkeypatch.undo()
     assert not list(run.parent.iterdir())
@@ -242,15 +243,3 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(
         f"the file system of {folder} has no file locks (No locks available)"
         for folder in (run.parent, other)
     ]
-
-
-def test_a_new_lock_that_cannot_be_read_is_not_left(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: object) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("trajstore.store.storage.lock.os.pread", broken)
-    with pytest.raises(OSError, match="Input/output"):
-        RunLock.acquire(run)
-    assert not list(run.parent.iterdir())
