@@ -15,7 +15,7 @@ from compact_runs import RULE_ARRAYS, sample_part
 from stored_forms import stored_forms
 from zarr.storage import MemoryStore
 
-from trajstore import RunWriter, open_run, repair, sample_run, verify
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.codec.computed_rows import cache
 from trajstore.errors import FormatError
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
@@ -25,27 +25,15 @@ ROWS, BLOCK = 40, 16
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    path = sample_run(tmp_path_factory.mktemp("sample") / "sample.zarr")
-    return open_run(path).isel(step=slice(0, ROWS)).load()
+def history(sample: Path) -> xr.Dataset:
+    return open_run(sample).isel(step=slice(0, ROWS)).load()
 
 
 @pytest.fixture(scope="module")
-def written(history: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("compact") / "run.zarr"
-    names = [str(name) for name in history.data_vars]
-    with RunWriter.create(
-        path,
-        token=history.token.values,
-        hidden=history.sizes["hidden"],
-        variables={name: history[name].attrs["native_dtype"] for name in names},
-        attributes={"optimizer": history.attrs["optimizer"]},
-        block_rows=BLOCK,
-        encoding="compact",
-    ) as run:
-        for row, step in enumerate(history.step.values):
-            run.append(step=int(step), **{name: history[name].values[row] for name in names})
-    return path
+def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sample_part(
+        sample, tmp_path_factory.mktemp("compact") / "run.zarr", ROWS, block_rows=BLOCK
+    )
 
 
 @pytest.fixture

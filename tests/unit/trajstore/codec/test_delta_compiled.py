@@ -23,16 +23,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many values the loop went through each time; it is compiled at once."""
     monkeypatch.setattr(compiled_loop, "_ENOUGH", 0)
     loop, made = CompiledLoop("trajstore.codec.delta", "unfold_rows"), []
+    run = loop.run
 
-    class Spy:
-        def is_worth(self, count: int) -> bool:
-            return loop.is_worth(count)
+    def watched(*arguments: Any) -> bool:
+        made.append(arguments[0].size)
+        return run(*arguments)
 
-        def run(self, *arguments: Any) -> bool:
-            made.append(arguments[0].size)
-            return loop.run(*arguments)
-
-    monkeypatch.setattr(delta, "_LOOP", Spy())
+    monkeypatch.setattr(loop, "run", watched)
+    monkeypatch.setattr(delta, "_LOOP", loop)
     return made
 
 

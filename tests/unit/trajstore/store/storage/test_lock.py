@@ -173,13 +173,19 @@ def test_whether_somebody_writes_is_reported_and_changes_nothing(run: Path) -> N
     assert json.loads(left.read_text())["host"] == "elsewhere"
 
 
-def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def look_at(run: Path) -> int:
+    """Hold a lock as `is_written_to` does for its check."""
     path = run.with_name(f".{run.name}.lock")
     path.write_text("{}")
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
+    return looking
+
+
+def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = look_at(run)
     waits = itertools.count(1)
 
     def wait(_: float) -> None:
@@ -193,10 +199,7 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
 
 
 def test_a_lasting_shared_lock_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = run.with_name(f".{run.name}.lock")
-    path.write_text("{}")
-    looking = os.open(path, os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
+    looking = look_at(run)
     monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", lambda _: None)
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
