@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, l
 from trajstore.strict_json import LARGEST_METADATA, too_large
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "named_errors", "open_group", "similar_runs", "whole"]
+__all__ = ["ends", "is_run", "named_errors", "open_group", "similar_runs", "whole"]
 
 _SHOWN = 5  # runs in a message
 
@@ -96,6 +97,15 @@ def named_errors(path: RunPath, what: str = "") -> Iterator[None]:
         raise FormatError(
             f"{path} cannot be read: {what}{error}{remedy(location(path))}"
         ) from error
+
+
+def is_run(path: Location) -> bool:
+    """True if there is a run, which may be damaged."""
+    try:
+        metadata = json.loads((path / METADATA_KEY).read_bytes())
+        return "trajstore_format" in metadata["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def ends(array: Any) -> tuple[int, int]:

@@ -5,10 +5,10 @@ xarray finds the engine by its entry point, and uses it for folders of runs.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,9 +20,8 @@ from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 from trajstore.accessor_registration import register_accessors
 from trajstore.codec.block_codec import local_folder
 from trajstore.schema import STEP
-from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import ends, named_errors, open_group
+from trajstore.store.reading.open_group import ends, is_run, named_errors, open_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
@@ -118,11 +117,4 @@ class TrajstoreBackend(BackendEntrypoint):
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
         """True for the folder of a run."""
-        if not isinstance(filename_or_obj, str | os.PathLike):
-            return False
-        try:
-            with open(os.path.join(filename_or_obj, METADATA_KEY), "rb") as file:
-                attributes = json.loads(file.read())["attributes"]
-            return "trajstore_format" in attributes
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        return isinstance(filename_or_obj, str | os.PathLike) and is_run(Path(filename_or_obj))

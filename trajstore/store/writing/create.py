@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.reading.open_group import is_run
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
     check_writable,
@@ -70,7 +70,7 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
         raise RunExists(
             f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
-    if not _is_run(target):
+    if not is_run(target):
         raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
     return target
 
@@ -131,14 +131,6 @@ def _is_begun(path: RemotePath) -> bool:
         return False
     known = {STEP.name, *VARIABLES, *COORDINATES}
     return all(entry.name in known for entry in path.iterdir())
-
-
-def _is_run(path: Location) -> bool:
-    try:
-        metadata = json.loads((path / METADATA_KEY).read_bytes())
-        return "trajstore_format" in metadata["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def create_folder(
