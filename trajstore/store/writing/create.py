@@ -64,7 +64,6 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
         _check_local(path, target)
         if not target.exists():
             return target
-    if isinstance(target, Path):
         check_unlocked(target)
     if not overwrite:
         raise RunExists(
@@ -259,19 +258,14 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
         If there is a folder, or a file and `overwrite` is not set.
     """
     path = check_file_target(target, overwrite=overwrite)
-    make_folder(path.parent)
-    partial = _temporary(path)
-    with _locked(path):
-        try:
-            partial.write_bytes(b"")
-            yield partial
-            check_file_target(path, overwrite=overwrite)
-            flush([partial])
-            partial.replace(path)
-            flush([path.parent])
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    with staged_folder(path) as folder:
+        new = folder / path.name
+        new.write_bytes(b"")
+        yield new
+        check_file_target(path, overwrite=overwrite)
+        flush([new])
+        new.replace(path)
+        flush([path.parent])
 
 
 @contextmanager
@@ -288,7 +282,8 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     path = local_path(target).absolute()
     make_folder(path.parent)
     folder = _temporary(path)
-    with _locked(path):
+    with RunLock.acquire(path):
+        sweep(path)
         folder.mkdir()
         try:
             yield folder
@@ -339,14 +334,6 @@ def staged_run(
             if old.exists() and not path.exists():
                 old.rename(path)
                 flush([path.parent])
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a path, and remove temporary files of dead processes."""
-    with RunLock.acquire(path):
-        sweep(path)
-        yield
 
 
 def _temporary(path: Path) -> Path:
