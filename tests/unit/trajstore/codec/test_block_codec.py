@@ -19,14 +19,12 @@ import zarr
 from bits_and_calls import random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numcodecs import blosc
 from one_block import divided_run, recorded
 from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.buffer.cpu import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
-from trajstore import RunWriter
-from trajstore.codec.block_codec import BLOCK, BlockCodec
+from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import BlockForm
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
 from trajstore.codec.codec_chain import chain
@@ -319,56 +317,6 @@ def test_an_empty_selection_reads_nothing(stored: Stored) -> None:
 
 
 @pytest.fixture
-def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.ndarray]:
-    """A run whose chunks hold several blocks of Blosc, with values that change little."""
-    monkeypatch.setattr("trajstore.store.metadata.block_plan._SMALL_ROW", 0)
-    steps = np.random.default_rng(3).integers(-2, 3, (8, 2_000, 64))
-    bits = (0x3F80 + steps.cumsum(axis=0)).astype(np.uint16)
-    path = tmp_path / "wide.zarr"
-    with RunWriter.create(
-        path,
-        token=np.arange(2_000),
-        hidden=64,
-        variables={"W": "bfloat16", "grad": "bfloat16"},
-        block_rows=8,
-    ) as run:
-        for row in range(len(bits)):
-            run.append(step=row, W=bits[row], grad=bits[row])
-    return path, bits
-
-
-@pytest.mark.parametrize("name", ["W", "grad"])
-def test_only_what_is_needed_is_decompressed(
-    wide: tuple[Path, np.ndarray], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, bits = wide
-    values = widen(bits, native_type("bfloat16"))
-    array = zarr.open_array(path / name, mode="r")
-    form = array.metadata.codecs[0].form(array.chunks)
-    decompressed: list[int] = []
-    real = blosc.decompress
-
-    def decompress(frame: memoryview, out: np.ndarray) -> Any:
-        decompressed.append(out.nbytes)
-        return real(frame, out)
-
-    monkeypatch.setattr("trajstore.codec.chunk_decoder.blosc.decompress", decompress)
-    keys: dict[str, tuple[Any, ...]] = {
-        "token": (slice(None), slice(700, 703)),
-        "step": (slice(2, 3), slice(700, 703)),
-    }
-    for what, key in keys.items():
-        decompressed.clear()
-        same(array[key], values[key])
-        chunk = int(np.prod(form.chunk)) * 2
-        # Of W the tokens' own blocks, of the others the rows so far; the other way it is all.
-        if name == "W" or what == "step":
-            assert 0 < sum(decompressed) <= 0.6 * chunk
-        else:
-            assert sum(decompressed) == chunk
-
-
-@pytest.fixture
 def small(tmp_path: Path) -> Stored:
     bits = random_bits((ROWS, 10, 6), 2)
     return recorded(tmp_path / "small.zarr", bits), widen(bits, native_type("bfloat16"))
@@ -480,13 +428,6 @@ def test_no_file_stays_open(small: Stored) -> None:
 
 CHAIN = chain(native_type("bfloat16"), 3, small=True)
 CODEC = BlockCodec(array="W", chunk_shape=(4, 5, 3), chain=CHAIN, runs=((0, "5a" * 16),))
-
-
-def test_metadata_come_back_as_they_were() -> None:
-    described = CODEC.to_dict()
-    assert described["name"] == BLOCK
-    assert described["configuration"]["array"] == "W"
-    assert BlockCodec.from_dict(described) == CODEC
 
 
 @pytest.mark.parametrize(

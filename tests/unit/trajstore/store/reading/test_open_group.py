@@ -26,13 +26,6 @@ from trajstore.store.reading.run_info import information
 from trajstore.store.writing.annotated_run import annotate_run
 
 
-def test_a_run_is_read_at_an_address(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    copied(path, "memory://open/some/far.zarr")
-    far = open_run("memory://open/some/far.zarr/")
-    xr.testing.assert_identical(open_run(path).load(), far.load())
-
-
 def test_a_missing_address_is_an_error() -> None:
     with pytest.raises(RunNotFound, match="there is no run at memory://open/none"):
         open_group("memory://open/none")
@@ -182,13 +175,6 @@ def test_a_server_without_ranges_is_reported(small_run: tuple[Path, Any]) -> Non
     told = pytest.raises(ObjectStoreError, match=r"^http://.*/c.*; runs are read in parts: copy")
     with web_server(path.parent, ranges="none") as (server, _), told:
         open_run(f"{server}/{path.name}").load()
-
-
-def test_the_root_is_asked_for_once(tmp_path: Path) -> None:
-    _run(tmp_path / "run.zarr")
-    with web_server(tmp_path) as (server, seen):
-        assert open_group(f"{server}/run.zarr")["W"].shape == (6, 2, 2)
-    assert seen == ["GET /run.zarr/zarr.json"]
 
 
 def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
