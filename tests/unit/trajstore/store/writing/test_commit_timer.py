@@ -9,42 +9,36 @@ from typing import Any
 
 import pytest
 import xarray as xr
+from still_timer import StillTimer
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.writing.commit_timer import CommitTimer, check_commit_every
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_timer_calls_again_after_the_returned_time() -> None:
-    clock, commits = Clock(), []
+    commits = []
 
     def commit() -> bool:
-        commits.append(clock.now)
+        commits.append(timer.now)
         return True
 
-    timer = CommitTimer(10.0, commit, clock=clock)
+    timer = StillTimer(10.0, commit)
     for now, expected in ((0.0, 10.0), (4.0, 6.0), (10.0, 10.0)):
-        clock.now = now
+        timer.now = now
         assert timer.commit_if_due() == expected
     assert commits == [10.0]
-    clock.now = 14.0
+    timer.now = 14.0
     timer.committed(by_time=True)  # it took four seconds: so the next one is in twenty
-    clock.now = 24.0
+    timer.now = 24.0
     assert timer.commit_if_due() == 10.0
-    clock.now = 34.0
+    timer.now = 34.0
     assert timer.commit_if_due() == 10.0
     assert commits == [10.0, 34.0]
-    clock.now = 36.0
+    timer.now = 36.0
     timer.committed(by_time=True)
-    clock.now = 41.0
+    timer.now = 41.0
     timer.committed(by_time=False)  # a whole block puts it off
-    clock.now = 46.0
+    timer.now = 46.0
     assert timer.commit_if_due() == 5.0
     assert commits == [10.0, 34.0]
 
