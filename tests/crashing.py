@@ -63,20 +63,20 @@ def row(step: int, encoding: str = "delta") -> dict[str, Any]:
     }
 
 
-def create(path: Path) -> RunWriter:
+def create(path: Path, **options: Any) -> RunWriter:
     """Empty run of such rows."""
     encoding = encoding_of(path)
-    return RunWriter.create(
-        path,
-        token=np.arange(TOKENS),
-        hidden=HIDDEN,
-        variables=COMPACT_TYPES if encoding == "compact" else TYPES,
-        encoding=encoding,
-        attributes={"optimizer": SGD},
-        block_rows=BLOCK,
-        threads=2,
-        commit_every=None,
-    )
+    arguments: dict[str, Any] = {
+        "token": np.arange(TOKENS),
+        "hidden": HIDDEN,
+        "variables": COMPACT_TYPES if encoding == "compact" else TYPES,
+        "encoding": encoding,
+        "attributes": {"optimizer": SGD},
+        "block_rows": BLOCK,
+        "threads": 2,
+        "commit_every": None,
+    }
+    return RunWriter.create(path, **arguments | options)
 
 
 @dataclass
@@ -132,30 +132,48 @@ def write_rows_by_time(path: Path, rows: int, kill: KillAt | None, told: Connect
     write_rows(path, rows, kill, told, by_time=True)
 
 
-def poll(path: Path, stop: Any, result: Connection) -> None:
-    """Open a run with plain xarray, over and over, and check every row that it shows."""
+def poll(
+    path: Path,
+    stop: Any,
+    result: Connection,
+    check: Callable[[xr.Dataset, list[int]], None] | None = None,
+    *,
+    restarts: bool = False,
+) -> None:
+    """Open a run with plain xarray, over and over, and check two of the rows that it shows.
+
+    With `restarts`, what is recorded may begin again in a new folder, or cut the run, which may be
+    open.
+    """
     problems: list[str] = []
     opens = most = 0
+    cut = False
     while not problems:
         last_look = stop.wait(0.01)  # and leave the processor to the writer
         if path.exists():
+            folder = path.stat().st_ino
             try:
-                most = max(most, _check(xr.open_zarr(path), opens))
+                ds = xr.open_zarr(path)
+                rows = ds.sizes["step"]
+                assert ds.attrs["committed_rows"] == rows
+                assert ds.step.values.tolist() == list(range(rows))
+                if rows:
+                    (check or _check)(ds, [opens % rows, rows - 1])
+                most = max(most, rows)
                 opens += 1
+                cut = False
             except BaseException as error:
-                problems.append(f"{type(error).__name__}: {error}")
+                if restarts and not cut and "open it again" in str(error):
+                    cut = True
+                elif not restarts or (path.exists() and path.stat().st_ino == folder):
+                    problems.append(f"{type(error).__name__}: {error}")
         if last_look and opens:
             break
     result.send((opens, most, problems))
 
 
-def _check(ds: xr.Dataset, seed: int) -> int:
-    rows = ds.sizes["step"]
-    assert ds.attrs["committed_rows"] == rows
-    assert ds.step.values.tolist() == list(range(rows))
-    if rows:
-        check_rows(ds.isel(step=[seed % rows, rows - 1]))
-    return rows
+def _check(ds: xr.Dataset, at: list[int]) -> None:
+    check_rows(ds.isel(step=at))
 
 
 def check_rows(ds: xr.Dataset) -> None:

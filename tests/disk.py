@@ -1,4 +1,4 @@
-"""What a loss of power would leave of what this process writes.
+"""What a loss of power, or a full disk, would leave of what this process writes.
 
 The calls by which the store flushes and renames are watched. A file counts as flushed as long as it
 is as large and as old as it was then; a folder, as long as it holds the same names.
@@ -61,6 +61,30 @@ class Disk:
     def _has_name(self, path: Path) -> bool:
         kept = self._flushed.get(path.parent.stat().st_ino, ())
         return (path.name, path.stat().st_ino) in kept
+
+
+class Writes:
+    """Stands in for the move that puts each object in place; may fail at one of them."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.targets: list[Path] = []
+        self._failing = failing
+        self._move = os.replace
+
+    def __call__(self, source: Any, target: Any) -> None:
+        if len(self.targets) == self._failing:
+            raise OSError(28, "No space left on device")
+        self.targets.append(Path(target))
+        self._move(source, target)
+
+
+def objects_of(run: Path) -> dict[str, bytes]:
+    """Every object of a run but the metadata files, which hold times."""
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in run.rglob("*")
+        if file.is_file() and file.name != "zarr.json"
+    }
 
 
 def _state(place: Path | int) -> State:

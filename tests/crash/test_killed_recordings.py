@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 import xarray as xr
-from crashing import KillAt, Reader, killed
+from crashing import KillAt, Reader, killed, poll
 
 from trajstore import verify
-from trajstore.errors import FormatError
-from trajstore.store.metadata.block_plan import BLOCKS
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
@@ -76,34 +74,13 @@ def train(
 def compare_rows(path: Path, stop: Any, result: Connection) -> None:
     """Open a run over and over, and hold what it shows against the run that was never killed."""
     expected = xr.open_zarr(path.with_name("whole.zarr")).load()
-    problems: list[str] = []
-    opens = most = 0
-    cut = False
-    while not problems:
-        last_look = stop.wait(0.01)  # and leave the processor to the training
-        if path.exists():
-            folder = path.stat().st_ino
-            try:
-                ds = xr.open_zarr(path)
-                rows = ds.sizes["step"]
-                assert ds.attrs["committed_rows"] == rows
-                for name in ds.data_vars if rows else ():
-                    at = [opens % rows, rows - 1]
-                    seen, there = ds[name][at].values, expected[name][at].values
-                    assert seen.tobytes() == there.tobytes(), f"{name} differs in rows {at}"
-                most = max(most, rows)
-                opens += 1
-                cut = False
-            except BaseException as error:
-                # A training that had no rows yet begins again, in a folder of its own; and one
-                # that goes on from before its last commit cuts the run, which is opened already.
-                if not cut and isinstance(error, FormatError) and "open it again" in str(error):
-                    cut = True
-                elif path.exists() and path.stat().st_ino == folder:
-                    problems.append(f"{type(error).__name__}: {error}")
-        if last_look and opens:
-            break
-    result.send((opens, most, problems))
+
+    def compare(ds: xr.Dataset, at: list[int]) -> None:
+        for name in ds.data_vars:
+            seen, there = ds[name][at].values, expected[name][at].values
+            assert seen.tobytes() == there.tobytes(), f"{name} differs in rows {at}"
+
+    poll(path, stop, result, compare, restarts=True)
 
 
 @pytest.fixture(scope="module", params=["gatsby"])
@@ -115,20 +92,6 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert not killed(train, folder / "whole.zarr", request.param, corpus, [], None)
     assert xr.open_zarr(folder / "whole.zarr").sizes["step"] == STEPS + 1
     return request.param, corpus, folder
-
-
-def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
-    preset, corpus, folder = whole
-    path = folder / "once.zarr"
-    expected = xr.open_zarr(folder / "whole.zarr").load()
-    assert killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=15)
-    left = xr.open_zarr(path)
-    # A block is filled only when one of the buffers is free: at most these hold uncommitted rows.
-    assert left.attrs["committed_rows"] >= 16 - BLOCKS * 4
-    assert left.W.values.tobytes() == expected.W[: left.sizes["step"]].values.tobytes()
-    assert verify(path).clean
-    assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
-    check_end(path, expected)
 
 
 @pytest.mark.parametrize(

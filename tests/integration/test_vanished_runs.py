@@ -7,40 +7,29 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner
+from crashing import create, row
 
 from trajstore import RunWriter, open_run, repair, strict_json, verify
-from trajstore.cli.main import main
 from trajstore.errors import RunNotFound
 from trajstore.watching.run_follower import RunFollower
-
-VARIABLES = {"W": "bfloat16", "grad": "float32", "loss": "float32"}
-
-
-def writer(path: Path, **options: Any) -> RunWriter:
-    return RunWriter.create(
-        path, token=np.arange(6), hidden=4, variables=VARIABLES, block_rows=4, **options
-    )
 
 
 def append(run: RunWriter, rows: int) -> None:
     for step in range(run.rows, run.rows + rows):
-        values = np.full((6, 4), step, "f4")
-        run.append(step=step, W=values, grad=values, loss=np.float32(step))
+        run.append(step, **row(step))
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    with writer(tmp_path / "run.zarr") as run:
+    with create(tmp_path / "run.zarr") as run:
         append(run, 10)
     return tmp_path / "run.zarr"
 
 
 def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path: Path) -> None:
     folder = tmp_path / "mounted"
-    run = writer(folder / "run.zarr", commit_every=None)
+    run = create(folder / "run.zarr")
     append(run, 5)
     folder.rename(tmp_path / "elsewhere")  # deleting it would race with the writer's files
 
@@ -63,24 +52,6 @@ def test_a_vanished_run_is_not_reported_as_damaged(whole: Path) -> None:
     assert not whole.exists()
 
 
-def test_a_command_reports_a_vanished_run_in_one_sentence(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = open_run
-
-    def open_and_lose(path: str) -> Any:
-        ds = opened(path)
-        shutil.rmtree(path)
-        return ds
-
-    monkeypatch.setattr("trajstore.store.reading.open_run.open_run", open_and_lose)
-    said = CliRunner().invoke(main, ["analyze", str(whole), "speed"])
-    assert said.exit_code == 2
-    assert said.stderr.count("\n") == 1
-    assert f"{whole} was moved, removed or unmounted" in said.stderr
-    assert not whole.exists()
-
-
 def test_a_clock_that_goes_back_hours_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +66,7 @@ def test_a_clock_that_goes_back_hours_changes_nothing(
     monkeypatch.setattr(strict_json, "datetime", Clock)
     monkeypatch.setattr("time.time", lambda: 0.0)
     path = tmp_path / "run.zarr"
-    with writer(path, commit_every=0.001) as run:
+    with create(path, commit_every=0.001) as run:
         append(run, 6)
         follower = RunFollower(path, clock=lambda: 0.0)
         look = follower.look()

@@ -12,11 +12,12 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from still_timer import commit_now
+from stored_forms import stored_forms
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.store.reading.stored_forms import stored_forms
-from trajstore.values.native_types import NATIVE_TYPES, widen
+from trajstore.values.native_types import NATIVE_TYPES, narrow, widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
+from trajstore.values.rounding import cast
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
@@ -72,32 +73,20 @@ def history(drawn: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict
     for at in range(drawn["rows"]):
         shared = rng.standard_normal((1, shape[1]))
         grad = rng.standard_normal((shape[0], 1)) * shared * 10.0 ** rng.integers(-9, 3)
-        row["grad"] = _narrowed(grad, natives["grad"])
+        with np.errstate(over="ignore"):
+            row["grad"] = cast(grad.astype(np.float32), natives["grad"])
         if at and not skipped[at]:
             clip = rates["clip_coef"][at] if drawn["clipped"] else 1.0
             taken = at - int(skipped[: at + 1].sum())
             numbers = Rates(lr=rates["lr"][at], clip=clip, step=taken)
             row |= rule.next_row(row, row["grad"], natives, numbers)
         for each in MATRICES:
-            pattern = _bits(row[each], natives[each])
+            pattern = narrow(row[each], values[each])
             strange = rng.integers(0, 2 ** (8 * pattern.itemsize), shape, dtype=pattern.dtype)
             pattern = np.where(rng.random(shape) < drawn["noise"], strange, pattern)
             bits[each].append(pattern)
             row[each] = widen(pattern, values[each])
     return {each: np.array(rows) for each, rows in bits.items()}, natives, rates
-
-
-def _narrowed(values: Any, native: str) -> Any:
-    from trajstore.values.rounding import cast
-
-    with np.errstate(over="ignore"):
-        return cast(values.astype(np.float32), native)
-
-
-def _bits(values: Any, native: str) -> Any:
-    from trajstore.values.native_types import narrow
-
-    return narrow(values, NATIVE_TYPES[native])
 
 
 @settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)

@@ -15,8 +15,7 @@ from still_timer import commit_now
 
 from trajstore import RunWriter
 from trajstore.store.metadata.block_plan import BLOCKS
-
-TYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+from trajstore.values.native_types import NATIVE_TYPES, widen
 
 
 @st.composite
@@ -25,7 +24,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "tokens": draw(st.integers(1, 300)),
         "hidden": draw(st.integers(1, 5)),
         "block_rows": draw(st.integers(1, 9)),
-        "native": draw(st.sampled_from(sorted(TYPES))),
+        "native": draw(st.sampled_from(sorted(NATIVE_TYPES))),
         "gaps": draw(st.lists(st.integers(1, 5), max_size=25)),
         "by_time": draw(st.sets(st.integers(1, 25))),
         "seed": draw(st.integers(0, 2**32 - 1)),
@@ -38,8 +37,8 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_run_returns_the_appended_values(run: dict[str, Any]) -> None:
     tokens, hidden, native = int(run["tokens"]), int(run["hidden"]), str(run["native"])
     rng = np.random.default_rng(run["seed"])
-    width = TYPES[native]
-    bits_type = np.dtype(f"u{width // 8}")
+    bits_type = NATIVE_TYPES[native].bits
+    width = 8 * bits_type.itemsize
     model: list[tuple[int, np.ndarray]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.zarr"
@@ -71,17 +70,5 @@ def test_a_run_returns_the_appended_values(run: dict[str, Any]) -> None:
                 assert committed == seen or committed % writer.layout.block_rows == 0
         ds = xr.open_zarr(path)
         assert ds.step.values.tolist() == [step for step, _ in model]
-        read = ds.W.values
-        unsigned = read.view(f"u{read.dtype.itemsize}")
-        for row, (_, bits) in enumerate(model):
-            if native == "bfloat16":
-                expected = bits.astype("u4") << 16
-            elif native == "float16":
-                mask = np.isnan(bits.view("f2"))
-                expected = bits.view("f2").astype("f4").view("u4")
-                payload = (bits.astype("u4") & 0x3FF) << 13
-                expected = np.where(mask, (bits.astype("u4") & 0x8000) << 16 | 0x7F800000 | payload,
-                                    expected)  # fmt: skip
-            else:
-                expected = bits
-            assert (unsigned[row] == expected).all()
+        expected = np.array([bits for _, bits in model], bits_type).reshape(-1, tokens, hidden)
+        assert ds.W.values.tobytes() == widen(expected, NATIVE_TYPES[native]).tobytes()

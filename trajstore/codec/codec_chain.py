@@ -108,10 +108,10 @@ class Chain:
         native = types.get(options.pop("native_dtype", None))
         rule = options.pop("rule", None)
         expected = {field.name for field in fields(cls)} - {"native", "rule"}
-        if native is None or options.keys() != expected:
-            raise ValueError(f"got {dict(facts)!r}, expected the settings of a chain")
         if (
-            options["kind"] not in get_args(Kind)
+            native is None
+            or options.keys() != expected
+            or options["kind"] not in get_args(Kind)
             or options["compressor"] not in get_args(Compressor)
             or options["shuffle"] not in get_args(Shuffle)
             or not all(type(options[name]) is int for name in ("level", "blocksize"))

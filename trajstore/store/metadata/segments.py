@@ -102,7 +102,7 @@ def segments_attribute(
     {'step': 100, 'config': {'training': {'steps': 140}}}
     """
     kept = [entry for entry in listed_segments(attributes) if entry["step"] < step]
-    if kept and _trains_alike(kept[-1]["config"], config):
+    if kept and _training_settings(kept[-1]["config"]) == _training_settings(config):
         segments = [*kept[:-1], {**kept[-1], "config": dict(config)}]
     else:
         segments = [*kept, {"step": step if kept else 0, "config": dict(config)}]
@@ -165,10 +165,6 @@ def are_segments(value: Any) -> bool:
     steps = [entry["step"] for entry in value if len(entry) == 2]
     rising = all(a < b for a, b in itertools.pairwise(steps))
     return len(steps) == len(value) and steps[0] == 0 and rising
-
-
-def _trains_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return _training_settings(one) == _training_settings(other)
 
 
 def _training_settings(config: Mapping[str, Any]) -> Entry:

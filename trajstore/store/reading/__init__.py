@@ -20,8 +20,6 @@
     Settings of runs, those that differ between runs, and labels made from them.
 ``run_table``
     A table of several runs: their facts, and the settings in which they differ.
-``stored_forms``
-    Counts of the forms of chunks in a run of the encoding `compact`, and of its corrections.
 ``tiled_reader``
     Reading for exporters, in tiles that fit into memory and are fast to decode.
 ``xarray_engine``

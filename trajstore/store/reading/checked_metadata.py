@@ -89,8 +89,10 @@ def checked_root(place: Location, data: bytes) -> dict[str, Any]:
             raise _refused(
                 place, METADATA_KEY, Fault(f"{_COPIES}.{name}", "the metadata of an array")
             )
-    if copies is not None:
-        _check_rows(place, root["attributes"]["committed_rows"], found[STEP.name])
+    committed, (rows,) = root["attributes"]["committed_rows"], found[STEP.name].shape
+    if copies is not None and found[STEP.name].foreign is None and committed != rows:
+        expected = f"{rows}, the rows of its arrays"
+        raise _refused(place, METADATA_KEY, Fault("attributes.committed_rows", expected, committed))
     for name, dim, length, other in contradicting_lengths(
         {name: facts.shape for name, facts in found.items()}
     ):
@@ -173,13 +175,12 @@ def _parsed(place: Location, key: str, data: bytes) -> Any:
 def _read(place: Location, key: str) -> Any:
     """Value of the metadata of an array."""
     try:
-        return _parsed(place, key, metadata_in(place / key))
+        data = metadata_in(place / key)
     except FileNotFoundError as error:
         raise FormatError(f"{place}: {key} is missing{remedy(place)}") from error
-    except FormatError:
-        raise
     except (ValueError, IsADirectoryError) as error:
         raise _unreadable(place, error, key) from error
+    return _parsed(place, key, data)
 
 
 def _unreadable(place: Location, error: Exception, key: str = METADATA_KEY) -> FormatError:
@@ -233,13 +234,6 @@ def remedy(place: Location) -> str:
     return f"; list the damage with: trajstore verify {shlex.quote(str(place))}"
 
 
-def _check_rows(place: Location, committed: int, step: ArrayFacts) -> None:
-    """Raise an error if the root contradicts itself in its number of rows, except in a copy."""
-    if step.foreign is None and committed != step.shape[0]:
-        expected = f"{step.shape[0]}, the rows of its arrays"
-        raise _refused(place, METADATA_KEY, Fault("attributes.committed_rows", expected, committed))
-
-
 def _check_extent(place: Location, facts: ArrayFacts) -> None:
     """Raise an error for an array that exceeds any memory, or declares data that is not stored.
 
@@ -250,7 +244,7 @@ def _check_extent(place: Location, facts: ArrayFacts) -> None:
         _check_most(place, name, "values", math.prod(shape))
         key = chunk_key(name, 0, 1)
         # zarr would read the fill value. In its copies it omits objects with nothing else.
-        if facts.foreign is None and isinstance(place, Path) and not _has(place / key):
+        if facts.foreign is None and isinstance(place, Path) and not (place / key).exists():
             raise FormatError(f"{place} cannot be read: {key} is missing{remedy(place)}")
     if form is None or facts.foreign is not None:
         return
@@ -260,9 +254,8 @@ def _check_extent(place: Location, facts: ArrayFacts) -> None:
     parts = -(-shape[1] // form.shape[1]) if len(shape) > 1 else 1
     # In an object store, the last steps are read first in any case.
     sure = name == STEP.name and isinstance(place, Path) and blocks
-    if (sure or blocks * parts > _MANY) and not _has(
-        place / chunk_key(name, blocks - 1, len(shape), parts - 1)
-    ):
+    last = place / chunk_key(name, blocks - 1, len(shape), parts - 1)
+    if (sure or blocks * parts > _MANY) and not last.exists():
         raise FormatError(
             f"{place} cannot be read: {name} has shape {list(shape)}, but its last block is not "
             f"stored{remedy(place)}"
@@ -275,7 +268,3 @@ def _check_most(place: Location, name: str, what: str, count: int) -> None:
             f"{place} cannot be read: {name} has {count:,} {what}, expected at most {_MOST:,}"
             f"{remedy(place)}"
         )
-
-
-def _has(path: Location) -> bool:
-    return path.exists() if isinstance(path, Path) else path.stat() is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from trajstore.store.reading.checked_metadata import (
     remedy,
     root_metadata,
 )
+from trajstore.store.storage.object_requests import ReadStore
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import LARGEST_METADATA, too_large
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "open_group", "similar_runs"]
+__all__ = ["ends", "is_run", "named_errors", "open_group", "similar_runs", "whole"]
 
 _SHOWN = 5  # runs in a message
 
@@ -73,14 +76,36 @@ def whole(path: RunPath, group: zarr.Group, name: str) -> npt.NDArray[Any]:
         If they cannot be decoded.
     """
     array: Any = group[name]
-    try:
+    with named_errors(path, f"the values of {name}: "):
         return np.asarray(array[...])
+
+
+@contextmanager
+def named_errors(path: RunPath, what: str = "") -> Iterator[None]:
+    """Name a run, and what is read of it, in the errors of a ``with`` block.
+
+    Raises
+    ------
+    FormatError
+        Instead of the many types that xarray, zarr and codecs raise for damaged data.
+    """
+    try:
+        yield
     except (TrajstoreError, OSError, MemoryError):
         raise
-    except Exception as error:  # codecs of zarr raise several kinds
+    except Exception as error:
         raise FormatError(
-            f"{path} cannot be read: the values of {name}: {error}{remedy(location(path))}"
+            f"{path} cannot be read: {what}{error}{remedy(location(path))}"
         ) from error
+
+
+def is_run(path: Location) -> bool:
+    """True if there is a run, which may be damaged."""
+    try:
+        metadata = json.loads((path / METADATA_KEY).read_bytes())
+        return "trajstore_format" in metadata["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def ends(array: Any) -> tuple[int, int]:
@@ -146,7 +171,8 @@ def _zarr_group(place: Location, metadata: bytes, arrays: Mapping[str, Any]) -> 
     """Open the group and its arrays."""
     try:
         if isinstance(place, RemotePath):
-            store = place.zarr_store({(place / METADATA_KEY).key: metadata})
+            cached = {(place / METADATA_KEY).key: metadata}
+            store = ReadStore(place.store, root=place.root, cached=cached)
             group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
         else:
             stored = ZipStore(place, mode="r") if place.is_file() else str(place)

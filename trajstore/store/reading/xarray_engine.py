@@ -5,11 +5,10 @@ xarray finds the engine by its entry point, and uses it for folders of runs.
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,11 +19,9 @@ from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
 from trajstore.accessor_registration import register_accessors
 from trajstore.codec.block_codec import local_folder
-from trajstore.errors import FormatError, TrajstoreError
 from trajstore.schema import STEP
-from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import ends, open_group
+from trajstore.store.reading.open_group import ends, is_run, named_errors, open_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
@@ -54,19 +51,12 @@ def run_dataset(
         If steps or coordinates cannot be read, or the arrays do not form a Dataset.
     """
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
-    try:
+    with named_errors(place):
         ds = _dataset(group, place, dropped, reader)
         for variable in ds.variables.values():
             chunks = variable.encoding.get("preferred_chunks")
             variable.encoding = {} if chunks is None else {"preferred_chunks": chunks}
         return ds
-    except (TrajstoreError, OSError, MemoryError):
-        raise
-    except Exception as error:  # xarray and codecs raise many types for damaged data
-        raise FormatError(
-            f"{place} cannot be read: {error}; list the damage with: trajstore verify "
-            f"{shlex.quote(str(place))}"
-        ) from error
 
 
 def _dataset(
@@ -127,11 +117,4 @@ class TrajstoreBackend(BackendEntrypoint):
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
         """True for the folder of a run."""
-        if not isinstance(filename_or_obj, str | os.PathLike):
-            return False
-        try:
-            with open(os.path.join(filename_or_obj, METADATA_KEY), "rb") as file:
-                attributes = json.loads(file.read())["attributes"]
-            return "trajstore_format" in attributes
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        return isinstance(filename_or_obj, str | os.PathLike) and is_run(Path(filename_or_obj))

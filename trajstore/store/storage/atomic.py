@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -39,8 +39,6 @@ __all__ = [
 ]
 
 PARTIAL_SUFFIX = ".partial"
-
-_PIECE = 8 << 20
 
 _HERE = -100  # AT_FDCWD of <fcntl.h>
 _EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
@@ -130,13 +128,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links, or too many links
-        put(target, _pieces(source), fsync=False)
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            yield piece
+        shutil.copyfile(source, target)
 
 
 def check_writable(path: Path) -> None:

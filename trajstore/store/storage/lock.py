@@ -8,7 +8,6 @@ several machines share without sharing locks.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import gc
@@ -18,12 +17,14 @@ import socket
 import time
 import warnings
 import weakref
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from trajstore.errors import RunLocked
 from trajstore.store.storage.atomic import check_writable, is_alive, read_only
-from trajstore.store.storage.remote_lock import RemoteLock, is_renewed, lock_object
+from trajstore.store.storage.remote_lock import RemoteLock, is_renewed, lock_object, owner_of
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import utc_now
 
@@ -55,7 +56,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """The right to write to a run. Created by `acquire`.
 
     Attributes
@@ -112,9 +113,10 @@ class RunLock:
                     f"if that process has ended, remove {path}"
                 )
             facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
-            _write_owner(path, descriptor, facts)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(facts).encode(), 0)
         except BaseException:
-            if not os.fstat(descriptor).st_size:  # this process created and holds it
+            if not os.fstat(descriptor).st_size:  # this process holds it and wrote nothing
                 path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
@@ -138,9 +140,6 @@ class RunLock:
     def is_held(self) -> bool:
         """True until the lock is released. No other process can take it meanwhile."""
         return self._descriptor is not None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -190,10 +189,8 @@ def check_unlocked(run: Path) -> None:
     RunLocked
         If it does.
     """
-    owner: dict[str, Any] = {}
     if is_written_to(run):
-        with contextlib.suppress(OSError, ValueError):  # the lock may be released meanwhile
-            owner = json.loads(_lock_file(run).read_bytes())
+        owner = owner_of(_lock_file(run).read_bytes)  # the lock may be released meanwhile
         if not _is_here(owner):
             raise RunLocked(_refusal(run, owner))
 
@@ -286,16 +283,6 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _write_owner(path: Path, descriptor: int, facts: dict[str, Any]) -> None:
-    """Record the owner of a lock. If that fails, remove the file while it is held."""
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
 def _is_still(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
@@ -305,11 +292,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 def _owner(descriptor: int) -> dict[str, Any]:
     """Content of the lock file; empty if its owner died before writing it."""
-    try:
-        facts = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    return owner_of(partial(os.pread, descriptor, 4096, 0))
 
 
 def _owner_line(owner: dict[str, Any]) -> str:

@@ -30,6 +30,17 @@ class ReadStore(ZarrObjectStore[Any]):
 
     If a store supports no ranges from the end, such as Azure, zarr 3.1 requests a range that begins
     before the object. This class limits it to the object.
+
+    Parameters
+    ----------
+    store : object
+        Store of obstore. A run is the group of its key.
+    read_only : bool
+    root : str
+        Address of the store, for errors.
+    cached : mapping of str to bytes, optional
+        Objects that were just read, by their keys. The first request for each is answered from
+        here.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from trajstore.store.storage.atomic import is_alive
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.strict_json import utc_now
 
-__all__ = ["RemoteLock", "is_renewed", "lock_object", "taken_over"]
+__all__ = ["RemoteLock", "is_renewed", "lock_object", "owner_of", "taken_over"]
 
 _RENEW = 20.0  # seconds
 _DEAD = timedelta(seconds=120)  # without renewal; clocks must differ by less
@@ -34,7 +34,7 @@ _given_up: set[str] = set()
 """Writers of this process that released their locks."""
 
 
-class RemoteLock:
+class RemoteLock(AbstractContextManager["RemoteLock"]):
     """The right to write to a run in an object store. Created by `acquire`.
 
     Attributes
@@ -77,7 +77,7 @@ class RemoteLock:
             found = path.stat()
             if found is None:  # released between the two calls
                 continue
-            owner = _owner(path)
+            owner = owner_of(path.read_bytes)
             if not _is_dead(found, owner):
                 raise RunLocked(_refusal(run, found, owner))
             with suppress(FileExistsError):  # raised if another process took it over first
@@ -96,10 +96,7 @@ class RemoteLock:
 
     def is_held(self) -> bool:
         """True if no other writer has taken it over."""
-        return bool(_owner(self.path).get("writer") == self._facts["writer"])
-
-    def __enter__(self) -> Self:
-        return self
+        return bool(owner_of(self.path.read_bytes).get("writer") == self._facts["writer"])
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -132,7 +129,7 @@ def is_renewed(run: RemotePath) -> bool:
     """True if a writer holds the lock of a run."""
     path = lock_object(run)
     found = path.stat()
-    return found is not None and not _is_dead(found, _owner(path))
+    return found is not None and not _is_dead(found, owner_of(path.read_bytes))
 
 
 def _is_dead(found: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
@@ -155,10 +152,16 @@ def _refusal(run: RemotePath, found: Mapping[str, Any], owner: Mapping[str, Any]
     )
 
 
-def _owner(path: RemotePath) -> dict[str, Any]:
-    """Content of a lock; empty if it was removed meanwhile."""
+def owner_of(read: Callable[[], bytes]) -> dict[str, Any]:
+    """Content of a lock; empty if it was removed meanwhile, or its owner died before writing it.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the bytes of the lock.
+    """
     try:
-        facts = json.loads(path.read_bytes())
+        facts = json.loads(read())
     except (FileNotFoundError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from zarr.storage import ObjectStore as ZarrObjectStore
-
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.store.storage.hub_address import hub_headers, hub_url, split_hub_address
 from trajstore.store.storage.object_requests import (
-    ReadStore,
     is_empty_range,
     obstore,
     readable_errors,
@@ -110,17 +107,6 @@ class RemotePath:
         """True if the store can list the keys below a key. A web server cannot."""
         return urlsplit(self.root).scheme not in _NOT_LISTED
 
-    def zarr_store(self, cached: Mapping[str, bytes] | None = None) -> ZarrObjectStore[Any]:
-        """Store for zarr. The run is its group `key`.
-
-        Parameters
-        ----------
-        cached : mapping of str to bytes, optional
-            Objects that were just read, by their keys in the whole store. The first request for
-            each is answered from here.
-        """
-        return ReadStore(self.store, root=self.root, cached=cached)
-
     def exists(self) -> bool:
         """True if there is an object with this key, or one below it."""
         return self.stat() is not None or (self.listed and self.is_dir())
@@ -186,10 +172,8 @@ class RemotePath:
             except obstore().exceptions.NotSupportedError:  # Azure has no suffix ranges
                 pass
             except obstore().exceptions.GenericError as error:
-                facts = dict(obstore().head(self.store, self.key)) if is_empty_range(error) else {}
-                if facts.get("size") != 0:
+                if not is_empty_range(error):
                     raise
-                return b"", facts
         try:
             return self._end_by_range(length)
         except ObjectReplaced:  # between the two requests

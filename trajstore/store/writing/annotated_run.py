@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.argument_types import checks_types
-from trajstore.errors import FormatError, InvalidArgument, RunExists
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, along_token
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata
@@ -120,11 +119,6 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
     root = json.loads((run / METADATA_KEY).read_bytes())
     group = open_group(run)
     there: dict[str, Any] = {name: whole(run, group, name) for name in ALONG_TOKEN if name in group}
-    if "token" not in there:
-        raise FormatError(
-            f"{run}: token is missing; list the damage with: trajstore verify "
-            f"{shlex.quote(str(run))}"
-        )
     if not overwrite:
         check_unlabeled(run, wanted)
     coordinates = _in_order({**there, **wanted})

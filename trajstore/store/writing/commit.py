@@ -130,19 +130,16 @@ class Committer:
         if block is not None:
             fingerprint = fingerprint.added(*block)
         metadata = self._metadata.root(rows, status, fingerprint.attributes())
-        self._replace_root(metadata)
+        root = self._path / METADATA_KEY
+        if isinstance(root, RemotePath):
+            try:
+                self._root_tag = root.write_bytes(metadata, instead_of=self._root_tag)
+            except FileExistsError as error:
+                raise taken_over(self._path) from error
+        else:
+            put(root, [metadata], fsync=self._fsync)
         # Only after success: another commit of fewer rows may follow a failed one.
         self.rows, self._fingerprint = rows, fingerprint
-
-    def _replace_root(self, metadata: bytes) -> None:
-        root = self._path / METADATA_KEY
-        if not isinstance(root, RemotePath):
-            put(root, [metadata], fsync=self._fsync)
-            return
-        try:
-            self._root_tag = root.write_bytes(metadata, instead_of=self._root_tag)
-        except FileExistsError as error:
-            raise taken_over(self._path) from error
 
 
 def _tag_of(root: Location) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.reading.open_group import is_run
 from trajstore.store.storage.atomic import (
     PARTIAL_SUFFIX,
     check_writable,
@@ -64,13 +64,12 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
         _check_local(path, target)
         if not target.exists():
             return target
-    if isinstance(target, Path):
         check_unlocked(target)
     if not overwrite:
         raise RunExists(
             f"{path} already exists; choose another path, or replace it with overwrite=True"
         )
-    if not _is_run(target):
+    if not is_run(target):
         raise RunExists(f"{path} is not a run and is not overwritten; choose another path")
     return target
 
@@ -131,14 +130,6 @@ def _is_begun(path: RemotePath) -> bool:
         return False
     known = {STEP.name, *VARIABLES, *COORDINATES}
     return all(entry.name in known for entry in path.iterdir())
-
-
-def _is_run(path: Location) -> bool:
-    try:
-        metadata = json.loads((path / METADATA_KEY).read_bytes())
-        return "trajstore_format" in metadata["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def create_folder(
@@ -267,19 +258,14 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
         If there is a folder, or a file and `overwrite` is not set.
     """
     path = check_file_target(target, overwrite=overwrite)
-    make_folder(path.parent)
-    partial = _temporary(path)
-    with _locked(path):
-        try:
-            partial.write_bytes(b"")
-            yield partial
-            check_file_target(path, overwrite=overwrite)
-            flush([partial])
-            partial.replace(path)
-            flush([path.parent])
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    with staged_folder(path) as folder:
+        new = folder / path.name
+        new.write_bytes(b"")
+        yield new
+        check_file_target(path, overwrite=overwrite)
+        flush([new])
+        new.replace(path)
+        flush([path.parent])
 
 
 @contextmanager
@@ -296,7 +282,8 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     path = local_path(target).absolute()
     make_folder(path.parent)
     folder = _temporary(path)
-    with _locked(path):
+    with RunLock.acquire(path):
+        sweep(path)
         folder.mkdir()
         try:
             yield folder
@@ -347,14 +334,6 @@ def staged_run(
             if old.exists() and not path.exists():
                 old.rename(path)
                 flush([path.parent])
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a path, and remove temporary files of dead processes."""
-    with RunLock.acquire(path):
-        sweep(path)
-        yield
 
 
 def _temporary(path: Path) -> Path:

@@ -14,10 +14,10 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
+from stored_forms import stored_forms  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, RunExists  # noqa: E402
-from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording import parameter_rows  # noqa: E402
 

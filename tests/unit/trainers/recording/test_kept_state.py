@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from recorded_models import same  # noqa: E402
+from stored_forms import stored_forms  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import VariableNotRecorded  # noqa: E402
-from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import capture, optimizer_state_at, replay, restore  # noqa: E402
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer  # noqa: E402
 from trajstore.trainers.recording.model_state import ModelState  # noqa: E402

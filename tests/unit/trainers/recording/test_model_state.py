@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
 from no_float64 import OnMps, on_mps  # noqa: E402
 from recorded_models import record_own  # noqa: E402
+from stored_forms import stored_forms  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 from transformers import (  # noqa: E402
     GPT2Config,
@@ -26,7 +27,6 @@ from transformers import (  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded  # noqa: E402
-from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402
 from trajstore.trainers.recording.model_buffers import ModelBuffers  # noqa: E402

@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 from compact_runs import RULE_ARRAYS  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from small_trainings import same_values, small_config, stop_after  # noqa: E402
+from stored_forms import stored_forms  # noqa: E402
 
 from trajstore import export, verify  # noqa: E402
 from trajstore.errors import ConfigError, InvalidArgument  # noqa: E402
 from trajstore.store.reading.run_info import information  # noqa: E402
-from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture, fork, record  # noqa: E402
 from trajstore.trainers.counterfactuals.what_if import what_if  # noqa: E402
 from trajstore.trainers.replays.replay import replay  # noqa: E402

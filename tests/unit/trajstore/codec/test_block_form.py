@@ -21,12 +21,6 @@ def tail_of(data: bytes, form: BlockForm = FORM, place: Any = (5, 1)) -> Tail:
     return form.read_tail(data[-form.tail_length :], place)
 
 
-def test_sizes_follow_from_the_shapes() -> None:
-    assert FORM.grid == (2, 2, 1)
-    assert FORM.index_length == 4 * 16 + 4
-    assert FORM.tail_length == FORM.index_length + LABEL
-
-
 def refused(data: bytes, message: str, form: BlockForm = FORM, place: Any = (5, 1)) -> None:
     with pytest.raises(ValueError, match=message):
         tail_of(data, form, place)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, digest_of
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
 from trajstore.codec.crc32c_check import checksum
 
 INDEX = bytes(range(32))
@@ -39,19 +38,6 @@ def test_a_label_comes_back_as_it_was(change: dict[str, Any]) -> None:
     assert BlockLabel.unpack(data, INDEX) == label
 
 
-def test_its_bytes_are_those_of_the_format() -> None:
-    data = A_LABEL.pack(INDEX)
-    assert data[:8] == b"trajblk2"
-    assert data[8:24].hex() == A_LABEL.run
-    assert data[24:56].rstrip(b"\0") == b"exp_avg_sq"
-    numbers = [(56, 64, A_LABEL.block), (64, 68, A_LABEL.part), (68, 72, A_LABEL.rows)]
-    for start, stop, number in numbers:
-        assert int.from_bytes(data[start:stop], "little") == number
-    assert data[72:104] == A_LABEL.settings
-    assert data[104:136] == A_LABEL.digest
-    assert data[136:] == checksum(data[:136] + INDEX)
-
-
 def test_every_flipped_bit_is_found_also_of_the_index() -> None:
     data = A_LABEL.pack(INDEX) + INDEX
     for bit in range(8 * len(data)):
@@ -66,16 +52,3 @@ def test_what_is_no_label_is_refused_though_its_checksum_fits() -> None:
     data = fields_of_another + checksum(fields_of_another + INDEX)
     with pytest.raises(ValueError, match="it has no label"):
         BlockLabel.unpack(data, INDEX)
-
-
-def test_a_label_describes_its_place() -> None:
-    assert A_LABEL.place() == "exp_avg_sq, block 70000, part 3 of run 01234567"
-    assert replace(A_LABEL, block=ANYWHERE).place() == (
-        "exp_avg_sq, some block, part 3 of run 01234567"
-    )
-
-
-def test_a_digest_is_that_of_the_digests_in_their_order() -> None:
-    first, second = (hashlib.sha256(data).digest() for data in (b"1", b"2"))
-    assert digest_of([first, second]) == hashlib.sha256(first + second).digest()
-    assert digest_of(iter([first, second])) != digest_of([second, first])

@@ -1,4 +1,4 @@
-"""What a decoder refuses; what it makes of chunks is tested with the arrays that hold them."""
+"""What a decoder refuses and needs; what it makes of chunks is tested with their arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from bits_and_calls import random_bits
+from numcodecs import blosc
 
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import LENGTH, OWN_FORM, chain
@@ -44,3 +45,29 @@ def test_a_chunk_of_too_many_terms_takes_no_memory() -> None:
     data = OWN_FORM + LENGTH.pack(len(head)) + head + body
     with pytest.raises(ValueError, match="9 terms"):
         Decoder(coding, shape).unpack(data + checksum(data))
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_only_what_is_needed_is_decompressed(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordered by token, blocks of the tokens alone; otherwise the rows so far."""
+    native, shape = native_type("bfloat16"), (8, 2_000, 64)
+    coding = chain(native, 3, small=False, history=history)
+    changes = np.random.default_rng(3).integers(-2, 3, shape)
+    bits = (0x3F80 + changes.cumsum(axis=0)).astype(np.uint16)
+    data, real = coding.encode(bits, shape), blosc.decompress
+    decompressed: list[int] = []
+
+    def decompress(frame: memoryview, out: np.ndarray) -> object:
+        decompressed.append(out.nbytes)
+        return real(frame, out)
+
+    monkeypatch.setattr("trajstore.codec.chunk_decoder.blosc.decompress", decompress)
+    for steps, few in ((slice(0, 8), history), (slice(2, 3), True)):
+        decompressed.clear()
+        window = (steps, slice(700, 703), slice(0, 64))
+        out = np.empty_like(bits[window])
+        Decoder(coding, shape).decode(data, window, out)
+        np.testing.assert_array_equal(out, bits[window])
+        assert 0 < sum(decompressed) <= (0.6 if few else 1) * bits.nbytes

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import xarray as xr
 from bits_and_calls import nightly_but
+from compact_runs import RULE_ARRAYS, sample_part
+from stored_forms import stored_forms
 from zarr.storage import MemoryStore
 
-from trajstore import RunWriter, open_run, repair, sample_run, verify
+from trajstore import RunWriter, open_run, repair, verify
 from trajstore.codec.computed_rows import cache
 from trajstore.errors import FormatError
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
@@ -23,27 +25,15 @@ ROWS, BLOCK = 40, 16
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    path = sample_run(tmp_path_factory.mktemp("sample") / "sample.zarr")
-    return open_run(path).isel(step=slice(0, ROWS)).load()
+def history(sample: Path) -> xr.Dataset:
+    return open_run(sample).isel(step=slice(0, ROWS)).load()
 
 
 @pytest.fixture(scope="module")
-def written(history: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("compact") / "run.zarr"
-    names = [str(name) for name in history.data_vars]
-    with RunWriter.create(
-        path,
-        token=history.token.values,
-        hidden=history.sizes["hidden"],
-        variables={name: history[name].attrs["native_dtype"] for name in names},
-        attributes={"optimizer": history.attrs["optimizer"]},
-        block_rows=BLOCK,
-        encoding="compact",
-    ) as run:
-        for row, step in enumerate(history.step.values):
-            run.append(step=int(step), **{name: history[name].values[row] for name in names})
-    return path
+def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sample_part(
+        sample, tmp_path_factory.mktemp("compact") / "run.zarr", ROWS, block_rows=BLOCK
+    )
 
 
 @pytest.fixture
@@ -110,6 +100,22 @@ def test_single_tokens_equal_those_of_the_whole_array(written: Path, history: xr
 def test_most_of_a_computed_array_is_its_key_rows(written: Path) -> None:
     size = {name: sum(f.stat().st_size for f in (written / name).glob("c*")) for name in MATRICES}
     assert all(10 * size[name] < size["grad"] for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_rows_that_the_rule_does_not_give_are_corrected(sample: Path, tmp_path: Path) -> None:
+    path = sample_part(sample, tmp_path / "run.zarr")
+    elements = (22 - 3) * 128 * 16  # 3 blocks, of which each stores its first row
+    sound = {"chunks": 3, "differences": 0, "elements": elements, "corrected": 0}
+    assert stored_forms(path) == dict.fromkeys(RULE_ARRAYS, sound) | {
+        "grad": {"chunks": 3, "differences": 0}
+    }
+    rows = xr.open_zarr(path).load()
+    with RunWriter.resume(path, rows=21) as run:
+        row: dict[str, Any] = {str(name): rows[name].values[21] for name in rows.data_vars}
+        row["W"][5:8, 3] = 22
+        run.append(21, **row)
+    assert stored_forms(path)["W"] == sound | {"corrected": 3}
+    assert stored_forms(path)["exp_avg"] == sound
 
 
 def test_a_missing_array_is_named(run: Path) -> None:

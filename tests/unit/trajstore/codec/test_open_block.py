@@ -46,16 +46,6 @@ def read(data: bytes, key: tuple[range, ...]) -> np.ndarray:
     return read_from(BytesObject(data), key)
 
 
-def test_what_is_written_is_read() -> None:
-    data = written()
-    for key in (
-        (range(8), range(6), range(2)),
-        (range(2, 7), range(2, 4), range(1)),
-        (range(0, 8, 3), range(5, -1, -2), range(2)),
-    ):
-        assert (read(data, key) == BITS[np.ix_(*key)]).all()
-
-
 def test_rows_that_it_does_not_hold_are_refused() -> None:
     data = written(rows=5)
     assert (read(data, (range(5), range(6), range(2))) == BITS[:5]).all()

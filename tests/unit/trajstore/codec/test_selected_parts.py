@@ -55,50 +55,6 @@ def test_consecutive_rows_are_taken_by_slices() -> None:
 SHAPE = (7, 5, 4)
 
 
-def item(length: int) -> st.SearchStrategy[Any]:
-    return st.one_of(st.integers(0, length - 1), st.slices(length))
-
-
-def one_array(length: int) -> st.SearchStrategy[np.ndarray]:
-    positions_of = st.lists(st.integers(0, length - 1), max_size=5).map(
-        lambda at: np.array(at, np.intp)
-    )
-    masks = st.lists(st.booleans(), min_size=length, max_size=length).map(np.array)
-    return positions_of | masks
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_axes_by_themselves_are_what_numpy_selects(data: st.DataObject) -> None:
-    """Integers, slices, and one array among them."""
-    key = [data.draw(item(length)) for length in SHAPE]
-    axis = data.draw(st.none() | st.integers(0, 2))
-    if axis is not None:
-        key[axis] = data.draw(one_array(SHAPE[axis]))
-    values = np.arange(np.prod(SHAPE)).reshape(SHAPE)
-    found = outer_positions(key, SHAPE)
-    assert found is not None
-    along, shape = found
-    expected = values
-    for at in reversed(range(3)):  # NumPy would put the axis of an array first, beside integers
-        expected = expected[(slice(None),) * at + (key[at],)]
-    assert shape == expected.shape
-    mesh = np.ix_(*(np.array(axis, np.intp) for axis in along))
-    assert np.array_equal(values[mesh].reshape(shape), expected)
-
-
-@settings(deadline=None)
-@given(st.tuples(*(st.lists(st.integers(0, n - 1), min_size=1, max_size=4) for n in SHAPE)))
-def test_a_mesh_is_each_axis_by_itself(key: tuple[list[int], ...]) -> None:
-    values = np.arange(np.prod(SHAPE)).reshape(SHAPE)
-    mesh = np.ix_(*key)
-    found = outer_positions(mesh, SHAPE)
-    assert found is not None
-    along, shape = found
-    assert [list(axis) for axis in along] == list(map(list, key))
-    assert shape == values[mesh].shape
-
-
 @pytest.mark.parametrize(
     "key",
     [

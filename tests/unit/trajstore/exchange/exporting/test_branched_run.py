@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import xarray as xr
 from compact_runs import RULE_ARRAYS, same_bits, sample_part
+from stored_forms import stored_forms
 
 from trajstore import RunWriter, repair, verify
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.exporting.branched_run import branch_run, holds_exactly
-from trajstore.store.reading.stored_forms import stored_forms
 
 Small = tuple[Path, dict[str, np.ndarray]]
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}

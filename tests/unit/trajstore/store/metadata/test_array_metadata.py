@@ -37,17 +37,13 @@ def test_the_metadata_of_a_recorder_is_that_of_its_facts(name: str) -> None:
     ("place", "value", "told"),
     [
         ("shape", None, "shape is None, expected 3 lengths"),
-        ("shape.1", "4", "expected 3 lengths"),
         ("shape.0", 1 << 48, "expected 3 lengths"),
         ("shape.2", 9, "shape is [7, 4, 9], expected lengths that blocks of [3, 4, 3] cover"),
         ("node_type", "group", 'node_type is \'group\', expected "array"'),
-        ("data_type", 4, 'data_type is 4, expected "float32"'),
         ("chunk_grid", "regular", "chunk_grid.configuration.chunk_shape is missing, expected 3"),
-        ("chunk_grid.name", "irregular", 'chunk_grid.name is \'irregular\', expected "regular"'),
         ("chunk_grid.configuration", ..., "chunk_grid.configuration.chunk_shape is missing"),
         ("chunk_grid.configuration.chunk_shape.0", 0, "is [0, 4, 3], expected 3 positive"),
         ("more", {"must_understand": True}, "more is {'must_understand': True}, expected"),
-        ("fill_value", [], 'fill_value is [], expected "NaN"'),
         ("codecs", {}, "codecs is {}, expected a list of objects"),
         ("codecs.0", [], "codecs is [[]], expected a list of objects with name and configuration"),
         ("codecs.0", "trajstore.block", "codecs.0.configuration is missing, expected an object"),
@@ -64,7 +60,6 @@ def test_the_metadata_of_a_recorder_is_that_of_its_facts(name: str) -> None:
         ("attributes._FillValue", "AAAAAAAA8D8=", "._FillValue is 'AAAAAAAA8D8=', expected"),
         ("attributes.units", "days since 2000-01-01", "expected no attribute by"),
         ("attributes.native_dtype", "int7", "native_dtype is 'int7', expected one of bfloat16"),
-        ("dimension_names.2", "head", "dimension_names.2 is 'head', expected \"hidden\""),
         ("dimension_names", "abc", "dimension_names is 'abc', expected ["),
         ("storage_transformers", 7, "storage_transformers is 7, expected []"),
     ],
@@ -114,15 +109,6 @@ def test_a_coordinate_without_values_is_refused(small_run: Small, name: str) -> 
     (path / name / "c.0").unlink()
     with pytest.raises(FormatError, match=f"{name}/c.0 is missing"):
         open_run(path)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_copy_that_xarray_made_is_opened(small_run: Small, tmp_path: Path) -> None:
-    path, _ = small_run
-    source, copy = xr.open_zarr(path).load(), tmp_path / "copy.zarr"
-    source.to_zarr(copy)
-    assert xr.open_zarr(copy).equals(source)
-    assert open_run(copy).equals(source)
 
 
 def test_a_mask_in_a_copy_of_an_older_xarray_is_a_mask(small_run: Small, tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
     zarr.create_group(tmp_path / "other.zarr")
     with pytest.raises(FormatError, match="no trajstore_format"):
         open_run(tmp_path / "other.zarr")
+    (tmp_path / "folder" / "zarr.json").write_text('{"zarr_format": 3, "attrib')
+    with pytest.raises(FormatError, match="not a Zarr v3 group"):
+        open_run(tmp_path / "folder")
 
 
 @pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
@@ -146,11 +149,3 @@ def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> Non
         ds.traj.nonsense  # noqa: B018
     with pytest.raises(VariableNotRecorded, match="is_dead"):
         ds.drop_vars("is_dead").traj.dead  # noqa: B018
-
-
-def test_a_truncated_root_is_no_run(small_run: tuple[Path, Any]) -> None:
-    path, _ = small_run
-    root = path / "zarr.json"
-    root.write_bytes(root.read_bytes()[:100])
-    with pytest.raises(FormatError, match="not a Zarr v3 group"):
-        open_run(path)

@@ -4,7 +4,6 @@ import errno
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,20 +34,6 @@ def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_write_leaves_the_old_object_and_nothing_else(tmp_path: Path) -> None:
-    target = tmp_path / "object"
-    put(target, [b"old"])
-
-    def failing() -> Iterator[bytes]:
-        yield b"new"
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        put(target, failing())
-    assert target.read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["object"]
-
-
 def test_two_folders_change_places_at_once(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
@@ -66,6 +51,8 @@ def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     run = tmp_path / "a[1].h5"  # a name is no pattern
+    inside, mine = (run / "W" / name for name in (".c.0.0.0.7.partial", ".mine.partial"))
+    inside.parent.mkdir(parents=True)
     file, folder = (tmp_path / f".{run.name}.{dead.pid}{end}" for end in (".partial", ".old"))
     file.write_text("x")
     folder.mkdir()
@@ -73,11 +60,12 @@ def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
     own = tmp_path / f".{run.name}.{os.getpid()}.partial"
     others = (f".{run.name}.{os.getppid()}", f".a1.h5.{dead.pid}", f".{run.name}.v2.{dead.pid}")
     kept = [tmp_path / f"{name}.partial" for name in others]
-    for path in (own, *kept):
+    for path in (own, inside, mine, *kept):
         path.write_text("x")
-    assert sorted(leftovers(run)) == sorted([file, folder])
-    assert sorted(sweep(run)) == sorted([file, folder, own])
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert sorted(leftovers(run)) == sorted([file, folder, inside])
+    assert sorted(sweep(run)) == sorted([file, folder, own, inside])
+    assert sorted(tmp_path.iterdir()) == sorted([run, *kept])
+    assert list(inside.parent.iterdir()) == [mine]
 
 
 def test_what_is_put_or_made_survives_a_loss_of_power(

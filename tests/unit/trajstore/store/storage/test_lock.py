@@ -117,14 +117,15 @@ def test_a_second_release_keeps_the_lock_of_another(run: Path) -> None:
             RunLock.acquire(run)
 
 
-def test_a_lock_that_cannot_be_written_is_not_kept(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["pread", "pwrite"])
+def test_a_lock_that_cannot_be_read_or_written_is_not_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("trajstore.store.storage.lock.os.pwrite", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(f"trajstore.store.storage.lock.os.{call}", broken)
+    with pytest.raises(OSError, match="Input/output"):
         RunLock.acquire(run)
     monkeypatch.undo()
     assert not list(run.parent.iterdir())
@@ -172,13 +173,19 @@ def test_whether_somebody_writes_is_reported_and_changes_nothing(run: Path) -> N
     assert json.loads(left.read_text())["host"] == "elsewhere"
 
 
-def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def look_at(run: Path) -> int:
+    """Hold a lock as `is_written_to` does for its check."""
     path = run.with_name(f".{run.name}.lock")
     path.write_text("{}")
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
+    return looking
+
+
+def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = look_at(run)
     waits = itertools.count(1)
 
     def wait(_: float) -> None:
@@ -192,10 +199,7 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
 
 
 def test_a_lasting_shared_lock_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = run.with_name(f".{run.name}.lock")
-    path.write_text("{}")
-    looking = os.open(path, os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
+    looking = look_at(run)
     monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", lambda _: None)
     with pytest.raises(RunLocked, match=r"no process writes to .* checks for writers"):
         RunLock.acquire(run)
@@ -242,15 +246,3 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_reported_once(
         f"the file system of {folder} has no file locks (No locks available)"
         for folder in (run.parent, other)
     ]
-
-
-def test_a_new_lock_that_cannot_be_read_is_not_left(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: object) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("trajstore.store.storage.lock.os.pread", broken)
-    with pytest.raises(OSError, match="Input/output"):
-        RunLock.acquire(run)
-    assert not list(run.parent.iterdir())

@@ -14,6 +14,7 @@ from object_stores import faulty, s3_server, serving, to_s3
 from trajstore.errors import ObjectStoreError
 from trajstore.store.storage import remote_path
 from trajstore.store.storage.object_file import metadata_in, opened
+from trajstore.store.storage.object_requests import ReadStore
 from trajstore.store.storage.remote_path import ObjectReplaced, RemotePath, local_file, location
 
 pytest.importorskip("obstore")
@@ -192,4 +193,6 @@ def test_a_refusal_is_told_as_it_is(status: int, monkeypatch: pytest.MonkeyPatch
             place.end_and_facts(5)
         assert len(seen) == 1
         with pytest.raises(ObjectStoreError, match=r"s3://bucket/W/zarr\.json: "):
-            zarr.open_array(place.zarr_store(), path="W", mode="r", zarr_format=3)
+            zarr.open_array(
+                ReadStore(place.store, root=place.root), path="W", mode="r", zarr_format=3
+            )

