@@ -43,12 +43,20 @@ def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path
     assert not folder.exists()
 
 
-def test_a_vanished_run_is_not_reported_as_damaged(whole: Path) -> None:
+def test_what_is_read_of_a_run_that_has_gone_says_so(whole: Path) -> None:
+    ds = open_run(whole)
+    shutil.rmtree(whole)
+    with pytest.raises(RunNotFound, match=r"run\.zarr was moved, removed or unmounted"):
+        ds.W.compute()
+
+
+@pytest.mark.parametrize("look", [verify, repair])
+def test_a_vanished_run_is_not_reported_as_damaged(look: Any, whole: Path) -> None:
     def go(*progress: int) -> None:
         shutil.rmtree(whole, ignore_errors=True)
 
     with pytest.raises(RunNotFound, match="disappeared during the check"):
-        repair(whole, threads=1, on_progress=go)
+        look(whole, threads=1, on_progress=go)
     assert not whole.exists()
 
 
