@@ -224,25 +224,12 @@ def _check_variables(
 def _new_share() -> TokenShare:
     """Return the share of this process, with its own group for the writer's thread."""
     share = _share_of(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    channel = _Channel(share.count)
-    return replace(share, exchange=channel.exchange, close=channel.close)
+    group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
-
-def _share_of(number: int, count: int) -> TokenShare:
-    return TokenShare(number=number, count=count, exchange=lambda value: [value])
-
-
-class _Channel:
-    """A group of all processes; `close` ends it."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
-
-    def exchange(self, value: Any) -> list[Any]:
-        replies: list[Any] = [None] * self._count
+    def exchange(value: Any) -> list[Any]:
+        replies: list[Any] = [None] * share.count
         try:
-            torch.distributed.all_gather_object(replies, value, group=self._group)
+            torch.distributed.all_gather_object(replies, value, group=group)
         except RuntimeError as error:
             raise RecordingError(
                 "another process that records the same run has ended, or has not replied for "
@@ -250,9 +237,16 @@ class _Channel:
             ) from error
         return replies
 
-    def close(self) -> None:
-        """End its connections and threads; further calls have no effect."""
-        group, self._group = self._group, None
+    def close() -> None:
+        """End the group's connections and threads; further calls have no effect."""
+        nonlocal group
+        ended, group = group, None
         # A process that has left the training has ended all groups.
-        if group is not None and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(group)
+        if ended is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(ended)
+
+    return replace(share, exchange=exchange, close=close)
+
+
+def _share_of(number: int, count: int) -> TokenShare:
+    return TokenShare(number=number, count=count, exchange=lambda value: [value])

@@ -12,14 +12,16 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
+from lazy_streams import LazyTorch, Streams  # noqa: E402
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, RunExists  # noqa: E402
 from trajstore.store.reading.stored_forms import stored_forms  # noqa: E402
+from trajstore.store.writing import block_writer  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
-from trajstore.trainers.recording import parameter_rows  # noqa: E402
+from trajstore.trainers.recording import device_to_host, parameter_rows  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -502,15 +504,14 @@ def test_what_cannot_be_recorded_is_reported(tiny: Any, tmp_path: Path) -> None:
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
     deferred: bool, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.store.writing import block_writer
-    from trajstore.trainers.recording import parameter_rows
-    from trajstore.trainers.recording.device_to_host import DeferredTransfer
-
     opened: list[Any] = []
     if deferred:
+        streams = Streams("none")
+        streams.released.set()
+        monkeypatch.setattr(device_to_host, "torch", LazyTorch(streams))
 
-        def deferred_transfer(*args: Any) -> Any:
-            opened.append(DeferredTransfer(*args))
+        def deferred_transfer(writer: Any, device: Any) -> Any:
+            opened.append(device_to_host.DeferredTransfer(writer, torch.device("cuda")))
             return opened[-1]
 
         monkeypatch.setattr(parameter_rows, "open_transfer", deferred_transfer)
