@@ -146,6 +146,9 @@ def test_a_pass_that_probes(tiny: Any, record: Any, tmp_path: Path) -> None:
             logits.append(output["logits"][0, -1].detach())
             torch.autograd.grad(tiny(**probe)["loss"], tiny.mix.weight)
             tiny(**probe)
+            with torch.no_grad():
+                tiny.eval()(**probe)
+            tiny.train()
     ds = read(tmp_path)
     assert ds.loss.values[1:].tolist() == losses
     assert np.array_equal(ds.logits.values[1:], torch.stack(logits))

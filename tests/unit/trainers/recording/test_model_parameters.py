@@ -11,7 +11,6 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
-from tiny_runs import scaled_run  # noqa: E402
 
 from trajstore import export, import_file, open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument  # noqa: E402
@@ -126,22 +125,6 @@ def test_without_a_learning_rate_no_update_was_meant(rate: Any, tmp_path: Path) 
     assert np.isnan(ds.param_update_lost[1]).all()
     np.testing.assert_array_equal(ds.param_update_norm[1], 0)
     np.testing.assert_array_equal(ds.param_update_lost[-1], last)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_a_scaler_skips(fused: bool, tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    scaled_run(path, fused=fused, variables="norms,W_step_norm")
-    ds = open_run(path).load()
-    skipped = ds.skipped.values == 1
-    assert 0 < skipped.sum() < len(skipped)
-    assert (ds.param_update_norm.values[skipped] == 0).all()
-    assert np.isnan(ds.param_update_lost.values[skipped]).all()
-    taken = ~skipped & (np.arange(len(skipped)) > 0)
-    whole = np.sqrt((ds.W_step_norm.values.astype("f8") ** 2).sum(1))
-    np.testing.assert_allclose(ds.param_update_norm[taken, 0], whole[taken], rtol=1e-6)
-    gradients = np.sqrt((ds.param_grad_norm.values[taken].astype("f8") ** 2).sum(1))
-    np.testing.assert_allclose(gradients, ds.grad_norm.values[taken], rtol=1e-5)
 
 
 def test_only_named_variables_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from trajstore.errors import InvalidArgument, RunNotFound  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
 from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 
@@ -103,11 +103,6 @@ def test_named_variables_are_required_and_those_of_tiers_optional() -> None:
     assert options.resolved[0] == "W"
     assert {"loss", "W_ulp_l1"} < set(options.resolved)
     assert RecordingOptions(variables=("W", "matrix")).required == {"W"}
-
-
-def test_a_run_that_is_to_continue_must_be_there_already(tmp_path: Path) -> None:
-    with pytest.raises(RunNotFound):
-        TrajectoryCallback(tmp_path / "run.zarr", resume=True)
 
 
 def test_labels_of_another_vocabulary_are_refused_before_a_step(tiny: Any, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
 from list_recorder import HIDDEN, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+from transformers import GPT2LMHeadModel  # noqa: E402
 
 from trajstore import analysis, open_run  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
@@ -72,14 +73,6 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
         np.testing.assert_allclose(row.hidden_trace, flat.var(0).sum(), rtol=1e-5)
         cosines = flat @ mean / np.linalg.norm(flat, axis=1) / np.linalg.norm(mean)
         np.testing.assert_allclose(row.hidden_cosine, cosines.mean(), rtol=1e-5)
-
-
-def tiny_gpt2(kind: Any = GPT2LMHeadModel) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 17, "n_positions": 5, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    model = kind(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-    model.loss_type = "ForCausalLM"
-    return model.train()
 
 
 def test_losses_of_a_causal_language_model(tmp_path: Path) -> None:
@@ -194,18 +187,15 @@ def test_a_trainer_gives_the_indices_with_its_examples(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel()
     data = [
-        {name: values[0] for name, values in row.items()} | {"example_index": torch.tensor(number)}
-        for number, row in enumerate(batches(11))
+        row | {"example_index": torch.tensor(number)} for number, row in enumerate(examples(11))
     ]
     seen: list[Any] = []
     model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    arguments = TrainingArguments(
-        str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=3, use_cpu=True,
-        gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_strategy="no", dataloader_pin_memory=False, remove_unused_columns=False,
-    )  # fmt: skip
     callback = TrajectoryCallback(tmp_path / "run.zarr", ("W", "batch", "hidden_states"))
-    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    trainer_of(
+        model, tmp_path, callback, data=data, gradient_accumulation_steps=2,
+        remove_unused_columns=False,
+    ).train()  # fmt: skip
     ds = open_run(tmp_path / "run.zarr").load()
     assert (ds.sizes["example"], ds.sizes["step"]) == (6, 5)
     ids = torch.stack([row["input_ids"] for row in data])
