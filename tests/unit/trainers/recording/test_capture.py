@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -202,29 +203,19 @@ def test_compiled_models(called_before: bool, tiny: Any, tmp_path: Path) -> None
 
 
 def test_an_untied_embedding_in_another_kind_of_model(tmp_path: Path) -> None:
-    class Recurrent(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = torch.nn.Embedding(VOCAB, HIDDEN)
-            self.lstm = torch.nn.LSTM(HIDDEN, HIDDEN, batch_first=True)
-            self.out = torch.nn.Linear(HIDDEN, VOCAB)
-
-        def forward(self, ids: Any) -> Any:
-            return self.out(self.lstm(self.embedding(ids))[0])
-
     torch.manual_seed(2)
-    model = Recurrent()
+    parts = {"embedding": torch.nn.Embedding(VOCAB, HIDDEN), "out": torch.nn.Linear(HIDDEN, VOCAB)}
+    model = torch.nn.Sequential(OrderedDict(parts))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     lists = Lists(model.embedding.weight)
     path = tmp_path / "run.zarr"
-    with capture(model, optimizer, path, parameter="embedding.weight") as run:
+    with capture(model, optimizer, path, parameter="embedding.weight"):
         for batch in batches(4):
             optimizer.zero_grad()
             logits = model(batch["input_ids"])
             loss = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), batch["labels"].flatten()
             )
-            run.observe(loss=loss)
             loss.backward()
             lists.add(loss=loss, logits=logits[0, -1], grad=lists.parameter.grad)
             optimizer.step()
