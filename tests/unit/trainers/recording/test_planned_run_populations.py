@@ -90,22 +90,9 @@ def test_a_run_that_continues_keeps_them(tmp_path: Path) -> None:
             run_of(path, model, populations=given, first_step=15, **on)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"rare": "token_count <"}, "got the population 'token_count <', expected an expression"),
-        ({"rare": "tokens < 3"}, "'tokens'"),
-        (
-            {"few": [3, VOCAB]},
-            f"got 1 unknown token ids for the population few, the first is {VOCAB}",
-        ),
-        ({"dead": [3]}, "got the population name 'dead', expected letters"),
-        ({"few": np.ones(3, bool)}, "3 values of bool for the population few, expected a boolean"),
-    ],
-)
-def test_what_is_no_population_is_refused(given: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        run_of(tmp_path / "run.zarr", populations=given)
+def test_what_is_no_population_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="got the population 'token_count <', expected an "):
+        run_of(tmp_path / "run.zarr", populations={"rare": "token_count <"})
     assert not (tmp_path / "run.zarr").exists()
 
 

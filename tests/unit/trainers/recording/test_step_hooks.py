@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
-from loops_of_others import about, adamw, lists_of, losses_of, read, steps  # noqa: E402
+from loops_of_others import about, adamw, losses_of, read, steps  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
@@ -82,28 +82,17 @@ def test_a_parameter_that_is_replaced(
     assert about(notes, "another tensor")
 
 
-@pytest.mark.parametrize("strict", [False, True])
 def test_a_model_that_changes_its_type(
-    strict: bool, tiny: Any, record: Any, notes: list[str], tmp_path: Path
+    tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
     optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
-    taken = []
-
-    def loop() -> None:
-        with record(optimizer, strict=strict):
-            for number, _ in enumerate(steps(tiny, optimizer, 4)):
-                if number == 1:
-                    tiny.double()
-                    optimizer.zero_grad()
-                taken.append(number)
-
-    if strict:
-        with pytest.raises(Exception, match="float64"):
-            loop()
-    else:
-        loop()
-        assert len(taken) == 4, "the training was ended"
-        assert about(notes, "recording ended in step 2", "float64")
+    with record(optimizer):
+        for number, _ in enumerate(steps(tiny, optimizer, 4)):
+            if number == 1:
+                tiny.double()
+                optimizer.zero_grad()
+    assert number == 3, "the training was ended"
+    assert about(notes, "recording ended in step 2", "float64")
     ds = read(tmp_path)
     assert ds.attrs["status"] == "interrupted"
     assert ds.sizes["step"] == 2
@@ -211,12 +200,8 @@ def test_optimizers_that_wrap_or_have_no_rate(
         lists = Lists(tiny.embedding.weight)
         notes.clear()
         with record(optimizer, overwrite=True, variables=variables):
-            for batch in batches(3):
-                optimizer.zero_grad()
-                tiny(**batch)["loss"].backward()
-                lists.add(grad=lists.parameter.grad)
-                optimizer.step()
-                lists.add(W=lists.parameter)
+            for _ in steps(tiny, optimizer, lists=lists):
+                pass
         lists.agree_with(tmp_path / "run.zarr")
         assert about(notes, "has no rate lr") == isinstance(optimizer, Odd)
         assert not about(notes, "outside optimizer.step()")
@@ -315,7 +300,8 @@ def test_a_compiled_step_of_the_optimizer(tiny: Any, record: Any, tmp_path: Path
             tiny(**batch)["loss"].backward()
             step()
             lists.add(W=lists.parameter)
-    lists_of(lists, tmp_path, "W")
+    del lists.rows["grad"]
+    lists.agree_with(tmp_path / "run.zarr")
 
 
 @pytest.mark.parametrize("at", range(1, 12))
