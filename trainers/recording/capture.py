@@ -92,8 +92,7 @@ def attach(
         on_note=on_note,
     )
     planned = []
-    all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
-    shares = find_shares(model, parameters, options.resolved, all_tokens=all_tokens)
+    shares = find_shares(model, parameters, options)
     try:
         with in_all_processes(shares[0]):
             if _is_first_process() or shares[0] is not None:

@@ -53,8 +53,6 @@ class TokenFacts:
 
     def added_to(self, options: RecordingOptions) -> RecordingOptions:
         """Return options in which missing values are filled in."""
-        if not (self.options or self.origin):
-            return options
         return replace(options, **self.options, origin={**(options.origin or {}), **self.origin})
 
 

@@ -104,6 +104,7 @@ class ForwardPasses:
     ----------
     current : ForwardPass or None
         Pass of the model that runs now, if it may be differentiated.
+    loss : StepLoss
     autocast_types : set of torch.dtype
         Types that autocast has chosen on the CPU.
     """
@@ -124,12 +125,11 @@ class ForwardPasses:
         self._on_note = on_note
         self._variables: frozenset[str] = frozenset()
         self._numbers = itertools.count()
-        self._loss = StepLoss()
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
-        self._loss = StepLoss()
+        self.loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_observed = False
         self._hidden = WeightedMean()
@@ -186,7 +186,7 @@ class ForwardPasses:
     def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
         """Use values from the loop in place of those from the hooks."""
         if loss is not None:
-            self._loss.observe(loss)
+            self.loss.observe(loss)
         if logits is not None:
             if not self._logits_are_observed:
                 self._logits = StepLogits(self._logits_mode)
@@ -210,18 +210,13 @@ class ForwardPasses:
 
         return add
 
-    @property
-    def loss_looks_divided(self) -> bool:
-        """True if the loop gave several losses in a step, each the result of a division."""
-        return self._loss.looks_divided
-
     def values(self, backwards: list[BackwardPass]) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""
         spread = self._spread
         return {
-            "loss": self._loss.value(backwards),
+            "loss": self.loss.value(backwards),
             "logits": self._logits.value(),
-            "hidden_mean": self._hidden.value(),
+            "hidden_mean": self._hidden.mean,
             "hidden_trace": spread and spread.trace,
             "hidden_cosine": spread and spread.cosine(),
         }
@@ -356,24 +351,26 @@ def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 class WeightedMean:
-    """Mean of means, weighted by the number of items in each."""
+    """Mean of means, weighted by the number of items in each.
+
+    Attributes
+    ----------
+    mean : tensor or None
+        None without items.
+    """
 
     def __init__(self) -> None:
-        self._mean: torch.Tensor | None = None
+        self.mean: torch.Tensor | None = None
         self._count = 0
 
     def add(self, mean: torch.Tensor, count: int) -> None:
         """Add the mean of `count` items."""
-        if self._mean is None:
-            self._mean = mean
+        if self.mean is None:
+            self.mean = mean
         else:
             weight = count / (self._count + count)
-            self._mean = self._mean + (mean.float() - self._mean) * weight
+            self.mean = self.mean + (mean.float() - self.mean) * weight
         self._count += count
-
-    def value(self) -> torch.Tensor | None:
-        """Return the mean of the current step; None if there is none."""
-        return self._mean
 
 
 class HiddenSpread(NamedTuple):
@@ -448,7 +445,7 @@ class StepLogits:
 
     def value(self) -> torch.Tensor | None:
         """Return the logits of the current step; None if there are none."""
-        mean = self._mean.value()
+        mean = self._mean.mean
         return self._first if mean is None else mean.to(self._dtype)
 
 

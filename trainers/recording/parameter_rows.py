@@ -34,7 +34,7 @@ from trajstore.trainers.recording.model_state import OF_ADAM
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.sharding import has_rows_of, own_rows
+from trajstore.trainers.recording.sharding import own_rows, own_variables
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
@@ -81,7 +81,7 @@ class ParameterRows:
     def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
         self.watched = planned.recording.options.resolved
-        self.variables = _own_variables(planned, self.watched)
+        self.variables = own_variables(planned.share, self.watched)
         self.writer: RowTarget | None = None
         self.rows = 0
         self.last_step = planned.recording.loop.first_step
@@ -100,9 +100,9 @@ class ParameterRows:
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
-        self._room: dict[str, int] = {}  # lengths of the dimensions example and position
-        if planned.recording.loop.examples is not None:
-            self._room["example"] = planned.recording.loop.examples
+        examples = planned.recording.loop.examples
+        # Lengths of the dimensions example and position.
+        self._room: dict[str, int] = {} if examples is None else {"example": examples}
         self._row: Row = {}  # row of the current step
         self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
         self._transfer: Transfer = HostTransfer()
@@ -111,7 +111,7 @@ class ParameterRows:
         if existing is not None:
             existing.check(self._initial_W)
             self.watched = existing.variables
-            self.variables = _own_variables(planned, self.watched)
+            self.variables = own_variables(planned.share, self.watched)
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
@@ -398,7 +398,7 @@ class ParameterRows:
         last_step, last = self._early_rows[-1]
         options = self._planned.recording.options
         kept = find_kept(self._planned.recording.optimizer) if options.whole_state else []
-        for name, empty in self._expected(last, kept).items():
+        for name, empty in self._expected(kept).items():
             last.setdefault(name, empty)
         left_out = [name for name in self.variables if name not in last]
         self.variables = tuple(name for name in self.variables if name in last)
@@ -446,7 +446,7 @@ class ParameterRows:
         else:
             self._remember_W()
 
-    def _expected(self, row: Row, entries: list[Entry]) -> Row:
+    def _expected(self, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
         W, owner = self._initial_W, self.parameter.optimizer
         state = {} if owner is None else owner.state
@@ -522,11 +522,6 @@ class ParameterRows:
                 f"of {writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
                 f"{writer.committed_rows} rows are committed; free space, or record less"
             ) from error
-
-
-def _own_variables(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the variables that this process records."""
-    return tuple(name for name in variables if has_rows_of(planned.share, name))
 
 
 def _start(name: str) -> float:

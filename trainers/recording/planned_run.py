@@ -143,7 +143,7 @@ class PlannedRun:
         }
 
     def create(
-        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int = 0
+        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int
     ) -> RunWriter:
         """Create the run without rows.
 

@@ -312,7 +312,8 @@ class Recorder:
             closing.callback(self._release)
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
-            closing.callback(self._last_notes)
+            closing.callback(self._gradients.last_note)
+            closing.callback(self._matrices.check_last)
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
@@ -321,11 +322,6 @@ class Recorder:
         self._recording.release()
         self._gradients.release()
         self._forward.release()
-
-    def _last_notes(self) -> None:
-        self._matrices.check_last()
-        if self._parameters:
-            self._gradients.last_note()
 
     def _fail(self, error: BaseException) -> None:
         """End the recording after an error in a hook; raise it if the training has to know it.
@@ -585,7 +581,7 @@ class Recorder:
             rows.end_row(self.step + 1, had_effect=bool(started))
         for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)
-        if self._forward.loss_looks_divided:
+        if self._forward.loss.looks_divided:
             self._notes.mention(_DIVIDED)
         self._begin_step()
         turns.clear()
