@@ -216,7 +216,10 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
     assert set(xr.open_zarr(tmp_path / "tier.zarr")) == {
         "W", "grad", "logits", "loss", "lr", "grad_norm", "clip_coef",
     }  # fmt: skip
-    with pytest.raises(RecordingError, match=r"batch not recorded.*observe\(batch="):
+    with pytest.raises(
+        RecordingError,
+        match=r"batch not recorded.*observe\(batch=…\), or add a tensor example_index",
+    ):
         run(tmp_path / "named.zarr", ("W", "batch"))
     assert not (tmp_path / "named.zarr").exists()
 

@@ -128,8 +128,7 @@ def test_a_new_optimizer(tiny: Any, record: Any, notes: list[str], tmp_path: Pat
     assert about([one["note"] for one in ds.attrs["notes"]], "is not that of the last row")
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize(("through_data", "every"), [(False, 1), (True, 3)])
 def test_weights_that_are_written_after_the_step(
     through_data: bool, every: int, tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
