@@ -119,10 +119,8 @@ class StepGradients:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._of_optimizer:
             self._of_optimizer = count
-            found = dict.fromkeys(self._model.parameters())
-            for group in self._optimizer.param_groups:
-                found |= dict.fromkeys(group["params"])
-            self._parameters = tuple(found)
+            trained = self._optimizer.parameters(*self._optimizer.members)
+            self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
         return {
             parameter: _Mark(weakref.ref(parameter.grad), version(parameter.grad))
             for parameter in self._parameters
