@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from list_recorder import Lists, batches  # noqa: E402
+from list_recorder import batches  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
 
@@ -26,20 +26,19 @@ def about(notes: list[str], *words: str) -> bool:
     return any(all(word in note for word in words) for note in notes)
 
 
-def steps(model: Any, optimizer: Any, count: int = 3, seed: int = 0) -> Iterator[Any]:
-    """A plain loop; yields after each backward pass."""
-    for batch in batches(count, seed):
+def steps(model: Any, optimizer: Any, count: int = 3, *, lists: Any = None) -> Iterator[Any]:
+    """A plain loop; yields after each backward pass. Lists keep gradient, loss and W."""
+    for batch in batches(count):
         optimizer.zero_grad()
         output = model(**batch)
         output["loss"].backward()
         yield output
+        if lists is not None:
+            lists.add(grad=lists.parameter.grad, loss=output["loss"])
         optimizer.step()
+        if lists is not None:
+            lists.add(W=lists.parameter)
 
 
 def losses_of(tmp_path: Path) -> list[float]:
     return [float(loss) for loss in read(tmp_path).loss.values[1:]]
-
-
-def lists_of(lists: Lists, tmp_path: Path, *names: str) -> Any:
-    lists.rows = {name: lists.rows[name] for name in names}
-    return lists.agree_with(tmp_path / "run.zarr").load()

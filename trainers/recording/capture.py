@@ -92,8 +92,7 @@ def attach(
         on_note=on_note,
     )
     planned = []
-    all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
-    shares = find_shares(model, parameters, options.resolved, all_tokens=all_tokens)
+    shares = find_shares(model, parameters, options)
     try:
         with in_all_processes(shares[0]):
             if _is_first_process() or shares[0] is not None:
@@ -102,7 +101,11 @@ def attach(
                     recording.summaries = ModelParameters(model, device, of_model)
                 of_state = [name for name in EVERYTHING if name in options.resolved]
                 if of_state:
-                    _check_one_matrix(len(parameters), of_state[0])
+                    if len(parameters) > 1:
+                        raise RecordingError(
+                            f"{of_state[0]} is recorded with one matrix, got {len(parameters)}; "
+                            "name one parameter, the others are in params"
+                        )
                     recording.state = ModelState(
                         model,
                         joined,
@@ -137,14 +140,6 @@ def attach(
 def _report(on_note: Callable[[str], None] | None, sentence: str) -> None:
     if _is_first_process():
         report_notes([sentence], on_note)
-
-
-def _check_one_matrix(matrices: int, variable: str) -> None:
-    if matrices > 1:
-        raise RecordingError(
-            f"{variable} is recorded with one matrix, got {matrices}; name one parameter, the "
-            "others are in params"
-        )
 
 
 def _is_first_process() -> bool:

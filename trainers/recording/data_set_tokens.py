@@ -53,8 +53,6 @@ class TokenFacts:
 
     def added_to(self, options: RecordingOptions) -> RecordingOptions:
         """Return options in which missing values are filled in."""
-        if not (self.options or self.origin):
-            return options
         return replace(options, **self.options, origin={**(options.origin or {}), **self.origin})
 
 
@@ -93,7 +91,8 @@ def facts_of_trainer(
         Number of processes of the training.
     """
     facts = TokenFacts()
-    if options.resume and not _needs_dead(options):
+    needs_dead = isinstance(options.tokens, str) and options.tokens in ("dead", "live")
+    if options.resume and not needs_dead:
         return facts  # a resumed run keeps its coordinates
     if options.is_dead is None and options.token_count is None:
         remedy = "give is_dead= or token_count=, or label them later with: trajstore annotate"
@@ -111,22 +110,14 @@ def facts_of_trainer(
     return facts
 
 
-def _needs_dead(options: RecordingOptions) -> bool:
-    return isinstance(options.tokens, str) and options.tokens in ("dead", "live")
-
-
 @contextlib.contextmanager
 def _note_failures(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
     """Turn an error into a note, because no failure here may end a training run."""
     try:
         yield
-    except NotCounted as error:
-        reason = str(error)
     except Exception as error:
-        reason = f"of an error: {error!r}"
-    else:
-        return
-    facts.notes.append(f"the run does not record {what}, because {reason}; {remedy}")
+        reason = error if isinstance(error, NotCounted) else f"of an error: {error!r}"
+        facts.notes.append(f"the run does not record {what}, because {reason}; {remedy}")
 
 
 def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int) -> None:

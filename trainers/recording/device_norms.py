@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from trajstore.trainers.recording.parameters import as_float64
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import hidden_sum
 
@@ -21,12 +22,6 @@ _NATIVE = {getattr(torch, name): native for name, native in NATIVE_TYPES.items()
 
 ULP_TYPES = tuple(_NATIVE)
 """Types whose spacing is known."""
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in float64."""
-    tensor = tensor.detach()
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64, copy=True)
 
 
 def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
@@ -89,9 +84,9 @@ def token_norm(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torc
     -------
     tensor of float32, (token,)
     """
-    change = _double(tensor)
+    change = as_float64(tensor)
     if before is not None:
-        change -= _double(before)
+        change -= as_float64(before)
     return _rounded(_hidden_sum(change.square_()).sqrt_())
 
 
@@ -116,7 +111,7 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
             NaN for infinite values and NaN.
     """
     native = _NATIVE[tensor.dtype]
-    spacing = _binade(_double(tensor), native.least_normal).mul_(native.epsilon)
+    spacing = _binade(as_float64(tensor), native.least_normal).mul_(native.epsilon)
     return spacing.masked_fill_(spacing.isinf(), math.nan)
 
 
@@ -128,7 +123,7 @@ def ulp_l1(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     tensor of float32, (token,)
         0 if and only if no bit changed.
     """
-    hops = _double(tensor).sub_(_double(before)).abs_().div_(ulp(before))
+    hops = as_float64(tensor).sub_(as_float64(before)).abs_().div_(ulp(before))
     # An unchanged infinity or NaN has not moved, although inf − inf is NaN.
     integer = getattr(torch, f"int{8 * before.itemsize}")
     unchanged = tensor.detach().view(integer) == before.detach().view(integer)

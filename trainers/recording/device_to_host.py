@@ -133,19 +133,16 @@ class DeferredTransfer:
     writer : RunWriter or ComparedRun
         Only this transfer's thread uses it from now on.
     device : torch.device
-        Device of the tensors. With CUDA, a separate stream copies to pinned memory.
+        CUDA device of the tensors. A separate stream copies to pinned memory.
     """
 
     def __init__(self, writer: RowTarget, device: torch.device) -> None:
         self._writer = writer
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device)
         shapes = _places(writer)
         self._slots = [
-            {
-                name: torch.empty_like(place, pin_memory=self._stream is not None)
-                for name, place in shapes.items()
-            }
+            {name: torch.empty_like(place, pin_memory=True) for name, place in shapes.items()}
             for _ in range(_SLOTS)
         ]
         self._staging = {
@@ -157,7 +154,7 @@ class DeferredTransfer:
         for slot in range(_SLOTS):
             self._free.put(slot)
         self._filled: queue.SimpleQueue[
-            tuple[int, int, dict[str, torch.Tensor], torch.cuda.Event | None] | None
+            tuple[int, int, dict[str, torch.Tensor], torch.cuda.Event] | None
         ] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._store, name="trajstore-transfer", daemon=True)
@@ -168,7 +165,7 @@ class DeferredTransfer:
 
         A value of the host does not cross to the device and back, as the training would wait.
         """
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu" != self._device.type:
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
             chosen = value.detach() if ids is None else value.detach().index_select(0, ids)
             self._host[name] = chosen.clone()
             return self._host[name]
@@ -190,16 +187,14 @@ class DeferredTransfer:
         """
         self._check()
         number = self._free.get()
-        event = None
-        if self._stream is None:
-            self._carry(number)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                self._carry(number)
-                # The thread that waits for it sleeps, and leaves its core to the training.
-                event = self._carried = torch.cuda.Event(blocking=True)
-                event.record()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for name, place in self._slots[number].items():
+                if name not in self._host:
+                    place.copy_(self._staging[name], non_blocking=True)
+            # The thread that waits for it sleeps, and leaves its core to the training.
+            event = self._carried = torch.cuda.Event(blocking=True)
+            event.record()
         self._filled.put((step, number, self._host, event))
         self._host = {}
 
@@ -218,18 +213,12 @@ class DeferredTransfer:
         self._host = {}
         self._check()
 
-    def _carry(self, number: int) -> None:
-        for name, place in self._slots[number].items():
-            if name not in self._host:
-                place.copy_(self._staging[name], non_blocking=True)
-
     def _store(self) -> None:
         while (item := self._filled.get()) is not None:
             step, number, host, event = item
             try:
                 if self._failure is None:
-                    if event is not None:
-                        event.synchronize()
+                    event.synchronize()
                     for name, place in _places(self._writer).items():
                         place.copy_(host[name] if name in host else self._slots[number][name])
                     self._writer.commit_row(step)

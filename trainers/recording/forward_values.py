@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,11 +24,8 @@ __all__ = [
     "BackwardPass",
     "ForwardPass",
     "ForwardPasses",
-    "HiddenSpread",
     "LogitsMode",
-    "StepLogits",
     "StepLoss",
-    "WeightedMean",
     "logits_of",
     "loss_of",
 ]
@@ -36,7 +33,7 @@ __all__ = [
 LogitsMode = Literal["last", "mean"]
 
 _LOSS_OF = "trajstore.loss_of"
-"""Key of the metadata of a node: the pass whose loss it has computed, and as which output."""
+"""Key of the metadata of a node: the model's loss that it has computed, and as which output."""
 
 _KEEPING = ("Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Reshape", "Squeeze", "Unsqueeze",
             "Mean", "Sum", "Identity", "_DDPSink")  # fmt: skip
@@ -51,8 +48,6 @@ class ForwardPass:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.loss: torch.Tensor | None = None
-        self.loss_is_share = False
         self.head_calls = 0
         self.head_inputs = 0
         self.head_logits: torch.Tensor | None = None
@@ -79,15 +74,15 @@ class BackwardPass:
         The differentiated value; None if it is not one number.
     scale : float
         Factor of a gradient scaler in it.
-    source : ForwardPass or None
-        Pass whose loss the root is, or a multiple of it.
+    loss : tensor, () or None
+        Loss of the model that the root is, or a multiple of it.
     passes : list of ForwardPass
         All passes that it went through.
     """
 
     root: torch.Tensor | None = None
     scale: float = 1.0
-    source: ForwardPass | None = None
+    loss: torch.Tensor | None = None
     passes: list[ForwardPass] = field(default_factory=list)
 
 
@@ -109,6 +104,7 @@ class ForwardPasses:
     ----------
     current : ForwardPass or None
         Pass of the model that runs now, if it may be differentiated.
+    loss : StepLoss
     autocast_types : set of torch.dtype
         Types that autocast has chosen on the CPU.
     """
@@ -129,16 +125,15 @@ class ForwardPasses:
         self._on_note = on_note
         self._variables: frozenset[str] = frozenset()
         self._numbers = itertools.count()
-        self._loss = StepLoss()
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the values of the previous step."""
-        self._loss = StepLoss()
+        self.loss = StepLoss()
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_observed = False
         self._hidden = WeightedMean()
-        self._spread = HiddenSpread()
+        self._spread: HiddenSpread | None = None
 
     def release(self) -> None:
         """Forget who is called: graphs of the loop, which refer to this, may live on."""
@@ -191,7 +186,7 @@ class ForwardPasses:
     def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
         """Use values from the loop in place of those from the hooks."""
         if loss is not None:
-            self._loss.observe(loss)
+            self.loss.observe(loss)
         if logits is not None:
             if not self._logits_are_observed:
                 self._logits = StepLogits(self._logits_mode)
@@ -211,27 +206,23 @@ class ForwardPasses:
             if mean is not None:
                 self._hidden.add(mean, count)
             if spread is not None:
-                self._spread.add(spread)
+                self._spread = spread if self._spread is None else self._spread.joined(spread)
 
         return add
 
-    @property
-    def loss_looks_divided(self) -> bool:
-        """True if the loop gave several losses in a step, each the result of a division."""
-        return self._loss.looks_divided
-
     def values(self, backwards: list[BackwardPass]) -> dict[str, torch.Tensor | None]:
         """Return the values of the current step by variable; None if there is none."""
+        spread = self._spread
         return {
-            "loss": self._loss.value(backwards),
+            "loss": self.loss.value(backwards),
             "logits": self._logits.value(),
-            "hidden_mean": self._hidden.value(),
-            "hidden_trace": self._spread.trace(),
-            "hidden_cosine": self._spread.cosine(),
+            "hidden_mean": self._hidden.mean,
+            "hidden_trace": spread and spread.trace,
+            "hidden_cosine": spread and spread.cosine(),
         }
 
-    def source_of(self, root: torch.Tensor) -> ForwardPass | None:
-        """Return the pass whose loss a tensor is a multiple of; None if there is no such pass."""
+    def model_loss_of(self, root: torch.Tensor) -> torch.Tensor | None:
+        """Return the model's loss that a tensor is a multiple of; None if there is none."""
         node, output = root.grad_fn, root.output_nr
         for _ in range(_LONGEST_WAY):
             if node is None:
@@ -257,10 +248,10 @@ class ForwardPasses:
             return
         self._watch_graph(one, output)
         loss, logits = loss_of(output), logits_of(output)
-        if loss is not None and loss.grad_fn is not None:
-            one.loss = loss.detach().clone()  # the loop may divide it in place
-            one.loss_is_share = kwargs.get("num_items_in_batch") is not None
-            _metadata(loss.grad_fn)[_LOSS_OF] = one, loss.output_nr
+        is_share = kwargs.get("num_items_in_batch") is not None
+        if loss is not None and loss.grad_fn is not None and not is_share:
+            kept = loss.detach().clone().reshape(())  # the loop may divide it in place
+            _metadata(loss.grad_fn)[_LOSS_OF] = kept, loss.output_nr
         if one.head_calls == 1 and one.head_logits is not None:
             self._keep_logits(one, one.head_logits)
         elif logits is not None and self._are_of_a_vocabulary(logits):
@@ -338,13 +329,7 @@ class StepLoss:
             return _mean(self._observed)
         if not backwards or any(one.root is None for one in backwards):
             return None
-        losses = [
-            one.source.loss.reshape(())
-            for one in backwards
-            if one.source is not None
-            and one.source.loss is not None
-            and not one.source.loss_is_share
-        ]
+        losses = [one.loss for one in backwards if one.loss is not None]
         if len(losses) == len(backwards) == 1:
             return losses[0]
         roots = [
@@ -366,77 +351,73 @@ def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 class WeightedMean:
-    """Mean of means, weighted by the number of items in each."""
+    """Mean of means, weighted by the number of items in each.
+
+    Attributes
+    ----------
+    mean : tensor or None
+        None without items.
+    """
 
     def __init__(self) -> None:
-        self._mean: torch.Tensor | None = None
+        self.mean: torch.Tensor | None = None
         self._count = 0
 
     def add(self, mean: torch.Tensor, count: int) -> None:
         """Add the mean of `count` items."""
-        if self._mean is None:
-            self._mean = mean
+        if self.mean is None:
+            self.mean = mean
         else:
             weight = count / (self._count + count)
-            self._mean = self._mean + (mean.float() - self._mean) * weight
+            self.mean = self.mean + (mean.float() - self.mean) * weight
         self._count += count
 
-    def value(self) -> torch.Tensor | None:
-        """Return the mean of the current step; None if there is none."""
-        return self._mean
 
-
-class HiddenSpread:
+class HiddenSpread(NamedTuple):
     """Spread of vectors around their mean, and their cosine with the mean, in float32.
 
     Parts are joined as by Chan, Golub & LeVeque (1983), *Algorithms for computing the sample
     variance*: the spread of the whole is that of the parts plus that of their means.
+
+    Attributes
+    ----------
+    number : int
+    mean : tensor, (hidden,)
+    trace : tensor, ()
+        Trace of the covariance: mean squared distance from the mean.
+    direction : tensor, (hidden,)
+        Mean of the vectors at length 1.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._mean: torch.Tensor | None = None
-        self._trace: torch.Tensor | None = None
-        self._direction: torch.Tensor | None = None  # mean of the vectors at length 1
+    number: int
+    mean: torch.Tensor
+    trace: torch.Tensor
+    direction: torch.Tensor
 
     @classmethod
     def of(cls, vectors: torch.Tensor) -> HiddenSpread:
         """Return the spread of vectors, (vector, hidden)."""
-        one = cls()
-        one._count = len(vectors)
-        one._mean = vectors.mean(dim=0)
-        one._trace = (vectors - one._mean).square().sum(dim=1).mean()
+        mean = vectors.mean(dim=0)
+        trace = (vectors - mean).square().sum(dim=1).mean()
         lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-        one._direction = (vectors / lengths).mean(dim=0)
-        return one
+        return cls(len(vectors), mean, trace, (vectors / lengths).mean(dim=0))
 
-    def add(self, other: HiddenSpread) -> None:
-        """Add other vectors."""
-        mean, trace, direction = other._mean, other._trace, other._direction
-        assert mean is not None
-        assert trace is not None
-        assert direction is not None
-        if self._mean is None or self._trace is None or self._direction is None:
-            self._mean, self._trace, self._direction = mean, trace, direction
-        else:
-            weight = other._count / (self._count + other._count)
-            apart = mean - self._mean
-            between = weight * (1 - weight) * apart.square().sum()
-            self._trace = self._trace + weight * (trace - self._trace) + between
-            self._mean = self._mean + weight * apart
-            self._direction = self._direction + weight * (direction - self._direction)
-        self._count += other._count
+    def joined(self, other: HiddenSpread) -> HiddenSpread:
+        """Return the spread of these and other vectors."""
+        number = self.number + other.number
+        weight = other.number / number
+        apart = other.mean - self.mean
+        between = weight * (1 - weight) * apart.square().sum()
+        return HiddenSpread(
+            number,
+            self.mean + weight * apart,
+            self.trace + weight * (other.trace - self.trace) + between,
+            self.direction + weight * (other.direction - self.direction),
+        )
 
-    def trace(self) -> torch.Tensor | None:
-        """Return the trace of the covariance (mean squared distance from the mean), or None."""
-        return self._trace
-
-    def cosine(self) -> torch.Tensor | None:
-        """Return the mean cosine between the vectors and their mean, or None."""
-        if self._mean is None or self._direction is None:
-            return None
-        length = torch.linalg.vector_norm(self._mean)
-        return torch.dot(self._direction, self._mean / length)
+    def cosine(self) -> torch.Tensor:
+        """Return the mean cosine between the vectors and their mean."""
+        return torch.dot(self.direction, self.mean / torch.linalg.vector_norm(self.mean))
 
 
 class StepLogits:
@@ -464,13 +445,13 @@ class StepLogits:
 
     def value(self) -> torch.Tensor | None:
         """Return the logits of the current step; None if there are none."""
-        mean = self._mean.value()
+        mean = self._mean.mean
         return self._first if mean is None else mean.to(self._dtype)
 
 
-def _metadata(node: torch.autograd.graph.Node) -> dict[str, tuple[ForwardPass, int]]:
+def _metadata(node: torch.autograd.graph.Node) -> dict[str, tuple[torch.Tensor, int]]:
     """Return the values that belong to a node of a graph, which end with it."""
-    found: dict[str, tuple[ForwardPass, int]] = node.metadata  # type: ignore[assignment]
+    found: dict[str, tuple[torch.Tensor, int]] = node.metadata  # type: ignore[assignment]
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.nearest_name import did_you_mean
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.forward_values import ForwardPass, ForwardPasses
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 
@@ -18,18 +19,15 @@ OF_HIDDEN_STATES = ("hidden_mean", "hidden_trace", "hidden_cosine", "hidden_stat
 """Variables computed from hidden states."""
 
 
-class _Receiver(Protocol):
-    def hidden_part(self, states: torch.Tensor) -> Callable[[], None]: ...
-
-
 class HiddenStates:
     """Passes the hidden states of each micro-batch to those that compute variables from them.
 
     Parameters
     ----------
     passes : ForwardPasses
-    receivers : sequence
-        Each reduces the states of a micro-batch, and adds the result if the step uses its pass.
+    receivers : sequence of callable
+        Each reduces the states of a micro-batch, and returns a function that adds the result. That
+        is called if the step uses the pass.
     size : int
         Elements of a hidden state.
     on_note : callable
@@ -39,7 +37,7 @@ class HiddenStates:
     def __init__(
         self,
         passes: ForwardPasses,
-        receivers: Sequence[_Receiver],
+        receivers: Sequence[Callable[[torch.Tensor], Callable[[], None]]],
         size: int,
         on_note: Callable[[str], None],
     ) -> None:
@@ -112,7 +110,7 @@ class HiddenStates:
             raise InvalidArgument(self._unfit("hidden", states))
         self._are_observed = True
         for receiver in self._receivers:
-            receiver.hidden_part(states.detach())()
+            receiver(states.detach())()
 
     def _on_head_input(
         self, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +125,7 @@ class HiddenStates:
                 self._keep(one, given)
 
     def _keep(self, one: ForwardPass, states: torch.Tensor) -> None:
-        parts = [receiver.hidden_part(states.detach()) for receiver in self._receivers]
+        parts = [receiver(states.detach()) for receiver in self._receivers]
         one.keep(self._deliver, one, parts)
 
     def _deliver(self, one: ForwardPass, parts: Sequence[Callable[[], None]]) -> None:
@@ -143,7 +141,7 @@ class HiddenStates:
     def _unfit(self, name: str, given: Any) -> str:
         shown = type(given).__name__
         if isinstance(given, torch.Tensor):
-            shown = f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
+            shown = f"{type_name(given.dtype)} of shape {tuple(given.shape)}"
         return f"{name}: got {shown}, expected floats of shape (batch, position, {self._size})"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trajstore.trainers.recording.flat_vectors import FLOATS
+from trajstore.trainers.recording.flat_vectors import FLOATS, type_name
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile, version
 
@@ -54,7 +54,7 @@ class ModelBuffers:
                 {
                     "name": name,
                     "shape": list(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "dtype": type_name(tensor.dtype),
                     "offset": offset,
                 }
             )

@@ -158,12 +158,13 @@ class ModelParameters:
         """Return 1 if the learning rate is not 0, NaN otherwise."""
         rates = {place: group.get("lr") for place, group in groups.items()}
         one = torch.ones_like(self._nan)
-        if not any(isinstance(rate, torch.Tensor) for rate in rates.values()):
-            return self._vector({place: one for place, rate in rates.items() if rate != 0})
         return self._vector(
             {
-                place: torch.where(torch.as_tensor(rate).to(one.device) != 0, one, self._nan)
+                place: torch.where(rate.to(one.device) != 0, one, self._nan)
+                if isinstance(rate, torch.Tensor)
+                else one
                 for place, rate in rates.items()
+                if isinstance(rate, torch.Tensor) or rate != 0
             }
         )
 

@@ -23,6 +23,7 @@ from trajstore.trainers.recording.flat_vectors import (
     check_joinable,
     joint_type,
     same_bits,
+    type_name,
 )
 from trajstore.trainers.recording.forward_values import ForwardPasses
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
@@ -140,7 +141,7 @@ class ModelState:
                 "transformers": transformers.__version__,
                 "config": json.loads(config.to_json_string(use_diff=False)),
                 "buffer_types": {
-                    name: _type_name(tensor.dtype)
+                    name: type_name(tensor.dtype)
                     for name, tensor in named_buffers(self._model)
                     if tensor.is_floating_point()
                 },
@@ -163,7 +164,7 @@ class ModelState:
             entry: dict[str, Any] = {
                 "name": name,
                 "shape": list(tensor.shape),
-                "dtype": _type_name(tensor.dtype),
+                "dtype": type_name(tensor.dtype),
                 "variable": "W" if tensor is self._matrix else "params",
                 "group": group,
                 "requires_grad": tensor.requires_grad,
@@ -173,7 +174,7 @@ class ModelState:
             if tensor is not self._matrix:
                 entry["offset"] = offset
                 offset += tensor.numel()
-                entry |= {key: _type_name(next(types)) for key, types in mixed.items()}
+                entry |= {key: type_name(next(types)) for key, types in mixed.items()}
             if tied := aliases[id(tensor)][1:]:
                 entry["tied"] = tied
             table.append(entry)
@@ -422,7 +423,7 @@ class ModelState:
         for part, now, was in zip(self._other_names, types, before, strict=True):
             if now != was:
                 raise CannotFollow(
-                    f"{name}: {part} is now {_type_name(now)}, but was {_type_name(was)} in the "
+                    f"{name}: {part} is now {type_name(now)}, but was {type_name(was)} in the "
                     "first row; record a new run for the new type"
                 )
         return JoinedVector(
@@ -472,7 +473,3 @@ def _check_whole(model: torch.nn.Module, optimizer: JoinedOptimizer) -> None:
 def _type_key(vector: str) -> str:
     """Return the key of a parameter's own type in a vector, in the table of parameters."""
     return f"{vector.removeprefix('params_')}_dtype"
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch.optim import Optimizer
 
 from trajstore.optimizer_advice import Advice, advise
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.parameters import RecordedParameter
 from trajstore.trainers.recording.provenance import optimizer_attributes
 
@@ -36,7 +36,7 @@ def optimizer_advice(parameters: Sequence[RecordedParameter]) -> list[Advice]:
         for advice in advise(
             optimizer_attributes(parameter.optimizer, parameter.group, {}),
             state=_state_type(parameter, parameter.optimizer),
-            weights=_name(parameter.tensor.dtype),
+            weights=type_name(parameter.tensor.dtype),
         )
     )
     return list({advice.sentence: advice for advice in found}.values())
@@ -59,8 +59,4 @@ def _state_type(parameter: RecordedParameter, optimizer: Optimizer) -> str:
     if "state_dtype" in parameter.group:
         return str(parameter.group["state_dtype"])
     state = optimizer.state.get(parameter.tensor, {})
-    return _name(state.get("exp_avg_sq", parameter.tensor).dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return type_name(state.get("exp_avg_sq", parameter.tensor).dtype)

@@ -71,30 +71,7 @@ class OuterStep:
             self._after(*values)
 
 
-class _WrappedStep:
-    """Calls hooks around the `step` of an optimizer that has no place for hooks."""
-
-    def __init__(self, optimizer: Any, before: Callable[..., Any], after: Callable[..., Any]):
-        self._optimizer = optimizer
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before(optimizer, (optimizer, *args), kwargs)
-            result = original(*args, **kwargs)
-            after(optimizer, (optimizer, *args), kwargs)
-            return result
-
-        optimizer.step = types.MethodType(step, optimizer)  # a scheduler needs a method
-
-    def remove(self) -> None:
-        """Give the optimizer its own method again."""
-        del self._optimizer.step
-
-
-def watch_steps(
-    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-) -> list[Any]:
+def watch_steps(optimizer: Any, before: Callable[..., Any], after: Callable[..., Any]) -> list[Any]:
     """Call functions with (optimizer, args, kwargs) before and after each step.
 
     Returns
@@ -102,6 +79,16 @@ def watch_steps(
     list
         Handles with a method `remove`.
     """
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it does not call Optimizer.__init__
-        return [_WrappedStep(optimizer, before, after)]
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    if hasattr(optimizer, "_optimizer_step_post_hooks"):
+        return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    original = optimizer.step  # it does not call Optimizer.__init__, and has no place for hooks
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(optimizer, (optimizer, *args), kwargs)
+        result = original(*args, **kwargs)
+        after(optimizer, (optimizer, *args), kwargs)
+        return result
+
+    optimizer.step = types.MethodType(step, optimizer)  # a scheduler needs a method
+    return [types.SimpleNamespace(remove=functools.partial(delattr, optimizer, "step"))]

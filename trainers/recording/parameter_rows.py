@@ -27,14 +27,14 @@ from trajstore.trainers.recording.device_to_host import (
     memory_in_transit,
     open_transfer,
 )
-from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits
+from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, type_name
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
 from trajstore.trainers.recording.model_state import OF_ADAM
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.sharding import has_rows_of, own_rows
+from trajstore.trainers.recording.sharding import own_rows, own_variables
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
@@ -69,8 +69,6 @@ class ParameterRows:
         Rows passed to the writer.
     last_step : int
         Step of the last row.
-    left_out : tuple of str
-        Variables of a tier that the first step lacks; empty until the run is created.
 
     Raises
     ------
@@ -83,9 +81,8 @@ class ParameterRows:
     def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
         self.watched = planned.recording.options.resolved
-        self.variables = _own_variables(planned, self.watched)
+        self.variables = own_variables(planned.share, self.watched)
         self.writer: RowTarget | None = None
-        self.left_out: tuple[str, ...] = ()
         self.rows = 0
         self.last_step = planned.recording.loop.first_step
         W = self.own_W()
@@ -103,9 +100,9 @@ class ParameterRows:
         self._last_W: torch.Tensor | None = None  # W in the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
-        self._room: dict[str, int] = {}  # lengths of the dimensions example and position
-        if planned.recording.loop.examples is not None:
-            self._room["example"] = planned.recording.loop.examples
+        examples = planned.recording.loop.examples
+        # Lengths of the dimensions example and position.
+        self._room: dict[str, int] = {} if examples is None else {"example": examples}
         self._row: Row = {}  # row of the current step
         self._early_rows: list[tuple[int, Row]] = []  # rows before the run is created
         self._transfer: Transfer = HostTransfer()
@@ -114,7 +111,7 @@ class ParameterRows:
         if existing is not None:
             existing.check(self._initial_W)
             self.watched = existing.variables
-            self.variables = _own_variables(planned, self.watched)
+            self.variables = own_variables(planned.share, self.watched)
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
@@ -296,37 +293,31 @@ class ParameterRows:
 
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""
-        self._written_W = None
-        try:
-            if self.writer is not None:
-                self._close_run(self.writer, complete=complete)
-        finally:
-            self._row, self._last_W = {}, None
+        self._written_W = self._last_W = None
+        self._row = {}
+        with contextlib.ExitStack() as closing:  # closes each, also if another fails
             if self._planned.share is not None:
-                self._planned.share.close()
-
-    def _close_run(self, writer: RowTarget, *, complete: bool) -> None:
-        with self._disk_errors():
-            try:
-                try:
-                    if self._whole_step is not None:
-                        self._store_row(self._whole_step)
-                finally:
-                    self._transfer.close()
-            finally:
-                writer.close("complete" if complete else "interrupted")
+                closing.callback(self._planned.share.close)
+            if self.writer is not None:
+                closing.enter_context(self._disk_errors())
+                closing.callback(self.writer.close, "complete" if complete else "interrupted")
+                closing.callback(self._transfer.close)
+                if self._whole_step is not None:
+                    self._store_row(self._whole_step)
 
     def _fill_missing(self) -> None:
         """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
-        assert self.writer is not None
         missing = [name for name in self.variables if name not in self._row]
         for name in missing:
-            array = self.writer.layout.arrays[name]
-            kind = getattr(torch, array.native.name)
-            start = _START[VARIABLES[name].row0]
-            self._put(name, torch.full(array.row, start, dtype=kind), None)
+            self._put(name, self._without(name, _start(name)), None)
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
             self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
+
+    def _without(self, name: str, value: float) -> torch.Tensor:
+        """Return what the array of a variable holds where a step has no value."""
+        assert self.writer is not None
+        array = self.writer.layout.arrays[name]
+        return torch.full(array.row, value, dtype=getattr(torch, array.native.name))
 
     def own_W(self) -> torch.Tensor:
         """Return the parameter, or this process's tokens of it."""
@@ -365,10 +356,10 @@ class ParameterRows:
         shaped = len(dims) == len(shape) and all(
             lengths.get(dim, length) == length for dim, length in zip(dims, shape, strict=True)
         )
-        if shaped and _name(dtype) in NATIVE_TYPES:
+        if shaped and type_name(dtype) in NATIVE_TYPES:
             return None
         return (
-            f"{name} is not recorded: the training has {_name(dtype)} of shape "
+            f"{name} is not recorded: the training has {type_name(dtype)} of shape "
             f"{tuple(shape)}, expected floats with the dimensions {', '.join(dims) or 'none'}"
         )
 
@@ -398,7 +389,7 @@ class ParameterRows:
         if fits and shape == array.row:
             return None
         return (
-            f"{name} is now {_name(dtype)} of shape {shape}, but was {array.native.name} of "
+            f"{name} is now {type_name(dtype)} of shape {shape}, but was {array.native.name} of "
             f"shape {array.row} in the first row"
         )
 
@@ -407,13 +398,12 @@ class ParameterRows:
         last_step, last = self._early_rows[-1]
         options = self._planned.recording.options
         kept = find_kept(self._planned.recording.optimizer) if options.whole_state else []
-        for name, empty in self._expected(last, kept).items():
+        for name, empty in self._expected(kept).items():
             last.setdefault(name, empty)
-        requested = self.variables
-        self.variables = tuple(name for name in requested if name in last)
-        self.left_out = tuple(name for name in requested if name not in self.variables)
+        left_out = [name for name in self.variables if name not in last]
+        self.variables = tuple(name for name in self.variables if name in last)
         required = options.required
-        if lost := [name for name in self.left_out if name in required]:
+        if lost := [name for name in left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
         state = self._planned.recording.state
         needless = {"random_state"} if state is not None and state.draws_nothing else set()
@@ -425,13 +415,13 @@ class ParameterRows:
                 "one tensor of the parameter's shape or one number, or under a name of the run"
             )
         for names, remedy in _REMEDIES:  # of a tier, which takes what there is
-            if lost := [name for name in self.left_out if name in names - required - needless]:
+            if lost := [name for name in left_out if name in names - required - needless]:
                 self._notes.mention(f"{', '.join(lost)} not recorded: {remedy}")
         for _, row in self._early_rows:
             for name in self.variables:
                 if name not in row:
-                    row[name] = torch.full_like(last[name], _START[VARIABLES[name].row0])
-        types = {name: _name(last[name].dtype) for name in self.variables}
+                    row[name] = torch.full_like(last[name], _start(name))
+        types = {name: type_name(last[name].dtype) for name in self.variables}
         room = row_lengths({name: tuple(last[name].shape) for name in types})
         if state is not None:
             self._initial |= state.initial()
@@ -456,7 +446,7 @@ class ParameterRows:
         else:
             self._remember_W()
 
-    def _expected(self, row: Row, entries: list[Entry]) -> Row:
+    def _expected(self, entries: list[Entry]) -> Row:
         """Return values that the first complete step may lack, although later ones have them."""
         W, owner = self._initial_W, self.parameter.optimizer
         state = {} if owner is None else owner.state
@@ -485,9 +475,7 @@ class ParameterRows:
             problem = self._difference(name, value.dtype, tuple(value.shape))
             if problem is not None:  # an early row, before the types were known
                 self._notes.add(f"{problem}; it is not recorded in such a step")
-                array = self.writer.layout.arrays[name]
-                kind = getattr(torch, array.native.name)
-                value = torch.full(array.row, float("nan"), dtype=kind)
+                value = self._without(name, float("nan"))
             transfer.put(name, value)
         transfer.commit(step)
 
@@ -497,7 +485,7 @@ class ParameterRows:
             name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
             if VARIABLES[name].row0 == "initial" or name in self._initial
             # One number, of the shape of the row: it takes no memory.
-            else like[name].new_full((), _START[VARIABLES[name].row0]).expand_as(like[name])
+            else like[name].new_full((), _start(name)).expand_as(like[name])
             for name in self.variables
         }
 
@@ -536,17 +524,9 @@ class ParameterRows:
             ) from error
 
 
-def _own_variables(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the variables that this process records."""
-    return tuple(name for name in variables if has_rows_of(planned.share, name))
-
-
-_START = {"zero": 0.0, "nan": float("nan"), "initial": float("nan")}
-"""Value of a variable before a step has one."""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _start(name: str) -> float:
+    """Return the value of a variable before a step has one."""
+    return 0.0 if VARIABLES[name].row0 == "zero" else float("nan")
 
 
 def _remedy(unseen: list[str]) -> str:

@@ -179,7 +179,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:
-    """Return a copy of a number in float64 on its device; on the CPU for MPS, which has none."""
+    """Return a copy of numbers in float64 on their device; on the CPU for MPS, which has none."""
     if not isinstance(number, torch.Tensor):
         return torch.tensor(number, dtype=torch.float64)
     number = number.detach()

@@ -143,7 +143,7 @@ class PlannedRun:
         }
 
     def create(
-        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int = 0
+        self, types: Mapping[str, str], room: Mapping[str, Any], in_transit: int
     ) -> RunWriter:
         """Create the run without rows.
 
@@ -304,8 +304,6 @@ def _population_masks(
 
     `given` is as for `analysis.with_populations`; expressions may use the names in `known`.
     """
-    if not given:
-        return {}
     token = np.arange(tokens, dtype=np.int32)
     ds = xr.Dataset(coords={"token": token, **{k: ("token", v) for k, v in known.items()}})
     return {

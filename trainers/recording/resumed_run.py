@@ -100,20 +100,19 @@ class ExistingRun:
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
-        native = native_type(str(W.attrs["native_dtype"]))
         own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
-        last = np.asarray(W[steps.size - 1, own])
-        state = {name for name in held if name in STATE or name not in VARIABLES}
-        if planned.recording.state is None:
-            state.clear()
+        last = steps.size - 1
+        state = [name for name in held if name in STATE or name not in VARIABLES]
         return cls(
             planned=planned,
             variables=held,
             rows=int(steps.size),
             last_step=int(steps[-1]),
-            last_weights=place_tensor(narrow(last, native), native.name),
+            last_weights=_row(W, (last, own)),
             attributes=_changed_attributes(planned, attributes),
-            last_state={name: _row(arrays[name], steps.size - 1) for name in sorted(state)},
+            last_state={}
+            if planned.recording.state is None
+            else {name: _row(arrays[name], last) for name in sorted(state)},
             compared=None
             if comparison is None
             else ComparedRun(
@@ -275,7 +274,7 @@ def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[
     return changed
 
 
-def _row(array: Any, number: int) -> torch.Tensor:
-    """Return one row of a variable in its native type."""
+def _row(array: Any, key: Any) -> torch.Tensor:
+    """Return one row of a variable, or a part of it, in its native type."""
     native = native_type(str(array.attrs["native_dtype"]))
-    return place_tensor(narrow(np.asarray(array[number]), native), native.name)
+    return place_tensor(narrow(np.asarray(array[key]), native), native.name)

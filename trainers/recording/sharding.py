@@ -7,7 +7,7 @@ with ``Shard(0)``: each process has consecutive tokens. Each process records its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,16 +17,17 @@ import torch
 from trajstore.errors import RecordingError
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, VARIABLES
 from trajstore.store.writing.token_share import TokenShare
+from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 
 __all__ = [
     "agreed",
     "find_shares",
-    "has_rows_of",
     "is_distributed",
     "is_sharded",
     "own_logits",
     "own_rows",
+    "own_variables",
     "total_norm",
     "whole",
 ]
@@ -136,17 +137,15 @@ def own_logits(logits: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | 
     return logits[share.tokens(len(parameter))]
 
 
-def has_rows_of(share: TokenShare | None, variable: str) -> bool:
-    """Return True if a process records a variable; one without tokens is the first process's."""
-    return share is None or share.is_first or "token" in VARIABLES[variable].dims
+def own_variables(share: TokenShare | None, variables: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what a process records of some variables; the first one also those without tokens."""
+    if share is None or share.is_first:
+        return variables
+    return tuple(name for name in variables if "token" in VARIABLES[name].dims)
 
 
 def find_shares(
-    model: torch.nn.Module,
-    parameters: Sequence[RecordedParameter],
-    variables: Collection[str],
-    *,
-    all_tokens: bool,
+    model: torch.nn.Module, parameters: Sequence[RecordedParameter], options: RecordingOptions
 ) -> list[TokenShare | None]:
     """Return the share of this process in each parameter's run; None if it is not sharded.
 
@@ -156,10 +155,7 @@ def find_shares(
     ----------
     model : Module
     parameters : sequence of RecordedParameter
-    variables : collection of str
-        Recorded variables.
-    all_tokens : bool
-        True if all tokens are recorded.
+    options : RecordingOptions
 
     Raises
     ------
@@ -171,7 +167,7 @@ def find_shares(
         return [None] * len(parameters)
     for parameter in parameters:
         _check_placement(parameter)
-    _check_variables(model, variables, all_tokens=all_tokens)
+    _check_variables(model, options)
     return [_new_share() for _ in parameters]
 
 
@@ -191,10 +187,9 @@ def _check_placement(parameter: RecordedParameter) -> None:
         )
 
 
-def _check_variables(
-    model: torch.nn.Module, variables: Collection[str], *, all_tokens: bool
-) -> None:
-    if not all_tokens:
+def _check_variables(model: torch.nn.Module, options: RecordingOptions) -> None:
+    variables = options.resolved
+    if not (isinstance(options.tokens, str) and options.tokens == "all"):
         raise RecordingError(
             "tokens: a parameter that is sharded over processes is recorded with all tokens; leave "
             "out tokens, or select tokens after recording"
@@ -224,25 +219,12 @@ def _check_variables(
 def _new_share() -> TokenShare:
     """Return the share of this process, with its own group for the writer's thread."""
     share = _share_of(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    channel = _Channel(share.count)
-    return replace(share, exchange=channel.exchange, close=channel.close)
+    group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
-
-def _share_of(number: int, count: int) -> TokenShare:
-    return TokenShare(number=number, count=count, exchange=lambda value: [value])
-
-
-class _Channel:
-    """A group of all processes; `close` ends it."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
-
-    def exchange(self, value: Any) -> list[Any]:
-        replies: list[Any] = [None] * self._count
+    def exchange(value: Any) -> list[Any]:
+        replies: list[Any] = [None] * share.count
         try:
-            torch.distributed.all_gather_object(replies, value, group=self._group)
+            torch.distributed.all_gather_object(replies, value, group=group)
         except RuntimeError as error:
             raise RecordingError(
                 "another process that records the same run has ended, or has not replied for "
@@ -250,9 +232,16 @@ class _Channel:
             ) from error
         return replies
 
-    def close(self) -> None:
-        """End its connections and threads; further calls have no effect."""
-        group, self._group = self._group, None
+    def close() -> None:
+        """End the group's connections and threads; further calls have no effect."""
+        nonlocal group
+        ended, group = group, None
         # A process that has left the training has ended all groups.
-        if group is not None and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(group)
+        if ended is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(ended)
+
+    return replace(share, exchange=exchange, close=close)
+
+
+def _share_of(number: int, count: int) -> TokenShare:
+    return TokenShare(number=number, count=count, exchange=lambda value: [value])

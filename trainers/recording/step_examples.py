@@ -17,6 +17,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.forward_values import ForwardPasses, logits_of, loss_of
 from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.parameters import as_float64
 from trajstore.trainers.recording.sharding import is_distributed
 
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
@@ -47,8 +48,7 @@ class StepExamples:
 
     def __init__(self, variables: Collection[str]) -> None:
         self.variables = tuple(name for name in OF_EXAMPLES if name in variables)
-        self._loss_is_known = False
-        self._adds_up = True
+        self._adds_up: bool | None = None  # unknown before the first loss
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -128,13 +128,12 @@ class StepExamples:
     ) -> None:
         one = self._passes.current
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
-        if one is None or "example_loss" in self._observed or not self._adds_up:
+        if one is None or "example_loss" in self._observed or self._adds_up is False:
             return
         if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
             return
         losses = example_losses(logits.detach(), labels)
-        if not self._loss_is_known:
-            self._loss_is_known = True
+        if self._adds_up is None:
             items = kwargs.get("num_items_in_batch")
             wrong = _difference(losses, labels, loss.detach(), items)
             self._adds_up = wrong is None
@@ -233,11 +232,8 @@ def _observed(name: str, given: Any) -> torch.Tensor:
 
 
 def _as_recorded(name: str, values: torch.Tensor) -> torch.Tensor:
-    if name != "batch":
-        return values.float()
-    if values.device.type == "mps":  # which has no float64
-        values = values.cpu()
-    return values.to(torch.float64)  # exact for integers up to 2^53; NaN for a missing index
+    # float64 is exact for integers up to 2^53, and has NaN for a missing index.
+    return as_float64(values) if name == "batch" else values.float()
 
 
 def _is_causal(model: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:

@@ -119,10 +119,8 @@ class StepGradients:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._of_optimizer:
             self._of_optimizer = count
-            found = dict.fromkeys(self._model.parameters())
-            for group in self._optimizer.param_groups:
-                found |= dict.fromkeys(group["params"])
-            self._parameters = tuple(found)
+            trained = self._optimizer.parameters(*self._optimizer.members)
+            self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
         return {
             parameter: _Mark(weakref.ref(parameter.grad), version(parameter.grad))
             for parameter in self._parameters
@@ -136,8 +134,7 @@ class StepGradients:
             for parameter in self.marks()
             if parameter not in before or not before[parameter].is_still(parameter.grad)
         }
-        trained = self._trained()
-        if not any(parameter in trained for parameter in reached):
+        if self._trained().isdisjoint(reached):
             return False  # it trains something else
         self._reached = reached
         return True
@@ -240,15 +237,13 @@ class StepGradients:
             return
         if taken is None:
             self._set(rows, own_rows(gradient), unscale)
-            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
             if noted:
                 self._note(_ASSIGNED, rows)
+        elif is_sharded(parameter) or not taken.is_still(parameter.grad):
+            # If several processes hold the gradient, all compare, and the result has to agree.
+            self._compare(rows, own_rows(gradient))
             return
-        # If several processes hold the gradient, all compare, and the result has to agree.
-        if taken.is_still(parameter.grad) and not is_sharded(parameter):
-            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
-            return
-        self._compare(rows, own_rows(gradient))
+        rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
 
     def _compare(
         self, rows: ParameterRows, consumed: torch.Tensor, *, only_factor: bool = False

@@ -148,10 +148,10 @@ class Recorder:
             on_note=notes.add,
         )
         self._examples = StepExamples(options.resolved)
-        receivers = (self._forward, self._examples)
+        receivers = (self._forward.hidden_part, self._examples.hidden_part)
         size = multiplied.tensor.shape[1]
         self._hidden = HiddenStates(self._forward, receivers, size, notes.add)
-        self._scaler = loop.scaler if _is_on(loop.scaler) else None
+        self._scaler = loop.scaler if loop.scaler and loop.scaler.is_enabled() else None
         self._gradients = StepGradients(recording, self._parameters)
         self._matrices = FollowedMatrices(recording, self._parameters)
         self.has_failed = False
@@ -312,7 +312,8 @@ class Recorder:
             closing.callback(self._release)
             for rows in reversed(self._parameters):
                 closing.callback(rows.close, complete=complete)
-            closing.callback(self._last_notes)
+            closing.callback(self._gradients.last_note)
+            closing.callback(self._matrices.check_last)
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
@@ -321,11 +322,6 @@ class Recorder:
         self._recording.release()
         self._gradients.release()
         self._forward.release()
-
-    def _last_notes(self) -> None:
-        self._matrices.check_last()
-        if self._parameters:
-            self._gradients.last_note()
 
     def _fail(self, error: BaseException) -> None:
         """End the recording after an error in a hook; raise it if the training has to know it.
@@ -415,9 +411,9 @@ class Recorder:
             factors = [1 if one is None else one.detach().reshape(()) for one in given]
             values = [value * factor for value, factor in zip(values, factors, strict=True)]
         value = values[0] if len(values) == 1 else torch.stack(values).sum()
-        source = self._forward.source_of(roots[0]) if len(roots) == 1 else None
+        loss = self._forward.model_loss_of(roots[0]) if len(roots) == 1 else None
         self._new_roots += map(weakref.ref, roots)
-        return BackwardPass(root=value.clone(), scale=self._scale, source=source)
+        return BackwardPass(root=value.clone(), scale=self._scale, loss=loss)
 
     # The optimizer's step ------------------------------------------------------------------------
 
@@ -427,12 +423,12 @@ class Recorder:
     ) -> Iterator[None]:
         """Surround a call of `GradScaler.step`, to detect whether it calls the optimizer."""
         optimizer = unwrapped(optimizer)
-        ours = optimizer in self._optimizer.members and scaler.is_enabled() and self.is_recording
+        ours = optimizer in self._optimizer.members and scaler.is_enabled()
         if ours and scaler is not self._scaler:
             self._adopt(scaler)
         before = self._turns
         yield
-        if ours and self._turns == before and self.is_recording:
+        if ours and self._turns == before:
             self._after_turn(self._skip_step, optimizer)
 
     @_guarded
@@ -492,8 +488,7 @@ class Recorder:
         )
 
     def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.is_recording:
-            self._after_turn(self._after_step, optimizer)
+        self._after_turn(self._after_step, optimizer)
 
     def _after_turn(self, end: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         """End the turn of an optimizer; call `on_step` if that ends the step."""
@@ -555,16 +550,14 @@ class Recorder:
             **self._forward.values(backwards),
             **self._examples.values(),
             "grad_norm": None if total is None else self._gradients.as_norm(total),
-            "scale": torch.tensor(self._scale, dtype=torch.float64)
-            if self._scaler is not None and self._recording.state is not None
-            else None,
         }
+        if self._scaler is not None and self._recording.state is not None:
+            scalars["scale"] = torch.tensor(self._scale, dtype=torch.float64)
         if self._recording.summaries is not None:
             scalars |= self._recording.summaries.after_step()
         logits = scalars.pop("logits")
-        scalars = {name: None if value is None else whole(value) for name, value in scalars.items()}
-        loss = scalars["loss"]
-        self.loss = torch.tensor(float("nan")) if loss is None else loss
+        found = {name: whole(value) for name, value in scalars.items() if value is not None}
+        self.loss = found.get("loss", torch.tensor(float("nan")))
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
@@ -579,15 +572,16 @@ class Recorder:
                 for name, vector in state.items():
                     rows.set(name, vector)
             if logits is not None and "logits" in rows.variables:
-                scalars["logits"] = own_logits(logits, parameter)
-            for name, value in scalars.items():
-                if value is not None:
-                    rows.set(name, value)
+                own = own_logits(logits, parameter)
+                if own is not None:
+                    rows.set("logits", own)
+            for name, value in found.items():
+                rows.set(name, value)
             started = taken and total is not None and not self._optimizer.waiting
             rows.end_row(self.step + 1, had_effect=bool(started))
         for note in self._first_step.notes(self._forward.autocast_types):
             self._notes.mention(note)
-        if self._forward.loss_looks_divided:
+        if self._forward.loss.looks_divided:
             self._notes.mention(_DIVIDED)
         self._begin_step()
         turns.clear()
@@ -604,7 +598,3 @@ class Recorder:
         self._matrices.begin_step()
         self._is_idle = True
         self._in_step = self._is_several = self._was_adopted = False
-
-
-def _is_on(scaler: Any) -> bool:
-    return scaler is not None and bool(scaler.is_enabled())

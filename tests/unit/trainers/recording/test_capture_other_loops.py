@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, Lists, TinyModel, batches  # noqa: E402
-from loops_of_others import about, adamw, lists_of, losses_of, read, steps  # noqa: E402
+from loops_of_others import about, adamw, losses_of, read, steps  # noqa: E402
 
 from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording.step_gradients import clip_coefficient  # noqa: E402
@@ -40,6 +40,7 @@ def test_a_loop_of_accelerate(tiny: Any, record: Any, tmp_path: Path) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer in this process
     try:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         data = torch.utils.data.DataLoader(batches(7), batch_size=None)
@@ -48,9 +49,11 @@ def test_a_loop_of_accelerate(tiny: Any, record: Any, tmp_path: Path) -> None:
         with record(optimizer, model, max_grad_norm=0.3):
             for batch in data:
                 with accelerator.accumulate(model):
-                    loss = model(**batch)["loss"]
-                    accelerator.backward(loss)
-                    losses.append(loss.detach())
+                    output = model(**batch)
+                    accelerator.backward(output["loss"])
+                    losses.append(output["loss"].detach())
+                    if len(losses) == 1:
+                        lists.add(logits=output["logits"][0, -1])
                     if accelerator.sync_gradients:
                         lists.add(
                             loss=torch.stack(losses).mean(),
@@ -95,10 +98,9 @@ def test_masked_gradients(tiny: Any, record: Any, notes: list[str], tmp_path: Pa
     optimizer = adamw(tiny)
     lists = Lists(tiny.embedding.weight)
     with record(optimizer, variables=("matrix", "grad_token_norm")):
-        for _ in steps(tiny, optimizer):
+        for _ in steps(tiny, optimizer, lists=lists):
             lists.parameter.grad[::2] = 0
-            lists.add(grad=lists.parameter.grad)
-    ds = lists_of(lists, tmp_path, "grad")
+    ds = lists.agree_with(tmp_path / "run.zarr")
     assert np.isnan(ds.clip_coef.values[1:]).all()
     assert (ds.grad_token_norm.values[1:, ::2] == 0).all()
     assert about(notes, "not by one factor")
@@ -146,6 +148,9 @@ def test_a_pass_that_probes(tiny: Any, record: Any, tmp_path: Path) -> None:
             logits.append(output["logits"][0, -1].detach())
             torch.autograd.grad(tiny(**probe)["loss"], tiny.mix.weight)
             tiny(**probe)
+            with torch.no_grad():
+                tiny.eval()(**probe)
+            tiny.train()
     ds = read(tmp_path)
     assert ds.loss.values[1:].tolist() == losses
     assert np.array_equal(ds.logits.values[1:], torch.stack(logits))

@@ -17,17 +17,11 @@ from no_float64 import OnMps, on_mps  # noqa: E402
 from recorded_models import record_own  # noqa: E402
 from stored_forms import stored_forms  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
-from transformers import (  # noqa: E402
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config  # noqa: E402
 
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, VariableNotRecorded  # noqa: E402
-from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 from trajstore.trainers.recording.flat_vectors import JoinedVector  # noqa: E402
 from trajstore.trainers.recording.model_buffers import ModelBuffers  # noqa: E402
 from trajstore.trainers.recording.model_state import OF_ADAM  # noqa: E402
@@ -166,6 +160,12 @@ def test_every_step_is_that_of_a_plain_loop(dtype: Any, encoding: str, tmp_path:
     assert {"unused", "seldom"} < set(ds.parameter.values[ds.params_count[-1] < STEPS].tolist())
 
 
+def test_attributes_describe_the_configuration(recorded: Any) -> None:
+    described = open_run(recorded.path).attrs["model_config"]
+    assert described["class"] == "GPT2LMHeadModel"
+    assert GPT2Config.from_dict(described["config"]).to_dict() == recorded.model.config.to_dict()
+
+
 def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
     ds = small_run(tmp_path / "run.zarr", Model())
     table = {entry["name"]: entry for entry in ds.attrs["parameters"]}
@@ -185,80 +185,6 @@ def test_attributes_describe_the_parameters(tmp_path: Path) -> None:
     assert [entry["name"] for entry in ds.attrs["buffers"]] == [
         "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
     ]  # fmt: skip
-
-
-def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> xr.Dataset:
-    optimizer = optimizer or adamw(model)
-    options = {"variables": "everything", "block_rows": 2} | options
-    with capture(model, optimizer, path, **options):
-        for _ in train(model, optimizer):
-            pass
-    return open_run(path)
-
-
-def test_a_trainer_with_dropout(tmp_path: Path) -> None:
-    plain: tuple[list[Any], list[Any]] = ([], [])
-    recorded: tuple[list[Any], list[Any]] = ([], [])
-    for number, (weights, moments) in enumerate((plain, recorded)):
-        torch.manual_seed(4)
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCAB, n_positions=8, n_embd=HIDDEN, n_layer=1, n_head=2,
-                       bos_token_id=None, eos_token_id=None)
-        )  # fmt: skip
-        model.loss_type = "ForCausalLM"
-        arguments = TrainingArguments(
-            str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=2, use_cpu=True,
-            gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        texts = [{name: values[0] for name, values in row.items()} for row in batches(20)]
-        trainer = Trainer(model, arguments, train_dataset=texts)
-        trainer.add_callback(Clones(weights, moments))
-        if number:
-            trainer.add_callback(TrajectoryCallback(tmp_path / "run.zarr", variables="everything"))
-        trainer.train()
-    ds = open_run(tmp_path / "run.zarr")
-    for (name, _), place in zip(model.named_parameters(), range(len(plain[0][0])), strict=True):
-        one = ds.traj.parameter(name).load()
-        for kept, key in ((plain[0], "W"), (plain[1], "exp_avg")):
-            for step, tensors in enumerate(kept, 1):
-                wanted = tensors[place].reshape(one.W.shape[1:])
-                np.testing.assert_array_equal(bits(one[key][step]), bits(wanted), name)
-    assert ds.random_state.shape[0] == 5
-    assert "batch" not in ds
-    described = ds.attrs["model_config"]
-    assert described["class"] == "GPT2LMHeadModel"
-    assert GPT2Config.from_dict(described["config"]).to_dict() == model.config.to_dict()
-
-
-class Clones(TrainerCallback):
-    """Keeps weights and first moments after each step."""
-
-    def __init__(self, weights: list[Any], moments: list[Any]) -> None:
-        self.weights, self.moments = weights, moments
-
-    def on_optimizer_step(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        parameters = list(model.parameters())
-        state = optimizer.optimizer.state
-        self.weights.append([p.detach().clone() for p in parameters])
-        self.moments.append([state[p]["exp_avg"].clone() for p in parameters])
-
-
-def test_a_model_without_state_records_parameters_only(tmp_path: Path) -> None:
-    model = TinyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ds = small_run(tmp_path / "run.zarr", model, optimizer, every=2)
-    assert ds.step.values.tolist() == [0, 2, 4, 5]
-    held = {name for name in ds.data_vars if name.startswith("params")}
-    assert held == {"params", "params_grad", "params_lr"}
-    assert not {"random_state", "buffers", "scale", "batch", "exp_avg"} & set(ds.variables)
-    assert "random_state" not in str(ds.attrs["notes"])
-    assert "buffers" not in ds.attrs
-    one = ds.traj.parameter("mix.bias")
-    assert set(one.data_vars) == {"W", "grad", "loss", "lr", "grad_norm", "clip_coef"}
-
-
-def test_parameters_of_a_run(tmp_path: Path) -> None:
-    ds = small_run(tmp_path / "run.zarr", Model())
     tied = ds.traj.parameter("head.weight")
     assert tied.W.shape == (STEPS + 1, VOCAB, HIDDEN)
     assert tied.attrs["recording"]["parameter"] == "embedding.weight"
@@ -276,8 +202,33 @@ def test_parameters_of_a_run(tmp_path: Path) -> None:
         ds.drop_attrs().traj.parameter("mix.bias")
 
 
-def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
-    scaled_run(tmp_path / "run.zarr", fused=False, variables="everything")
+def small_run(path: Path, model: Any, optimizer: Any = None, **options: Any) -> xr.Dataset:
+    optimizer = optimizer or adamw(model)
+    options = {"variables": "everything", "block_rows": 2} | options
+    with capture(model, optimizer, path, **options):
+        for _ in train(model, optimizer):
+            pass
+    return open_run(path)
+
+
+def test_a_model_without_state_records_parameters_only(tmp_path: Path) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ds = small_run(tmp_path / "run.zarr", model, optimizer, every=2)
+    assert ds.step.values.tolist() == [0, 2, 4, 5]
+    held = {name for name in ds.data_vars if name.startswith("params")}
+    assert held == {"params", "params_grad", "params_lr"}
+    assert not {"random_state", "buffers", "scale", "batch", "exp_avg"} & set(ds.variables)
+    assert "random_state" not in str(ds.attrs["notes"])
+    assert "buffers" not in ds.attrs
+    one = ds.traj.parameter("mix.bias")
+    assert set(one.data_vars) == {"W", "grad", "loss", "lr", "grad_norm", "clip_coef"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_skips_steps(fused: bool, tmp_path: Path) -> None:
+    options = {"variables": "everything,norms,W_step_norm"}
+    scaled_run(tmp_path / "run.zarr", fused=fused, **options)
     ds = open_run(tmp_path / "run.zarr").load()
     skipped = ds.skipped.values == 1
     assert skipped[1]
@@ -292,6 +243,12 @@ def test_a_scaler_that_skips_steps(tmp_path: Path) -> None:
     assert (ds.params_count[:, 0] == np.cumsum(taken)).all()
     assert ds.scale.values[1] == 2.0**20
     assert np.isnan(ds.scale.values[0])
+    assert (ds.param_update_norm.values[skipped] == 0).all()
+    assert np.isnan(ds.param_update_lost.values[skipped]).all()
+    moved = np.linalg.norm(ds.W_step_norm.values.astype("f8"), axis=1)
+    np.testing.assert_allclose(ds.param_update_norm[taken, 0], moved[taken], rtol=1e-6)
+    gradients = np.linalg.norm(ds.param_grad_norm.values[taken].astype("f8"), axis=1)
+    np.testing.assert_allclose(gradients, ds.grad_norm.values[taken], rtol=1e-5)
 
 
 def test_models_that_cannot_be_recorded_whole_are_refused(tmp_path: Path) -> None:

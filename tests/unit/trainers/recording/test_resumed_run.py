@@ -10,14 +10,8 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
-from transformers import (  # noqa: E402
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from hf_trainings import FailAfter, examples, tiny_gpt2, trainer_of  # noqa: E402
+from list_recorder import TinyModel, batches  # noqa: E402
 
 from trajstore.errors import (  # noqa: E402
     InvalidArgument,
@@ -225,36 +219,12 @@ def test_a_later_attribute_takes_its_place(tmp_path: Path) -> None:
     assert attributes["optimizer"]["hyperparameters"]["lr"] == 0.01
 
 
-class Die(TrainerCallback):
-    """Fails after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            raise RuntimeError("the power went")
-
-
-def trainer(folder: Path, callback: TrajectoryCallback, *others: TrainerCallback) -> Trainer:
+def trainer(folder: Path, *callbacks: Any) -> Any:
     torch.manual_seed(1)
-    rows = [
-        {name: values[row] for name, values in batch.items()}
-        for batch in batches(10)
-        for row in range(3)
-    ]
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True,
-        save_steps=4, report_to="none", disable_tqdm=True, logging_strategy="no",
-        dataloader_pin_memory=False,
+    return trainer_of(
+        tiny_gpt2(), folder, *callbacks, data=examples(30), max_steps=STEPS,
+        per_device_train_batch_size=4, save_strategy="steps", save_steps=4,
     )  # fmt: skip
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=8, n_embd=HIDDEN, n_layer=1, n_head=1,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback, *others])
 
 
 def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path) -> None:
@@ -262,8 +232,8 @@ def test_a_trainer_continues_from_its_own_checkpoint(tmp_path: Path) -> None:
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
     trainer(tmp_path / "a", TrajectoryCallback(straight, **options)).train()
     callback = TrajectoryCallback(path, **options)
-    with pytest.raises(RuntimeError, match="the power went"):
-        trainer(tmp_path / "b", callback, Die(10)).train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "b", callback, FailAfter(10)).train()
     callback.close()
     assert xr.open_zarr(path).step.values[-1] == 10
     again = TrajectoryCallback(path, resume=True, **options)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from hf_trainings import examples, tiny_gpt2, trainer_of  # noqa: E402
 from list_recorder import HIDDEN, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+from transformers import GPT2LMHeadModel  # noqa: E402
 
 from trajstore import analysis, open_run  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError  # noqa: E402
@@ -74,14 +75,6 @@ def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> N
         np.testing.assert_allclose(row.hidden_cosine, cosines.mean(), rtol=1e-5)
 
 
-def tiny_gpt2(kind: Any = GPT2LMHeadModel) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 17, "n_positions": 5, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    model = kind(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-    model.loss_type = "ForCausalLM"
-    return model.train()
-
-
 def test_losses_of_a_causal_language_model(tmp_path: Path) -> None:
     model = tiny_gpt2()
     optimizer = optimizer_of(model)
@@ -128,24 +121,16 @@ def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [("batch", r"observe\(batch=…\), or add a tensor example_index"),
-     ("example_loss", r"not a causal language model .* observe\(example_loss=…\)")],
-)  # fmt: skip
-def test_values_that_were_not_observed_are_errors(
-    name: str, remedy: str, tiny: Any, tmp_path: Path
-) -> None:
+def test_losses_that_were_not_observed_are_an_error(tiny: Any, tmp_path: Path) -> None:
     optimizer = optimizer_of(tiny)
     path = tmp_path / "run.zarr"
-
-    def train() -> None:
-        with capture(tiny, optimizer, path, variables=("W", name), strict=True):
-            tiny(**batches(1)[0])["loss"].backward()
-            optimizer.step()
-
-    with pytest.raises(RecordingError, match=f"{name} not recorded.*{remedy}"):
-        train()
+    tiny(**batches(1)[0])["loss"].backward()
+    message = r"example_loss not recorded.*not a causal language model .* observe\(example_loss=…\)"
+    with (
+        pytest.raises(RecordingError, match=message),
+        capture(tiny, optimizer, path, variables=("W", "example_loss"), strict=True),
+    ):
+        optimizer.step()
     assert not path.exists()
 
 
@@ -194,18 +179,15 @@ def test_a_trainer_gives_the_indices_with_its_examples(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = TinyModel()
     data = [
-        {name: values[0] for name, values in row.items()} | {"example_index": torch.tensor(number)}
-        for number, row in enumerate(batches(11))
+        row | {"example_index": torch.tensor(number)} for number, row in enumerate(examples(11))
     ]
     seen: list[Any] = []
     model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    arguments = TrainingArguments(
-        str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=3, use_cpu=True,
-        gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_strategy="no", dataloader_pin_memory=False, remove_unused_columns=False,
-    )  # fmt: skip
     callback = TrajectoryCallback(tmp_path / "run.zarr", ("W", "batch", "hidden_states"))
-    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    trainer_of(
+        model, tmp_path, callback, data=data, gradient_accumulation_steps=2,
+        remove_unused_columns=False,
+    ).train()  # fmt: skip
     ds = open_run(tmp_path / "run.zarr").load()
     assert (ds.sizes["example"], ds.sizes["step"]) == (6, 5)
     ids = torch.stack([row["input_ids"] for row in data])

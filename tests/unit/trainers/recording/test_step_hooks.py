@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
-from loops_of_others import about, adamw, lists_of, losses_of, read, steps  # noqa: E402
+from loops_of_others import about, adamw, losses_of, read, steps  # noqa: E402
 
 from trajstore import open_run  # noqa: E402
 from trajstore.trainers import capture  # noqa: E402
@@ -82,28 +82,17 @@ def test_a_parameter_that_is_replaced(
     assert about(notes, "another tensor")
 
 
-@pytest.mark.parametrize("strict", [False, True])
 def test_a_model_that_changes_its_type(
-    strict: bool, tiny: Any, record: Any, notes: list[str], tmp_path: Path
+    tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
     optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
-    taken = []
-
-    def loop() -> None:
-        with record(optimizer, strict=strict):
-            for number, _ in enumerate(steps(tiny, optimizer, 4)):
-                if number == 1:
-                    tiny.double()
-                    optimizer.zero_grad()
-                taken.append(number)
-
-    if strict:
-        with pytest.raises(Exception, match="float64"):
-            loop()
-    else:
-        loop()
-        assert len(taken) == 4, "the training was ended"
-        assert about(notes, "recording ended in step 2", "float64")
+    with record(optimizer):
+        for number, _ in enumerate(steps(tiny, optimizer, 4)):
+            if number == 1:
+                tiny.double()
+                optimizer.zero_grad()
+    assert number == 3, "the training was ended"
+    assert about(notes, "recording ended in step 2", "float64")
     ds = read(tmp_path)
     assert ds.attrs["status"] == "interrupted"
     assert ds.sizes["step"] == 2
@@ -139,8 +128,7 @@ def test_a_new_optimizer(tiny: Any, record: Any, notes: list[str], tmp_path: Pat
     assert about([one["note"] for one in ds.attrs["notes"]], "is not that of the last row")
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize(("through_data", "every"), [(False, 1), (True, 3)])
 def test_weights_that_are_written_after_the_step(
     through_data: bool, every: int, tiny: Any, record: Any, notes: list[str], tmp_path: Path
 ) -> None:
@@ -211,12 +199,8 @@ def test_optimizers_that_wrap_or_have_no_rate(
         lists = Lists(tiny.embedding.weight)
         notes.clear()
         with record(optimizer, overwrite=True, variables=variables):
-            for batch in batches(3):
-                optimizer.zero_grad()
-                tiny(**batch)["loss"].backward()
-                lists.add(grad=lists.parameter.grad)
-                optimizer.step()
-                lists.add(W=lists.parameter)
+            for _ in steps(tiny, optimizer, lists=lists):
+                pass
         lists.agree_with(tmp_path / "run.zarr")
         assert about(notes, "has no rate lr") == isinstance(optimizer, Odd)
         assert not about(notes, "outside optimizer.step()")
@@ -315,7 +299,8 @@ def test_a_compiled_step_of_the_optimizer(tiny: Any, record: Any, tmp_path: Path
             tiny(**batch)["loss"].backward()
             step()
             lists.add(W=lists.parameter)
-    lists_of(lists, tmp_path, "W")
+    del lists.rows["grad"]
+    lists.agree_with(tmp_path / "run.zarr")
 
 
 @pytest.mark.parametrize("at", range(1, 12))
@@ -462,18 +447,3 @@ def test_a_scheduler_of_an_optimizer_without_hooks(tiny: Any, record: Any, tmp_p
             pass
         scheduler.step()
     assert read(tmp_path).sizes["step"] == 4
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_overflows(fused: bool, tiny: Any, record: Any, tmp_path: Path) -> None:
-    optimizer, scaler = adamw(tiny, fused=fused), torch.amp.GradScaler("cpu", init_scale=8.0)
-    with record(optimizer, scaler=scaler):
-        for number, batch in enumerate(batches(3)):
-            optimizer.zero_grad()
-            loss = tiny(**batch)["loss"] * (float("inf") if number == 1 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    ds = read(tmp_path)
-    assert ds.skipped.values[1:].tolist() == [0, 1, 0]
-    assert np.isnan(ds.clip_coef.values[1:]).tolist() == [False, True, False]
