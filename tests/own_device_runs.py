@@ -295,8 +295,10 @@ def main(branch: str, folder: Path) -> None:
         sound = compared("late copies")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeferredTransfer, "put", put_at_once)
-            mutant = compared("without wait_event")
-        return {"sound": sound["differing"], "mutant": mutant["differing"]}
+            # A busy machine may hide the delay.
+            tries = (compared(f"without wait_event {n}")["differing"] for n in range(5))
+            mutant = next(filter(None, tries), [])
+        return {"sound": sound["differing"], "mutant": mutant}
 
     for name, settings in CONFIGURATIONS.items():
         measure(name, lambda name=name, settings=settings: compared(name, **settings))
