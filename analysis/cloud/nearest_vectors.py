@@ -144,13 +144,11 @@ def nearest_distance(
     found = measure(
         _nearest_kernel, "su", blocks, members=members, dtype=np.float64, sizes=sizes, by_row=True
     )
-    facts = {
-        "nearest_distance": Fact("f8", "distance to the nearest other vector", scan.units),
-        "nearest_entropy": Fact("f8", "differential entropy by nearest distances", "nat"),
-    }
+    distance = Fact("f8", "distance to the nearest other vector", scan.units)
+    entropy = Fact("f8", "differential entropy by nearest distances", "nat")
     variables = {
-        "nearest_distance": (("step", "token"), found[:, :tokens]),
-        "nearest_entropy": ("step", found[:, tokens]),
+        "nearest_distance": (("step", "token"), found[:, :tokens], distance),
+        "nearest_entropy": ("step", found[:, tokens], entropy),
     }
     coords = scan.coords("W", ("step", "token"), rows)
-    return dataset(variables, facts, coords).assign_attrs(population=population)
+    return dataset(variables, coords).assign_attrs(population=population)

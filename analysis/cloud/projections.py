@@ -93,15 +93,13 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     coords = scan.coords("W", ("step", "token"))
     if "axis" in directions.coords:
         coords["axis"] = directions["axis"]
-    facts = {
-        "projection": Fact("f8", "W along the axis", scan.units),
-        "across": Fact("f8", "length of W across all axes", scan.units),
-    }
+    along = Fact("f8", "W along the axis", scan.units)
+    across = Fact("f8", "length of W across all axes", scan.units)
     found = {
-        "projection": (("step", "token", "axis"), made[..., :count]),
-        "across": (("step", "token"), made[..., count]),
+        "projection": (("step", "token", "axis"), made[..., :count], along),
+        "across": (("step", "token"), made[..., count], across),
     }
-    return dataset(found, facts, coords)
+    return dataset(found, coords)
 
 
 def _directions(scan: Scan, axes: Axes) -> xr.DataArray:

@@ -172,15 +172,16 @@ def autocorrelation(
         "lag": list(chosen),
         "lag_steps": ("lag", np.array(chosen) * spacing),
     }
-    facts = {
-        "token_autocorrelation": Fact("f8", f"autocorrelation of the {of} of a token"),
-        "autocorrelation": Fact("f8", f"autocorrelation of the {of}"),
-    }
+    text = f"autocorrelation of the {of}"
     found = {
-        "token_autocorrelation": (("lag", "token"), _ratio(means)),
-        "autocorrelation": (("lag", "population"), _ratio(together)),
+        "token_autocorrelation": (
+            ("lag", "token"),
+            _ratio(means),
+            Fact("f8", f"{text} of a token"),
+        ),
+        "autocorrelation": (("lag", "population"), _ratio(together), Fact("f8", text)),
     }
-    return dataset(found, facts, coords)
+    return dataset(found, coords)
 
 
 def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:

@@ -159,15 +159,10 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": wanted}
     meaning = "as a fraction of its change" if of == "change" else "as a value"
-    facts = {
-        f"{which}_crossing": Fact(
-            "i8",
-            f"{which} step at which {curve.name} crosses the level, {meaning}",
-            flags={-1: "never"},
-        )
-        for which in ("first", "last")
-    }
     dims = ("level", *map(str, curve.dims[1:]))
-    return dataset(
-        {name: (dims, found[number]) for number, name in enumerate(facts)}, facts, coords
-    )
+    variables = {}
+    for number, which in enumerate(("first", "last")):
+        text = f"{which} step at which {curve.name} crosses the level, {meaning}"
+        fact = Fact("i8", text, flags={-1: "never"})
+        variables[f"{which}_crossing"] = dims, found[number], fact
+    return dataset(variables, coords)

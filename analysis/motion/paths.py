@@ -132,13 +132,13 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         "window": steps[ends],
         "window_start": ("window", steps[starts]),
     }
-    facts = {
-        "path_efficiency": Fact("f8", "displacement over length of the path"),
-        "path_length": Fact("f8", "length of the path", scan.units),
-    }
+    dims = ("window", "token")
     efficiency = measure(_straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
-    results = zip(facts, (efficiency, both[1]), strict=True)
-    return dataset({name: (("window", "token"), data) for name, data in results}, facts, coords)
+    found = {
+        "path_efficiency": (dims, efficiency, Fact("f8", "displacement over length of the path")),
+        "path_length": (dims, both[1], Fact("f8", "length of the path", scan.units)),
+    }
+    return dataset(found, coords)
 
 
 def _straight(moved: Wide, path: Wide) -> Wide:

@@ -123,17 +123,15 @@ def freeze_attribution(
         "outcome_name",
     )
     units = f"{native_dtype(scan.ds['W'])} spacings; of float32 for float32_weights"
-    known = {
-        "attribution": Fact("i1", "outcome of the counterfactual", None, OUTCOMES),
-        "attribution_margin": Fact("f8", "largest update of the computed steps", units),
-        "attribution_steps": Fact("i8", "computed steps after the last motion"),
-        "attribution_counts": Fact("i8", "number of tokens"),
-    }
+    dims = ("counterfactual", "token")
+    outcome = Fact("i1", "outcome of the counterfactual", None, OUTCOMES)
+    margin = Fact("f8", "largest update of the computed steps", units)
+    steps = Fact("i8", "computed steps after the last motion")
     found = {
-        "attribution": (("counterfactual", "token"), attribution.T),
-        "attribution_margin": (("counterfactual", "token"), facts[:, _MARGIN].T),
-        "attribution_steps": ("token", facts[:, _TRIED].astype(np.int64)),
-        "attribution_counts": (counts.dims, counts.data),
+        "attribution": (dims, attribution.T, outcome),
+        "attribution_margin": (dims, facts[:, _MARGIN].T, margin),
+        "attribution_steps": ("token", facts[:, _TRIED].astype(np.int64), steps),
+        "attribution_counts": (counts.dims, counts.data, Fact("i8", "number of tokens")),
     }
     coords = {
         **scan.coords("W", ("token",)),
@@ -141,7 +139,7 @@ def freeze_attribution(
         "counterfactual": list(COUNTERFACTUALS),
         "outcome_name": list(OUTCOMES),
     }
-    return dataset(found, known, coords)
+    return dataset(found, coords)
 
 
 def _check_lattice(scan: Scan, lattice: str) -> None:

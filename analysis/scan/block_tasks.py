@@ -268,8 +268,8 @@ def table(
     coords : mapping
     """
     arrays = {name: field(measured, name) for name in facts}
-    variables = {name: (dims[: data.ndim], data) for name, data in arrays.items()}
-    return dataset(variables, facts, coords)
+    variables = {name: (dims[: data.ndim], data, facts[name]) for name, data in arrays.items()}
+    return dataset(variables, coords)
 
 
 def shared(values: Array) -> Any:
