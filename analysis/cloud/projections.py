@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Hashable
-from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -13,6 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -21,9 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
 __all__ = ["projection"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 
 def _orthonormal(axes: Wide) -> Wide:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import in_parts, measure, read_again
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -22,9 +22,6 @@ from trajstore.populations.masks import one_population
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
 __all__ = ["inertia", "pca", "principal_axes", "scores_along_axes"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 # Maximum bytes of scatter matrices per task.
 _SCATTER_BYTES = 8 << 20

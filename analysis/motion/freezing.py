@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.moving_elements import moved_elements
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.consecutive_rows import moved_elements
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity

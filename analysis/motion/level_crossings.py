@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
@@ -20,9 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED
 
 __all__ = ["crossings"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 LEVELS = (0.5, 0.9, 0.99)
 

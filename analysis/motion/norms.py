@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.consecutive_rows import measure_rows
 from trajstore.analysis.scan.input_checks import hold_only_changes
@@ -24,9 +24,6 @@ __all__ = [
     "grad_norms",
     "order_label",
 ]
-
-
-Array = npt.NDArray[Any]
 
 
 def check_order(order: float) -> float:

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -25,9 +25,6 @@ __all__ = [
     "path_efficiency",
     "radial_tangential",
 ]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

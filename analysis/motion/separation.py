@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.scan.array_types import Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -16,8 +16,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.values.token_norms import vector_norm
 
 __all__ = ["separation"]
-
-Wide = npt.NDArray[np.float64]
 
 
 def _directions(vectors: Wide) -> Wide:

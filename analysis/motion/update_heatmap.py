@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import dask.array as da
 import numpy as np
@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.facts import Fact
@@ -19,8 +20,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Count
 
 __all__ = ["heatmap", "pool_heatmap"]
-
-Array = npt.NDArray[Any]
 
 _FACTS = {
     "dead_fraction": Fact("f8", "fraction of dead tokens"),

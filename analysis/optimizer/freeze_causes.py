@@ -13,6 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import field, in_turn, measure
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
 from trajstore.analysis.scan.facts import Fact, dataset
@@ -31,8 +32,6 @@ __all__ = [
     "adam_update",
     "freeze_cause",
 ]
-
-Array = npt.NDArray[Any]
 
 CAUSES = (
     "moved",

@@ -12,8 +12,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import chunks_of, measure
-from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.consecutive_rows import moved_elements, tiles
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
@@ -24,11 +25,9 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import POPULATIONS, members
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 from trajstore.values.token_norms import result_dtype, token_norm
-from trajstore.values.ulp_lattice import spacing, unsigned_view
+from trajstore.values.ulp_lattice import spacing
 
 __all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_attribution"]
-
-Array = npt.NDArray[Any]
 
 COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
 """Changes of the optimizer. The first is no change, for comparison."""
@@ -254,8 +253,7 @@ def _fold_kernel(
 
 def _unchanged_since(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """Rows from which on each token does not move any more: (row, token)."""
-    same = unsigned_view(before) == unsigned_view(after)
-    unchanged = (same | ((before == 0) & (after == 0))).all(-1)
+    unchanged = np.asarray(~moved_elements(before, after).any(-1))
     return np.asarray(np.logical_and.accumulate(unchanged[::-1], axis=0)[::-1])
 
 

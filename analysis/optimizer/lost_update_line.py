@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import takes_scan
@@ -20,8 +21,6 @@ from trajstore.populations.masks import populations
 from trajstore.values.ulp_lattice import spacing
 
 __all__ = ["moment_plane"]
-
-Array = npt.NDArray[Any]
 
 _EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
 _LEVELS = (0.05, 0.5, 0.95)

@@ -17,6 +17,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.facts import Fact, Facts
@@ -27,8 +28,6 @@ from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["CLASSES", "moment_error", "quantiles_of_counts", "ratio_classes"]
-
-Array = npt.NDArray[Any]
 
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
 from trajstore.analysis.scan import input_checks
@@ -19,7 +17,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.populations.row_vectors import row_vectors
 from trajstore.store.reading.recorded_parameters import holds_all_parameters
-from trajstore.values.token_norms import vector_norm
 
 __all__ = ["summary"]
 
@@ -31,33 +28,9 @@ def _table(da: xr.DataArray) -> xr.DataArray:
     return made[list(_STATISTICS)].to_dataarray("statistic")
 
 
-def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Norm of the mean vector of each group: (row, token, hidden) to (row, population)."""
-    wide = W.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        centroids = [
-            wide[:, group].sum(1) / group.sum()
-            if group.any()
-            else np.full(wide[:, 0].shape, np.nan)
-            for group in groups
-        ]
-    return np.stack([vector_norm(centroid) for centroid in centroids], -1)
-
-
-def _ends(ds: xr.Dataset, groups: npt.NDArray[np.bool_], populations: int) -> xr.DataArray:
-    """Norm of the centroids at the first and the last row, (state, population)."""
-    ends = ds["W"].isel(step=[0, -1])
-    result: xr.DataArray = xr.apply_ufunc(
-        _centroid_norms,
-        ends.chunk({"step": -1, "token": -1}) if ends.chunks is not None else ends,
-        kwargs={"groups": groups},
-        input_core_dims=[["step", "token", "hidden"]],
-        output_core_dims=[["state", "population"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": populations}},
-    )
-    return result
+def _of_ends(array: xr.DataArray, dim: str = "when") -> xr.DataArray:
+    """The first and the last row along another dimension."""
+    return array.isel(step=[0, -1]).rename(step=dim).drop_vars(dim)
 
 
 @checks_types
@@ -116,23 +89,21 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     parts: dict[str, xr.DataArray] = {}
     if "grad" in ds:
         norms = grad_norms(Scan(ds.isel(step=slice(1, None))))
-        ends = norms.isel(step=[0, -1]).rename(step="when").drop_vars("when")
-        parts["grad_norms"] = _table(ends)
+        parts["grad_norms"] = _table(_of_ends(norms))
         if "dead" in names:
             dead = groups[names.index("dead")].nonzero()[0]
             parts["max_dead_grad_norm"] = (
                 norms.isel(token=dead).max(skipna=False) if dead.size else xr.DataArray(np.nan)
             )
-    if "loss" in ds:
-        parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
-    if "param_update_lost" in ds:
-        recorded = ds["param_update_lost"].isel(step=trained)
-        parts["param_update_lost"] = recorded.rename(step="when").drop_vars("when")
-    elif holds_all_parameters(ds):
+    for name in ("loss", "param_update_lost"):
+        if name in ds:
+            parts[name] = _of_ends(ds[name].isel(step=slice(1, None)))
+    if "param_update_lost" not in ds and holds_all_parameters(ds):
         parts["param_update_lost"] = lost_by_parameter(ds, trained).rename(row="when")
     parts["displacement"] = _table(displacement(Scan(ds)).isel(step=-1, drop=True))
     if "W" in ds:
-        parts["centroid_norm"] = _ends(ds, groups, len(names))
+        norms = centroid(Scan(ds.isel(step=[0, -1])))["centroid_norm"]
+        parts["centroid_norm"] = _of_ends(norms, "state")
     if "logits" in ds:
         logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
         of_logits = {

@@ -70,7 +70,7 @@ def test_a_lattice_of_choice(run: Path, trajstore_cli: Callable[..., Any], tmp_p
         assert opened.regime.attrs["lattice"] == "bfloat16"
         assert opened.speed[1:].equals(analysis.speed(ds).compute())
     refused = trajstore_cli("analyze", run, "speed", *lattice, rc=2)
-    assert "only these have a lattice" in refused.stderr
+    assert "only these have it: freeze" in refused.stderr
     assert "float8" in trajstore_cli("analyze", run, "freeze", "--lattice", "float8", rc=2).stderr
 
     said = trajstore_cli("summary", run, *lattice).stdout
