@@ -95,38 +95,6 @@ def crossings(
     array([ 7, 12, 13])
     """
     curve = _curve(scan, quantity) if isinstance(quantity, str) else quantity
-    return _of_curve(curve, levels, of)
-
-
-def _curve(scan: Scan, quantity: str) -> xr.DataArray:
-    name, _, variable = quantity.partition(".")
-    if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
-        return scan.ds[name]
-    if name in RECORDED and not variable and name not in QUANTITIES:
-        input_checks.variables(scan.ds, name)  # raises with the option that records it
-    if name not in QUANTITIES or name == "crossings":
-        raise InvalidArgument(
-            f"got quantity={quantity!r}, expected a recorded variable or one of "
-            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
-        )
-    found = QUANTITIES[name].function(scan)
-    if isinstance(found, xr.DataArray) and not variable:
-        return found
-    curves = (
-        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
-        if isinstance(found, xr.Dataset)
-        else []
-    )
-    if variable not in curves:
-        raise InvalidArgument(
-            f"got quantity={quantity!r}, expected "
-            + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
-        )
-    curve: xr.DataArray = found[variable]
-    return curve
-
-
-def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
     wanted = np.atleast_1d(np.asarray(levels, np.float64))
     if not wanted.size or not np.isfinite(wanted).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
@@ -164,3 +132,31 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
         fact = Fact("i8", text, flags={-1: "never"})
         variables[f"{which}_crossing"] = dims, found[number], fact
     return dataset(variables, coords)
+
+
+def _curve(scan: Scan, quantity: str) -> xr.DataArray:
+    name, _, variable = quantity.partition(".")
+    if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
+        return scan.ds[name]
+    if name in RECORDED and not variable and name not in QUANTITIES:
+        input_checks.variables(scan.ds, name)  # raises with the option that records it
+    if name not in QUANTITIES or name == "crossings":
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected a recorded variable or one of "
+            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
+        )
+    found = QUANTITIES[name].function(scan)
+    if isinstance(found, xr.DataArray) and not variable:
+        return found
+    curves = (
+        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
+        if isinstance(found, xr.Dataset)
+        else []
+    )
+    if variable not in curves:
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected "
+            + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
+        )
+    curve: xr.DataArray = found[variable]
+    return curve

@@ -34,13 +34,9 @@ def check_order(order: float) -> float:
     InvalidArgument
         If it is not 1, 2 or inf.
     """
-    try:
-        number = float(order)
-    except (TypeError, ValueError):
-        number = np.nan
-    if number not in (1, 2, np.inf):
+    if order not in (1, 2, np.inf):
         raise InvalidArgument(f"got a norm of order {order!r}, expected 1, 2 or inf")
-    return number
+    return float(order)
 
 
 def order_label(order: float) -> str:

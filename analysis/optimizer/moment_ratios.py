@@ -129,22 +129,6 @@ def _squares_kernel(recorded: Array, exact: npt.NDArray[np.float64]) -> npt.NDAr
     return result
 
 
-def _disjoint(
-    groups: npt.NDArray[np.bool_],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
-    """Split populations, which may overlap, into disjoint sets of tokens.
-
-    Returns
-    -------
-    ndarray of int, (population, set)
-        1 if the population contains the set.
-    ndarray of int, (token,)
-        Set of each token.
-    """
-    members, kind = np.unique(groups, axis=1, return_inverse=True)
-    return members.astype(np.int64), kind.reshape(-1)
-
-
 def _error_kernel(
     counts: npt.NDArray[np.int64],
     squares: npt.NDArray[np.void],
@@ -227,9 +211,11 @@ def _errors(
 ) -> list[da.Array]:
     """Ratio of norms and quantiles in each block of rows, (step, population, moment)."""
     by_token = recurrence.gradient.chunks[1]
-    members, kind = _disjoint(groups)
+    # Populations may overlap, so tokens are counted in disjoint sets: the members of each, and the
+    # set of each token.
+    members, kind = np.unique(groups, axis=1, return_inverse=True)
     kinds = members.shape[1]
-    group = da.from_array(kind[None, :, None], chunks=((1,), by_token, (1,)))
+    group = da.from_array(kind.reshape(1, -1, 1), chunks=((1,), by_token, (1,)))
 
     def of_moment(recorded: da.Array, exact: da.Array) -> da.Array:
         counts = measure(
@@ -249,7 +235,7 @@ def _errors(
             (counts.sum(axis=1), "sc"),
             squares.rechunk({1: -1}),
             groups=groups,
-            members=members,
+            members=members.astype(np.int64),
             levels=levels,
             dtype=facts,
             sizes={"p": len(groups)},

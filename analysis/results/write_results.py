@@ -83,7 +83,9 @@ def _facts(array: xr.DataArray) -> dict[str, Any]:
 
 def _numbers(array: xr.DataArray) -> dict[str, Any]:
     flags = flags_of(array)
-    counts = {meaning: (array == value).sum() for value, meaning in flags.items()}
+    counts = {
+        meaning: (array == value).sum() if array.size else 0 for value, meaning in flags.items()
+    }
     numbers: dict[str, Any] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
     if array.size and not is_category(array):
         known = array.where(~array.isin([*flags])) if flags else array
