@@ -63,40 +63,9 @@ def test_freeze_regimes_and_causes_agree(ds: xr.Dataset) -> None:
     np.testing.assert_allclose(dead, after.unchanged_fraction.sel(population="dead"))
 
 
-def test_bulk_and_thermal_squares_add_up(ds: xr.Dataset) -> None:
-    got = analysis.bulk_thermal(ds).compute()
-    speed = analysis.by_population(analysis.speed(ds).astype(np.float64) ** 2)["mean"]
-    np.testing.assert_allclose(got.bulk_speed**2 + got.thermal_speed**2, speed, rtol=1e-6)
-
-
 def test_dead_tokens_start_as_one(ds: xr.Dataset) -> None:
     early = analysis.coherence(ds, "dead").sel(step=slice(1, 20))
     assert (early > 0.99).all()
     assert (analysis.coherence(ds, "live").sel(step=slice(1, 20)) < 0.9).all()
     norms = analysis.by_population(analysis.grad_norms(ds)).sel(step=1).compute()
     assert norms["std"].sel(population="dead") < 1e-3 * norms["mean"].sel(population="dead")
-
-
-def test_a_clean_run_has_no_seam_and_a_bad_one_has(ds: xr.Dataset) -> None:
-    assert not analysis.discontinuities(ds).discontinuity.any()
-    W = ds.W.values.copy()
-    W[60:] += W[10] - W[30]  # a checkpoint of another moment
-    found = analysis.discontinuities(ds.assign(W=ds.W.copy(data=W))).compute()
-    assert found.step.values[found.discontinuity.values].tolist()[0] == 60
-
-
-def test_chunks_do_not_change_results(ds: xr.Dataset, path: Path) -> None:
-    names = ["freeze", "lifecycle", "regimes", "freeze_cause", "centroid", "coherence"]
-    expected = analysis.compute(ds, names).compute()
-    halved = ds.chunk(step=16, token=64)
-    xr.testing.assert_identical(analysis.compute(halved, names).compute(), expected)
-    plain = xr.open_zarr(path)
-    xr.testing.assert_identical(analysis.compute(plain, names).compute(), expected)
-
-
-def test_a_run_against_itself_and_its_changed_self(ds: xr.Dataset) -> None:
-    assert (analysis.compare(ds, ds).first_difference == -1).all()
-    W = ds.W.values.copy()
-    W[70, 3] *= 2
-    got = analysis.compare(ds, ds.assign(W=ds.W.copy(data=W))).compute()
-    assert got.first_difference.sel(variable="W") == 70
