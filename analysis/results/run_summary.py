@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
 from trajstore.analysis.scan.scan import Scan
@@ -17,15 +19,21 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.populations.row_vectors import row_vectors
 from trajstore.store.reading.recorded_parameters import holds_all_parameters
+from trajstore.values.token_norms import vector_norm
 
 __all__ = ["summary"]
 
+_FACTS = {"centroid_norm": Fact("f8", "norm of the centroid")}
 _STATISTICS = ("mean", "min", "max", "median")
 
 
 def _table(da: xr.DataArray) -> xr.DataArray:
     made = statistics(da, np.empty(0))
     return made[list(_STATISTICS)].to_dataarray("statistic")
+
+
+def _centroid_norm(now: Array) -> dict[str, Array]:
+    return {"centroid_norm": vector_norm(now.astype(np.float64).sum(0) / len(now))}
 
 
 def _of_ends(array: xr.DataArray, dim: str = "when") -> xr.DataArray:
@@ -102,8 +110,9 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         parts["param_update_lost"] = lost_by_parameter(ds, trained).rename(row="when")
     parts["displacement"] = _table(displacement(Scan(ds)).isel(step=-1, drop=True))
     if "W" in ds:
-        norms = centroid(Scan(ds.isel(step=[0, -1])))["centroid_norm"]
-        parts["centroid_norm"] = _of_ends(norms, "state")
+        ends = Scan(ds.isel(step=[0, -1]))
+        norm = per_population(ends, None, _centroid_norm, _FACTS, motion=False)["centroid_norm"]
+        parts["centroid_norm"] = _of_ends(norm, "state")
     if "logits" in ds:
         logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
         of_logits = {
