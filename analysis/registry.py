@@ -134,7 +134,7 @@ def compute(
         )
     chosen = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
-    _check_min_unchanged(names, min_unchanged)
+    _check_known(names, "min_unchanged", min_unchanged)
     measures: dict[str, tuple[str, ...]] = {}
     for quantity in chosen:
         of = lattice if quantity.known(lattice=lattice) else "native"
@@ -156,26 +156,20 @@ def compute(
 
 def _check_lattice(names: Sequence[str], lattice: str) -> None:
     """Raise if none of these quantities has the option lattice."""
+    if lattice != "native" and not all(QUANTITIES[name].only_native for name in names):
+        _check_known(names, "lattice", lattice)  # others raise their own error
+
+
+def _check_known(names: Sequence[str], option: str, value: object) -> None:
+    """Raise if a value is given for an option that none of these quantities has."""
     those = [
         name
         for name, quantity in QUANTITIES.items()
-        if quantity.known(lattice=lattice) and not quantity.only_native
+        if option in quantity.options and not (option == "lattice" and quantity.only_native)
     ]
-    if all(QUANTITIES[name].only_native for name in names):
-        return  # the quantity raises its own error
-    if lattice != "native" and not set(names) & set(those):
+    if value is not None and not set(names) & set(those):
         raise InvalidArgument(
-            f"got lattice={lattice!r} for {', '.join(names)}; only these have a lattice: "
-            f"{', '.join(those)}; leave it out"
-        )
-
-
-def _check_min_unchanged(names: Sequence[str], min_unchanged: int | None) -> None:
-    """Raise if none of these quantities has the option min_unchanged."""
-    those = [name for name, each in QUANTITIES.items() if "min_unchanged" in each.options]
-    if min_unchanged is not None and not set(names) & set(those):
-        raise InvalidArgument(
-            f"got min_unchanged={min_unchanged} for {', '.join(names)}; only these have it: "
+            f"got {option}={value!r} for {', '.join(names)}; only these have it: "
             f"{', '.join(those)}; leave it out"
         )
 
@@ -277,7 +271,7 @@ def answer(
         _check_lattice(names, lattice)
         shared |= quantity.known(lattice=lattice)
     if min_unchanged is not None:
-        _check_min_unchanged(names, min_unchanged)
+        _check_known(names, "min_unchanged", min_unchanged)
         shared |= quantity.known(min_unchanged=min_unchanged)
     for option, value in shared.items():
         if options.setdefault(option, value) != value:

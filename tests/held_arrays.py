@@ -24,9 +24,9 @@ BLOCK = ROWS * TOKENS * HIDDEN * 4
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
 
-def made_of_blocks(rows: int, pieces: int = 1) -> xr.Dataset:
-    """Matrices in blocks of two rows, and those of so many pieces along token."""
-    sizes = ((ROWS,) * (rows // ROWS), (TOKENS // pieces,) * pieces, (HIDDEN,))
+def made_of_blocks(rows: int) -> xr.Dataset:
+    """Matrices in blocks of two rows."""
+    sizes = ((ROWS,) * (rows // ROWS), (TOKENS,), (HIDDEN,))
 
     def read(block_info: Any) -> np.ndarray[Any, Any]:
         (start, stop), (first, last), _ = block_info[None]["array-location"]
@@ -48,7 +48,6 @@ def made_of_blocks(rows: int, pieces: int = 1) -> xr.Dataset:
     ).assign(
         clip_coef=("step", np.ones(rows)),
         lr=("step", np.full(rows, 1e-3)),
-        hidden_mean=(("step", "hidden"), np.ones((rows, HIDDEN), np.float32)),
     )
 
 

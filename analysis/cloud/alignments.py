@@ -12,6 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import bulk_thermal, centroid
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import Points, measure, table
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
@@ -21,9 +22,6 @@ from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
 __all__ = ["alignment"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 VECTORS = ("W", "delta", "grad")
 PARTNERS = ("hidden_mean", "centroid", "bulk", "grad", "delta", "previous")

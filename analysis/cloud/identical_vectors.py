@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array, Numbers
 from trajstore.analysis.scan.block_tasks import Points, in_halves, measure, table
 from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
@@ -24,10 +25,7 @@ from trajstore.argument_types import Count
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["EVENTS", "clusters", "divide", "token_labels"]
-
-Array = npt.NDArray[Any]
-Numbers = npt.NDArray[np.int64]
+__all__ = ["EVENTS", "clusters", "divide", "smallest_members", "token_labels"]
 
 EVENTS = ("birth", "merge", "fission", "death")
 """Changes of a group from one row to the next."""
@@ -70,7 +68,7 @@ def divide(vectors: Array) -> tuple[Numbers, Numbers]:
     return first.astype(np.int64), group.astype(np.int64)
 
 
-def _smallest_members(group: Numbers, count: int, labels: Numbers) -> Numbers:
+def smallest_members(group: Numbers, count: int, labels: Numbers) -> Numbers:
     """Smallest label in the group of each token."""
     least = np.full(count, np.iinfo(np.int64).max)
     np.minimum.at(least, group, labels)
@@ -83,7 +81,7 @@ def _membership(vectors: Array, labels: Numbers, members: Numbers) -> Numbers:
     if members.size:
         vectors = vectors if members.size == len(labels) else vectors[members]
         first, group = divide(vectors)
-        result[members] = _smallest_members(group, first.size, labels[members])
+        result[members] = smallest_members(group, first.size, labels[members])
     return result
 
 

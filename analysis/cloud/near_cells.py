@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud.identical_vectors import divide, token_labels
+from trajstore.analysis.cloud.identical_vectors import divide, smallest_members, token_labels
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Groups, Numbers
 from trajstore.analysis.scan.block_tasks import field, measure, table, whole_rows
 from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
@@ -30,10 +30,6 @@ __all__ = ["adjacency"]
 
 _ALL_CELLS = 1 << 32
 """Upper limit of the distance between two 32-bit values, in values."""
-
-Array = npt.NDArray[Any]
-Numbers = npt.NDArray[np.int64]
-Groups = npt.NDArray[np.bool_]
 
 # Maximum pairs of neighbors in memory, at about 50 bytes each.
 _PAIRS = 1 << 21
@@ -176,9 +172,7 @@ def _adjacency_of_row(
     own, component = np.full(len(values), -1, np.int64), np.full(len(values), -1, np.int64)
     members = np.nonzero(groups[-1])[0]
     own[members] = degree[-1, vector[members]]
-    least = np.full(first.size, np.iinfo(np.int64).max)
-    np.minimum.at(least, labels[-1, vector[members]], names[members])
-    component[members] = least[labels[-1, vector[members]]]
+    component[members] = smallest_members(labels[-1, vector[members]], first.size, names[members])
     return {"facts": facts, "degree": own, "connected_component": component}
 
 
@@ -254,7 +248,8 @@ def adjacency(
     """
     k = min(k, _ALL_CELLS)
     names, groups = chosen_populations(scan.ds, population)
-    members = groups if population is not None else _with_all_last(names, groups)
+    # The last group defines the values per token.
+    members = groups if population is not None else np.append(groups, np.ones_like(groups[:1]), 0)
     points, rows = scan.points(lattice), input_checks.rows_of_steps(scan.ds, steps)
     if points.type == "float64":
         raise InvalidArgument(
@@ -287,8 +282,3 @@ def adjacency(
     result = result.merge(scan.of_tokens(found, _OF_TOKENS, points.variable, rows=rows))
     ds = with_lattice_attributes(result, lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
-
-
-def _with_all_last(names: list[str], groups: Groups) -> Groups:
-    """The groups and, as the last group, all tokens, which define the values per token."""
-    return np.concatenate([groups, np.ones_like(groups[:1])])

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Groups, Numbers, Wide
 from trajstore.analysis.scan.block_tasks import measure, whole_rows
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -22,11 +21,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import one_population
 
 __all__ = ["nearest_distance"]
-
-Array = npt.NDArray[Any]
-Numbers = npt.NDArray[np.int64]
-Wide = npt.NDArray[np.float64]
-Groups = npt.NDArray[np.bool_]
 
 # Maximum distances in memory.
 _DISTANCES = 1 << 23
@@ -144,13 +138,11 @@ def nearest_distance(
     found = measure(
         _nearest_kernel, "su", blocks, members=members, dtype=np.float64, sizes=sizes, by_row=True
     )
-    facts = {
-        "nearest_distance": Fact("f8", "distance to the nearest other vector", scan.units),
-        "nearest_entropy": Fact("f8", "differential entropy by nearest distances", "nat"),
-    }
+    distance = Fact("f8", "distance to the nearest other vector", scan.units)
+    entropy = Fact("f8", "differential entropy by nearest distances", "nat")
     variables = {
-        "nearest_distance": (("step", "token"), found[:, :tokens]),
-        "nearest_entropy": ("step", found[:, tokens]),
+        "nearest_distance": (("step", "token"), found[:, :tokens], distance),
+        "nearest_entropy": ("step", found[:, tokens], entropy),
     }
     coords = scan.coords("W", ("step", "token"), rows)
-    return dataset(variables, facts, coords).assign_attrs(population=population)
+    return dataset(variables, coords).assign_attrs(population=population)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Hashable
-from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -13,6 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -21,9 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
 __all__ = ["projection"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 
 def _orthonormal(axes: Wide) -> Wide:
@@ -93,15 +90,13 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     coords = scan.coords("W", ("step", "token"))
     if "axis" in directions.coords:
         coords["axis"] = directions["axis"]
-    facts = {
-        "projection": Fact("f8", "W along the axis", scan.units),
-        "across": Fact("f8", "length of W across all axes", scan.units),
-    }
+    along = Fact("f8", "W along the axis", scan.units)
+    across = Fact("f8", "length of W across all axes", scan.units)
     found = {
-        "projection": (("step", "token", "axis"), made[..., :count]),
-        "across": (("step", "token"), made[..., count]),
+        "projection": (("step", "token", "axis"), made[..., :count], along),
+        "across": (("step", "token"), made[..., count], across),
     }
-    return dataset(found, facts, coords)
+    return dataset(found, coords)
 
 
 def _directions(scan: Scan, axes: Axes) -> xr.DataArray:

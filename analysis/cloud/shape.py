@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import in_parts, measure, read_again
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -22,9 +22,6 @@ from trajstore.populations.masks import one_population
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
 __all__ = ["inertia", "pca", "principal_axes", "scores_along_axes"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 # Maximum bytes of scatter matrices per task.
 _SCATTER_BYTES = 8 << 20
@@ -220,24 +217,20 @@ def pca(
     ranks = measure(_ranks, "r", (made[1], "h"), dtype=np.float64, sizes={"r": 2})
     unit = scan.units
     square = "1" if unit == "1" else f"({unit})^2"
-    facts = {
-        "spectrum": Fact("f8", "variance along each principal axis", square),
-        "effective_rank": Fact("f8", "effective rank of the covariance"),
-        "participation_ratio": Fact("f8", "participation ratio of the spectrum"),
-        "basis_mean": Fact("f8", "mean of the vectors of the basis", unit),
-        "basis": Fact("f8", "principal axes"),
-        "scores": Fact("f8", "coordinate along the principal axis", unit),
-    }
-    found: dict[str, tuple[Any, Any]] = {
-        "spectrum": ("principal", made[1]),
-        "effective_rank": ((), ranks[0]),
-        "participation_ratio": ((), ranks[1]),
-        "basis_mean": ("hidden", made[0]),
-        "basis": (("component", "hidden"), made[2 : 2 + components]),
-        "scores": (("step", "token", "component"), scores),
+    variances = Fact("f8", "variance along each principal axis", square)
+    rank = Fact("f8", "effective rank of the covariance")
+    ratio = Fact("f8", "participation ratio of the spectrum")
+    coordinate = Fact("f8", "coordinate along the principal axis", unit)
+    found: dict[str, tuple[Any, Any, Fact]] = {
+        "spectrum": ("principal", made[1], variances),
+        "effective_rank": ((), ranks[0], rank),
+        "participation_ratio": ((), ranks[1], ratio),
+        "basis_mean": ("hidden", made[0], Fact("f8", "mean of the vectors of the basis", unit)),
+        "basis": (("component", "hidden"), made[2 : 2 + components], Fact("f8", "principal axes")),
+        "scores": (("step", "token", "component"), scores, coordinate),
     }
     coords = scan.coords("W", ("step", "token"))
-    return dataset(found, facts, coords).assign_attrs(population=population)
+    return dataset(found, coords).assign_attrs(population=population)
 
 
 def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:

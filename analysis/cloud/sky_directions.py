@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud.shape import principal_axes
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure, read_again
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
@@ -17,9 +17,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
 __all__ = ["sky"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 
 def _angles(W: Array, axes: Wide, *first: Array) -> dict[str, Wide]:

@@ -225,12 +225,14 @@ def print_description(facts: dict[str, Any]) -> None:
 
 def _print_counts(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
     """Print a table of counts. Its columns are the labels of the last dimension."""
+    import numpy as np
+
     *dims, last = labels
-    rows = []
-    for place in itertools.product(*(range(len(labels[dim])) for dim in dims)):
-        row: Any = values
-        for at in place:
-            row = row[at]
-        named = (labels[dim][at] for dim, at in zip(dims, place, strict=True))
-        rows.append((*named, *(f"{count:,}" for count in row)))
+    counts = np.reshape(values, (-1, len(labels[last])))
+    rows = [
+        (*named, *(f"{count:,}" for count in row))
+        for named, row in zip(
+            itertools.product(*(labels[dim] for dim in dims)), counts, strict=True
+        )
+    ]
     print_table(name, (*dims, *labels[last]), rows, words=(0, *range(len(dims))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -46,7 +46,13 @@ def summary(
     opened = [analysis.with_populations(open_run(path), given) for path in paths]
     found = [analysis.summary(ds, lattice).compute() for ds in opened]
     if as_json:
-        listed = [_json_facts(facts) for facts in found]
+        listed = [
+            {
+                str(name): {"dims": list(da.dims), "values": da.values.tolist()}
+                for name, da in facts.variables.items()
+            }
+            for facts in found
+        ]
         if len(paths) > 1:
             print_json([{"run": path, **facts} for path, facts in zip(paths, listed, strict=True)])
         else:
@@ -59,13 +65,6 @@ def summary(
         return
     labels = run_labels([ds.attrs for ds in opened], paths)
     print_table(*summary_table(dict(zip(labels, found, strict=True))), fold=True)
-
-
-def _json_facts(facts: xr.Dataset) -> dict[str, dict[str, Any]]:
-    return {
-        str(name): {"dims": list(da.dims), "values": da.values.tolist()}
-        for name, da in facts.variables.items()
-    }
 
 
 def print_summary(summary: xr.Dataset) -> None:

@@ -30,8 +30,6 @@ class Seen:
 
     Attributes
     ----------
-    version : int
-        Greater than that of every earlier state.
     history : RunHistory
     tokens : TokenList
     ds : Dataset
@@ -42,7 +40,6 @@ class Seen:
         Why no newer state can be read; otherwise empty.
     """
 
-    version: int
     history: RunHistory
     tokens: TokenList
     ds: xr.Dataset
@@ -78,8 +75,7 @@ class LiveRun:
     def __init__(self, path: str | os.PathLike[str], report: Report | None = None) -> None:
         self._path = path
         self._follower = RunFollower(path, budget=0)
-        look = self._look()
-        self.seen = self._whole(0, look, report)
+        self.seen = self._whole(self._look(), report)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="explore", daemon=True)
 
@@ -102,9 +98,9 @@ class LiveRun:
         look = self._look()
         seen = self.seen
         if look.attributes != self._attributes:
-            self.seen = self._whole(seen.version + 1, look)
+            self.seen = self._whole(look)
         elif look.status != seen.standing or seen.trouble:
-            self.seen = replace(seen, version=seen.version + 1, standing=look.status, trouble="")
+            self.seen = replace(seen, standing=look.status, trouble="")
 
     def _look(self) -> Look:
         look = self._follower.look()
@@ -113,17 +109,11 @@ class LiveRun:
             raise RunNotFound(f"there is no run at {path}{similar_runs(Path(path))}")
         return look
 
-    def _whole(self, version: int, look: Look, report: Report | None = None) -> Seen:
+    def _whole(self, look: Look, report: Report | None = None) -> Seen:
         history = prepare(open_run(self._path), report)
         ds: Any = open_run(self._path, chunks=None)
         self._attributes = look.attributes
-        return Seen(
-            version=version,
-            history=history,
-            tokens=TokenList(ds),
-            ds=ds,
-            standing=look.status,
-        )
+        return Seen(history=history, tokens=TokenList(ds), ds=ds, standing=look.status)
 
     def _follow(self) -> None:
         took = 0.0
@@ -134,5 +124,5 @@ class LiveRun:
             except (TrajstoreError, OSError) as error:
                 trouble = str(error)
                 if trouble != self.seen.trouble:
-                    self.seen = replace(self.seen, version=self.seen.version + 1, trouble=trouble)
+                    self.seen = replace(self.seen, trouble=trouble)
             took = time.monotonic() - begin

@@ -63,7 +63,7 @@ class Page:
             self._of_token["token"] = np.array([tokens.label(at) for at in range(tokens.ids.size)])
         self._steps: list[Any] = []  # marks of the step
         self._ranks: list[Any] = []  # marks of the token among the layers
-        event = hv.streams.Stream.define("Event", number=0)
+        event = hv.streams.Counter
         self._moved, self._chosen, self._renewed = event(), event(), event()
         self._placed = event()  # the step or the token changed
         self._make_widgets(pn)
@@ -168,13 +168,13 @@ class Page:
     def _plane(self) -> Any:
         import holoviews as hv
 
-        points: Any = hv.DynamicMap(lambda number: self._points(), streams=[self._moved])
+        points: Any = hv.DynamicMap(lambda counter: self._points(), streams=[self._moved])
         xlim, ylim = plots.limits(self._seen.history)
         many = self._kinds.size > plots.MANY
         shown = plots.shaded(points, self._kinds, xlim, ylim) if many else points
-        path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
+        path = hv.DynamicMap(lambda counter: plots.path_plot(self._one), streams=[self._chosen])
         here = hv.DynamicMap(
-            lambda number: plots.here_plot(self._one, self._step_shown()), streams=[self._placed]
+            lambda counter: plots.here_plot(self._one, self._step_shown()), streams=[self._placed]
         )
         return (shown * path * here).opts(
             responsive=True, height=430, xlim=xlim, ylim=ylim, show_legend=False,
@@ -189,7 +189,7 @@ class Page:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda number: plots.curve_plot(self._seen.history.data[figure], figure, name),
+            lambda counter: plots.curve_plot(self._seen.history.data[figure], figure, name),
             streams=[self._renewed],
         )
         return self._along_steps(drawn, logy=figure == "grad_norms")
@@ -198,7 +198,7 @@ class Page:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda number: plots.token_curve(self._one, name), streams=[self._chosen]
+            lambda counter: plots.token_curve(self._one, name), streams=[self._chosen]
         )
 
         # HoloViews keeps the range of the first token, because it updates the parts in place.
@@ -211,7 +211,7 @@ class Page:
         import holoviews as hv
 
         drawn = hv.DynamicMap(
-            lambda number: plots.layer_plot(self._seen.history.data["heatmap"]),
+            lambda counter: plots.layer_plot(self._seen.history.data["heatmap"]),
             streams=[self._renewed],
         )
         return self._along_steps(drawn, self._mark_rank)
@@ -265,8 +265,8 @@ class Page:
         if "loss" in history.data:
             texts.append(f"loss {float(history.data['loss']['loss'].sel(step=step)):.4f}")
         self._step.object = f"<b>{', '.join(texts)}</b>"
-        self._moved.event(number=self._moved.number + 1)
-        self._placed.event(number=self._placed.number + 1)
+        self._moved.event()
+        self._placed.event()
 
     def _go_to(self, step: float) -> None:
         """Show the row nearest to a step."""
@@ -320,8 +320,8 @@ class Page:
         for span in self._ranks:
             span.location = self._rank_shown()
         self._token.object = self._token_text()
-        self._chosen.event(number=self._chosen.number + 1)
-        self._placed.event(number=self._placed.number + 1)
+        self._chosen.event()
+        self._placed.event()
 
     def _token_text(self) -> str:
         tokens, history = self._seen.tokens, self._seen.history
@@ -335,7 +335,7 @@ class Page:
 
     def _renew(self) -> None:
         seen, before = self._live.seen, self._seen
-        if seen.version == before.version:
+        if seen is before:
             return
         newest = self._player.value == self._player.end
         shown = self._step_shown()
@@ -348,7 +348,7 @@ class Page:
         self._show_status()
         if seen.history is before.history:
             return
-        self._renewed.event(number=self._renewed.number + 1)
+        self._renewed.event()
         self._show_step()
         self._find(self._search.value_input)
         self._choose(self._at)

@@ -18,7 +18,7 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, progress_of_tasks
 from trajstore.byte_sizes import format_bytes
-from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.errors import InvalidArgument
 
 __all__ = ["RunHistory", "prepare"]
 
@@ -130,13 +130,7 @@ def _measure(
     }
     for name in ("heatmap", "freeze", "loss", "grad_norms", "displacement"):
         questions[name] = partial(FIGURES[name].collect, scan, Options())
-    lazy: dict[str, xr.Dataset] = {}
-    unknown: dict[str, str] = {}
-    for name, question in questions.items():
-        try:
-            lazy[name] = question()
-        except (VariableNotRecorded, InvalidArgument) as error:
-            unknown[name] = str(error)
+    lazy, unknown = input_checks.available(questions)
     found: dict[str, xr.Dataset] = {}
     # Causes need four matrices at once: a separate reading keeps fewer blocks in memory.
     for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):

@@ -31,6 +31,8 @@ class TokenList:
     texts : list of str, or None
         In quotes, with control characters escaped; a recorded backslash stays one backslash.
         None for a run without texts.
+    kinds : ndarray of str, (token,)
+        Dead or live; ``all`` if the run has no ``is_dead``.
     """
 
     def __init__(self, ds: xr.Dataset) -> None:
@@ -39,7 +41,10 @@ class TokenList:
         self.texts = None if raw is None else [_quoted(text) for text in raw]
         self._raw = None if raw is None else np.array(raw, "T")
         self._folded = None if raw is None else np.array([text.casefold() for text in raw], "T")
-        self._dead = ds["is_dead"].values if "is_dead" in ds else None
+        self._has_kinds = "is_dead" in ds
+        self.kinds: npt.NDArray[np.str_] = np.full(self.ids.size, "all")
+        if self._has_kinds:
+            self.kinds = np.where(ds["is_dead"].values, "dead", "live")
         self._count = ds["token_count"].values if "token_count" in ds else None
 
     def find(self, text: str) -> npt.NDArray[np.intp]:
@@ -71,22 +76,15 @@ class TokenList:
 
     def kind(self, at: int) -> str:
         """Dead or live; empty if the run has no ``is_dead``."""
-        return "" if self._dead is None else ("dead" if self._dead[at] else "live")
-
-    @property
-    def kinds(self) -> npt.NDArray[np.str_]:
-        """Dead or live, for each token; ``all`` if the run has no ``is_dead``."""
-        if self._dead is None:
-            return np.full(self.ids.size, "all")
-        return np.where(self._dead, "dead", "live")
+        return str(self.kinds[at]) if self._has_kinds else ""
 
     def columns(self, those: npt.NDArray[np.intp], history: RunHistory) -> dict[str, Any]:
         """Columns of a table of some tokens; NaN for never and for unknown values."""
         columns: dict[str, Any] = {"id": self.ids[those]}
         if self.texts is not None:
             columns["text"] = [self.texts[at] for at in those]
-        if self._dead is not None:
-            columns["kind"] = np.where(self._dead[those], "dead", "live")
+        if self._has_kinds:
+            columns["kind"] = self.kinds[those]
         if self._count is not None:
             columns["count in text"] = _known(self._count[those])
         columns["last change"] = _known(history.last_motion.values[those])

@@ -32,7 +32,7 @@ from trajstore.analysis.several.many_runs import each_run
 from trajstore.errors import InvalidArgument
 from trajstore.extras import needs_extra
 from trajstore.nearest_name import did_you_mean
-from trajstore.populations.masks import check_dataset, populations
+from trajstore.populations.masks import check_dataset, chosen_populations, populations
 from trajstore.populations.row_vectors import is_of_parameter, row_words
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ __all__ = [
     "figure",
     "in_style",
     "prepared",
+    "with_members",
     "worded",
 ]
 
@@ -470,6 +471,13 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
 def after_first_row(data: xr.Dataset, scan: Scan) -> xr.Dataset:
     """Data without the first row of the run, which no step produced."""
     return data.isel(step=slice(int(scan.window[0] == scan.steps[0]), None))
+
+
+def with_members(data: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
+    """Data of each token, with the members of the populations that a figure shows."""
+    shown = options.populations(scan)
+    _, members = chosen_populations(scan.ds, shown)
+    return data.assign(member=(("population", "token"), members)).assign_coords(population=shown)
 
 
 def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:

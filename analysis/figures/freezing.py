@@ -17,12 +17,11 @@ from trajstore.analysis.figures.axes_marks import (
     shade_region,
     step_edges,
 )
-from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.figure import Options, figure, with_members
 from trajstore.analysis.figures.style import REGIME_COLORS, REGIME_MEANINGS, Look, population_color
 from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,12 +39,8 @@ _BEHIND = {
 
 def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     """Facts per token, the members of each population, and the last step."""
-    shown = options.populations(scan)
-    _, members = chosen_populations(scan.ds, shown)
-    facts = facts.assign(member=(("population", "token"), members)).assign_coords(
-        population=shown, first_step=int(scan.window[0]), last_step=int(scan.window[-1])
-    )
-    return _with_end(facts, scan, options)
+    ends = {"first_step": int(scan.window[0]), "last_step": int(scan.window[-1])}
+    return _with_end(with_members(facts, scan, options).assign_coords(ends), scan, options)
 
 
 def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:

@@ -14,12 +14,11 @@ from trajstore.analysis.figures.axes_marks import (
     named,
     with_units,
 )
-from trajstore.analysis.figures.figure import Options, after_first_row, figure
+from trajstore.analysis.figures.figure import Options, after_first_row, figure, with_members
 from trajstore.analysis.figures.style import Look, population_color, shades
 from trajstore.analysis.figures.titles import token_names
 from trajstore.analysis.optimizer.moment_sizes import moment_sizes
 from trajstore.analysis.scan.scan import Scan
-from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,23 +40,25 @@ _EDGE = 0.9
 
 
 def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
-    shown = options.populations(scan)
     first: Any = None if options.plane == "principal" else options.plane
     found = shape.pca(scan, components=2, first=first)
     position, variance = found["scores"], found["spectrum"].rename(principal="component")
     whole = variance.sum()
-    every = -(-position.sizes["step"] * position.sizes["token"] // _POINTS)
-    _, members = chosen_populations(scan.ds, shown)
-    return xr.Dataset(
+    found = xr.Dataset(
         {
-            "position": position.isel(step=slice(None, None, every)),
+            "position": position,
             "share": variance[:2] / whole.where(whole > 0, 1),
-            "member": (("population", "token"), members),
             "name": ("token", token_names(scan.ds)),
         },
-        coords={"population": shown},
-        attrs={"every": every, "plane": options.plane},
+        attrs={"plane": options.plane},
     )
+    return _thinned(with_members(found, scan, options))
+
+
+def _thinned(data: xr.Dataset) -> xr.Dataset:
+    """Data of at most `_POINTS` tokens × steps: one of every few steps."""
+    every = max(1, -(-data.sizes["step"] * data.sizes["token"] // _POINTS))
+    return data.isel(step=slice(None, None, every)).assign_attrs(every=every)
 
 
 @figure(_trajectory, rows=1, scales=False, reading="plane")
@@ -105,21 +106,11 @@ def _mark_ends(ax: Axes, data: xr.Dataset, look: Look, start: bool) -> None:
 
 
 def _moment_tracks(scan: Scan, options: Options) -> xr.Dataset:
-    shown = options.populations(scan)
     sizes = moment_sizes(scan)
     pair = [sizes[name].rename("position") for name in ("second_moment_root", "first_moment_size")]
     whole = after_first_row(xr.concat(pair, "component").to_dataset(), scan)
-    every = -(-whole["position"].sizes["step"] * scan.ds.sizes["token"] // _POINTS)
-    _, members = chosen_populations(scan.ds, shown)
-    return (
-        whole.isel(step=slice(None, None, max(every, 1)))
-        .assign(
-            member=(("population", "token"), members),
-            name=("token", token_names(scan.ds)),
-        )
-        .assign_coords(population=shown)
-        .assign_attrs(every=every)
-    )
+    named = whole.assign(name=("token", token_names(scan.ds)))
+    return _thinned(with_members(named, scan, options))
 
 
 @figure(_moment_tracks, scales=False, reading="moments")
@@ -152,21 +143,13 @@ _AXES = {"principal": "centroid", "hidden_mean": "hidden_mean"}
 
 
 def _sky(scan: Scan, options: Options) -> xr.Dataset:
-    shown = options.populations(scan)
     axis: Any = _AXES[options.plane]
     name = scan.ds.attrs.get("vectors")
     of: Any = "displacement" if name is None else "W"
     found = sky_directions.sky(scan, axis, of)[["longitude", "latitude"]]
-    every = -(-found["latitude"].size // _POINTS)
-    _, members = chosen_populations(scan.ds, shown)
-    return (
-        found.isel(step=slice(None, None, max(every, 1)))
-        .assign(member=(("population", "token"), members))
-        .assign_coords(population=shown)
-        .assign_attrs(
-            of=name or "W minus its first row",
-            axis="h̄" if axis == "hidden_mean" else name or "W",
-        )
+    return _thinned(with_members(found, scan, options)).assign_attrs(
+        of=name or "W minus its first row",
+        axis="h̄" if axis == "hidden_mean" else name or "W",
     )
 
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.argument_types import Count, check_fields
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.recorded_parameters import parameter_entry, parameter_table
 
 __all__ = ["CIRCUITS", "Attention", "circuits_of", "gpt2_attention"]
-
-Array = npt.NDArray[Any]
 
 CIRCUITS = {"ov": ("value", "output"), "qk": ("query", "key")}
 """Roles of the two weights of each circuit."""

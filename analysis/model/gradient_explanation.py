@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Wide
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
@@ -26,8 +27,6 @@ from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.rounding import cast
 
 __all__ = ["explain_gradient"]
-
-Wide = npt.NDArray[np.float64]
 
 _DIMS = ("step", "token", "example", "position", "hidden")
 _PER_GRADIENT = {

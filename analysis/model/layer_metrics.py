@@ -12,13 +12,11 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from trajstore.analysis.scan.array_types import Wide
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["METRICS", "Layer", "Metric", "layer_of"]
-
-Wide = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)

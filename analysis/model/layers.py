@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.model.attention_circuits import (
@@ -20,8 +19,9 @@ from trajstore.analysis.model.attention_circuits import (
 )
 from trajstore.analysis.model.layer_metrics import METRICS, Metric, layer_of
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import Points, measure, table
-from trajstore.analysis.scan.facts import Fact, Facts
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import registered, takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -30,8 +30,6 @@ from trajstore.store.reading.recorded_parameters import parameter_dataset, param
 from trajstore.values.vector_rule import VECTORS
 
 __all__ = ["layers", "recorded_norm"]
-
-Array = npt.NDArray[Any]
 
 _SUBJECTS = {
     "params": "parameter",
@@ -149,13 +147,44 @@ def layers(
         return xr.Dataset({"frobenius": recorded.assign_attrs(facts["frobenius"].attributes)})
     entries = parameter_table(ds.attrs)
     pairs = of == "update" or "unchanged" in wanted
-    chosen = _ChosenRows(ds, "grad" if of == "grad" else "W", rows, pairs=pairs)
-    measured = partial(chosen.measure, facts=facts, is_update=of == "update")
+    read = np.union1d(rows, np.maximum(rows - 1, 0)) if pairs else rows
+    is_chosen, has_before = np.isin(read, rows), (read > 0) & pairs
+    kind = "grad" if of == "grad" else "W"
+    stored = {"W": kind, "params": VECTORS[kind]}
+    needed = [stored[name] for name in {entry["variable"] for entry in entries}]
+    input_checks.variables(ds, *needed)
+    part = ds[needed].isel(step=read)
+
+    def measured(
+        split: Callable[..., list[Sequence[Array]]], names: Sequence[str], size: int = 1
+    ) -> da.Array:
+        """Metrics of some parameters, (step, size); `split` makes the factors of each of `size`."""
+        sources: list[Any] = []
+        for at, name in enumerate(names):
+            values = parameter_dataset(part, name)[kind].data.rechunk({1: -1, 2: -1})
+            points = Points(variable=name, type="", blocks=values) if pairs else values
+            sources.append((points, f"s{string.ascii_uppercase[2 * at :][:2]}"))
+        found = measure(
+            _measured,
+            "sp",
+            *sources,
+            is_chosen,
+            has_before,
+            dtype=facts,
+            sizes={"p": size},
+            by_row=True,
+            split=split,
+            pairs=pairs,
+            is_update=of == "update",
+            wanted=tuple(facts),
+        )
+        return found if is_chosen.all() else found[np.flatnonzero(is_chosen)]
+
     if of in CIRCUITS:
         known = attention or gpt2_attention(ds.attrs)
         circuits = circuits_of(ds.attrs, of, known)
         split: Callable[..., Any] = partial(_heads, attention=known, roles=CIRCUITS[of])
-        found = [measured(split, weights, size=known.heads) for weights in circuits.values()]
+        found = [measured(split, weights, known.heads) for weights in circuits.values()]
         names = [f"{block}.head.{head}" for block in circuits for head in range(known.heads)]
     else:
         names = [entry["name"] for entry in entries]
@@ -173,51 +202,6 @@ def _wanted(metrics: str | Sequence[str] | None) -> dict[str, Metric]:
         known = ", ".join(METRICS)
         raise InvalidArgument(f"got metrics={metrics!r}{hint}, expected one or more of {known}")
     return {name: METRICS[name] for name in names}
-
-
-class _ChosenRows:
-    """Chosen rows of all parameters; with `pairs`, also the row before each."""
-
-    def __init__(self, ds: xr.Dataset, kind: str, rows: Array, *, pairs: bool) -> None:
-        stored = {"W": kind, "params": VECTORS[kind]}
-        needed = [stored[name] for name in {one["variable"] for one in ds.attrs["parameters"]}]
-        input_checks.variables(ds, *needed)
-        read = np.union1d(rows, np.maximum(rows - 1, 0)) if pairs else rows
-        self._kind, self._pairs = kind, pairs
-        self._part = ds[needed].isel(step=read)
-        self._is_chosen = np.isin(read, rows)
-        self._has_before = (read > 0) & pairs
-
-    def measure(
-        self,
-        split: Callable[..., list[Sequence[Array]]],
-        names: Sequence[str],
-        *,
-        facts: Facts,
-        is_update: bool,
-        size: int = 1,
-    ) -> da.Array:
-        """Metrics of some parameters, (step, size); `split` makes the factors of each of `size`."""
-        sources: list[Any] = []
-        for at, name in enumerate(names):
-            values = parameter_dataset(self._part, name)[self._kind].data.rechunk({1: -1, 2: -1})
-            points = Points(variable=name, type="", blocks=values) if self._pairs else values
-            sources.append((points, f"s{string.ascii_uppercase[2 * at :][:2]}"))
-        measured = measure(
-            _measured,
-            "sp",
-            *sources,
-            self._is_chosen,
-            self._has_before,
-            dtype=facts,
-            sizes={"p": size},
-            by_row=True,
-            split=split,
-            pairs=self._pairs,
-            is_update=is_update,
-            wanted=tuple(facts),
-        )
-        return measured if self._is_chosen.all() else measured[np.flatnonzero(self._is_chosen)]
 
 
 def _measured(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +9,7 @@ import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import token_labels
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
@@ -19,9 +18,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum
 
 __all__ = ["mean_logits"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 
 def _logits(now: Array, before: Array, state: Wide) -> Wide:

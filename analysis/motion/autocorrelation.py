@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import in_parts, measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -22,9 +23,6 @@ from trajstore.populations.masks import populations
 from trajstore.values.token_norms import hidden_sum
 
 __all__ = ["autocorrelation"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 LAGS = (1, 2, 5, 10, 20)
 
@@ -172,15 +170,16 @@ def autocorrelation(
         "lag": list(chosen),
         "lag_steps": ("lag", np.array(chosen) * spacing),
     }
-    facts = {
-        "token_autocorrelation": Fact("f8", f"autocorrelation of the {of} of a token"),
-        "autocorrelation": Fact("f8", f"autocorrelation of the {of}"),
-    }
+    text = f"autocorrelation of the {of}"
     found = {
-        "token_autocorrelation": (("lag", "token"), _ratio(means)),
-        "autocorrelation": (("lag", "population"), _ratio(together)),
+        "token_autocorrelation": (
+            ("lag", "token"),
+            _ratio(means),
+            Fact("f8", f"{text} of a token"),
+        ),
+        "autocorrelation": (("lag", "population"), _ratio(together), Fact("f8", text)),
     }
-    return dataset(found, facts, coords)
+    return dataset(found, coords)
 
 
 def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import (
     Points,
     in_halves,
@@ -40,8 +41,6 @@ __all__ = [
     "per_population",
 ]
 
-
-Array = npt.NDArray[Any]
 Kernel = Callable[..., dict[str, Any]]
 """Function of a row of one population that returns named numbers. For motion, it is a function of
 (row, previous row, spacing)."""
@@ -52,15 +51,12 @@ def _of_groups(
 ) -> npt.NDArray[np.void]:
     """Facts about each population, (population). An empty one has NaN, or 0 in integers."""
     result = np.zeros(len(groups), record)
-    before, spacing = motion or (None, None)
     for number, group in enumerate(groups):
         at = slice(None) if group.all() else np.nonzero(group)[0]
         if not group.any():
             found = {name: np.nan for name in record.names or () if record[name].base.kind == "f"}
-        elif before is None:
-            found = kernel(now[at])
         else:
-            found = kernel(now[at], before[at], spacing)
+            found = kernel(now[at], *(each[at] if np.ndim(each) else each for each in motion))
         for name, value in found.items():
             result[name][number] = value
     return result

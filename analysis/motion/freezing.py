@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.moving_elements import moved_elements
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.block_tasks import measure
+from trajstore.analysis.scan.consecutive_rows import moved_elements
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -25,15 +25,9 @@ from trajstore.populations.masks import populations
 __all__ = ["freeze"]
 
 _NEVER = {-1: "never"}
-_FACTS = {
-    "last_motion": Fact("i8", "last step with motion", flags=_NEVER),
-    "median_last_motion": Fact("i8", "last step with motion of the median element", flags=_NEVER),
-    "frozen_since": Fact(
-        "i8", "first recorded step after the last motion", flags={-1: "not_frozen"}
-    ),
-    "thaws": Fact("i8", "motions after a freeze"),
-    "moves": Fact("i8", "rows with motion"),
-}
+_LAST = Fact("i8", "last step with motion", flags=_NEVER)
+_LAST_OF_MEDIAN = Fact("i8", "last step with motion of the median element", flags=_NEVER)
+_SINCE = Fact("i8", "first recorded step after the last motion", flags={-1: "not_frozen"})
 
 
 def _follow(
@@ -164,7 +158,7 @@ def freeze(
     scan.require_rows(1, "freeze")
     steps = scan.steps
     coords: dict[Any, Any] = {}
-    found: dict[str, tuple[Any, da.Array]] = {}
+    found: dict[str, tuple[Any, da.Array, Fact]] = {}
     if per == "element":
         points = scan.points(lattice)
         moved = measure(moved_elements, "sth", points, dtype=np.bool_, by_row=True)
@@ -176,7 +170,7 @@ def freeze(
             for table in _by_last_row(steps, min_unchanged)
         )
         median = measure(_lower_median, "t", (last_motion, "th"), dtype=np.int64)
-        found["median_last_motion"] = "token", median
+        found["median_last_motion"] = "token", median, _LAST_OF_MEDIAN
         moving = moved.sum(-1)[1:]
         motion = scan.wrap(moving, points.variable, rows=slice(1, None))
         elements = scan.ds.sizes["hidden"]
@@ -193,7 +187,8 @@ def freeze(
             steps=steps,
             min_unchanged=min_unchanged,
         )
-        found |= {"thaws": ("token", thaws), "moves": ("token", moves)}
+        found["thaws"] = "token", thaws, Fact("i8", "motions after a freeze")
+        found["moves"] = "token", moves, Fact("i8", "rows with motion")
         moving, elements = motion.data, 1
     names, groups = populations(scan.ds)
     dims, sizes = ("token", "hidden")[: since.ndim], {"p": len(names)}
@@ -215,18 +210,16 @@ def freeze(
         dtype=np.float64,
         sizes={"s": len(steps) - 1, **sizes},
     )
+    still = Fact("f8", f"fraction of {per}s that did not move")
+    never = Fact("f8", f"fraction of {per}s that never move again")
     found |= {
-        "last_motion": (dims, last_motion),
-        "frozen_since": (dims, since),
-        "unchanged_fraction": (("step", "population"), unchanged),
-        "frozen_fraction": (("step", "population"), frozen),
-    }
-    facts = _FACTS | {
-        "unchanged_fraction": Fact("f8", f"fraction of {per}s that did not move"),
-        "frozen_fraction": Fact("f8", f"fraction of {per}s that never move again"),
+        "last_motion": (dims, last_motion, _LAST),
+        "frozen_since": (dims, since, _SINCE),
+        "unchanged_fraction": (("step", "population"), unchanged, still),
+        "frozen_fraction": (("step", "population"), frozen, never),
     }
     coords |= {name: values for name, values in motion.coords.items() if values.ndim < 2}
-    result = dataset(found, facts, {**coords, "population": names})
+    result = dataset(found, {**coords, "population": names})
     for name in {"frozen_since", "thaws", "frozen_fraction"} & set(found):
         result[name].attrs["min_unchanged"] = min_unchanged
     return with_lattice_attributes(result, lattice)

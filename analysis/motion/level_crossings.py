@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
@@ -20,9 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED
 
 __all__ = ["crossings"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 LEVELS = (0.5, 0.9, 0.99)
 
@@ -97,38 +95,6 @@ def crossings(
     array([ 7, 12, 13])
     """
     curve = _curve(scan, quantity) if isinstance(quantity, str) else quantity
-    return _of_curve(curve, levels, of)
-
-
-def _curve(scan: Scan, quantity: str) -> xr.DataArray:
-    name, _, variable = quantity.partition(".")
-    if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
-        return scan.ds[name]
-    if name in RECORDED and not variable and name not in QUANTITIES:
-        input_checks.variables(scan.ds, name)  # raises with the option that records it
-    if name not in QUANTITIES or name == "crossings":
-        raise InvalidArgument(
-            f"got quantity={quantity!r}, expected a recorded variable or one of "
-            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
-        )
-    found = QUANTITIES[name].function(scan)
-    if isinstance(found, xr.DataArray) and not variable:
-        return found
-    curves = (
-        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
-        if isinstance(found, xr.Dataset)
-        else []
-    )
-    if variable not in curves:
-        raise InvalidArgument(
-            f"got quantity={quantity!r}, expected "
-            + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
-        )
-    curve: xr.DataArray = found[variable]
-    return curve
-
-
-def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
     wanted = np.atleast_1d(np.asarray(levels, np.float64))
     if not wanted.size or not np.isfinite(wanted).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
@@ -159,15 +125,38 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": wanted}
     meaning = "as a fraction of its change" if of == "change" else "as a value"
-    facts = {
-        f"{which}_crossing": Fact(
-            "i8",
-            f"{which} step at which {curve.name} crosses the level, {meaning}",
-            flags={-1: "never"},
-        )
-        for which in ("first", "last")
-    }
     dims = ("level", *map(str, curve.dims[1:]))
-    return dataset(
-        {name: (dims, found[number]) for number, name in enumerate(facts)}, facts, coords
+    variables = {}
+    for number, which in enumerate(("first", "last")):
+        text = f"{which} step at which {curve.name} crosses the level, {meaning}"
+        fact = Fact("i8", text, flags={-1: "never"})
+        variables[f"{which}_crossing"] = dims, found[number], fact
+    return dataset(variables, coords)
+
+
+def _curve(scan: Scan, quantity: str) -> xr.DataArray:
+    name, _, variable = quantity.partition(".")
+    if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
+        return scan.ds[name]
+    if name in RECORDED and not variable and name not in QUANTITIES:
+        input_checks.variables(scan.ds, name)  # raises with the option that records it
+    if name not in QUANTITIES or name == "crossings":
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected a recorded variable or one of "
+            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
+        )
+    found = QUANTITIES[name].function(scan)
+    if isinstance(found, xr.DataArray) and not variable:
+        return found
+    curves = (
+        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
+        if isinstance(found, xr.Dataset)
+        else []
     )
+    if variable not in curves:
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected "
+            + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
+        )
+    curve: xr.DataArray = found[variable]
+    return curve

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
-from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
+from trajstore.analysis.scan.consecutive_rows import (
+    changed_vectors,
+    moved_elements,
+    moved_vectors,
+    tiles,
+)
 from trajstore.analysis.scan.facts import Fact, record_of
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["last_moving_element", "moved_elements"]
-
-Array = npt.NDArray[Any]
+__all__ = ["last_moving_element"]
 
 _FACTS = {
     "last_moving_element": Fact("i8", "element that moved last", flags={-1: "never"}),
@@ -52,13 +52,6 @@ def _last_moves(block: Array, boundary: Array, steps: Array) -> npt.NDArray[np.v
         found["moving_elements"][at] = elements.sum(-1)
         found["last_moving_size"][at] = size[np.arange(at.size), element]
     return result
-
-
-def moved_elements(before: Array, after: Array) -> npt.NDArray[np.bool_]:
-    """True for elements that differ in more than the sign of a zero."""
-    bits, new = unsigned_view(before), unsigned_view(after)
-    magnitude = NATIVE_TYPES[before.dtype.name].sign_mask - 1
-    return np.asarray((bits != new) & (((bits | new) & magnitude) != 0))
 
 
 def _latest(segments: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

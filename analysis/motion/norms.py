@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.consecutive_rows import measure_rows
 from trajstore.analysis.scan.input_checks import hold_only_changes
@@ -26,9 +26,6 @@ __all__ = [
 ]
 
 
-Array = npt.NDArray[Any]
-
-
 def check_order(order: float) -> float:
     """Order of a norm as a number.
 
@@ -37,13 +34,9 @@ def check_order(order: float) -> float:
     InvalidArgument
         If it is not 1, 2 or inf.
     """
-    try:
-        number = float(order)
-    except (TypeError, ValueError):
-        number = np.nan
-    if number not in (1, 2, np.inf):
+    if order not in (1, 2, np.inf):
         raise InvalidArgument(f"got a norm of order {order!r}, expected 1, 2 or inf")
-    return number
+    return float(order)
 
 
 def order_label(order: float) -> str:

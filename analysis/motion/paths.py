@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -25,9 +25,6 @@ __all__ = [
     "path_efficiency",
     "radial_tangential",
 ]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -132,13 +129,13 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
         "window": steps[ends],
         "window_start": ("window", steps[starts]),
     }
-    facts = {
-        "path_efficiency": Fact("f8", "displacement over length of the path"),
-        "path_length": Fact("f8", "length of the path", scan.units),
-    }
+    dims = ("window", "token")
     efficiency = measure(_straight, "wt", (both[0], "wt"), (both[1], "wt"), dtype=np.float64)
-    results = zip(facts, (efficiency, both[1]), strict=True)
-    return dataset({name: (("window", "token"), data) for name, data in results}, facts, coords)
+    found = {
+        "path_efficiency": (dims, efficiency, Fact("f8", "displacement over length of the path")),
+        "path_length": (dims, both[1], Fact("f8", "length of the path", scan.units)),
+    }
+    return dataset(found, coords)
 
 
 def _straight(moved: Wide, path: Wide) -> Wide:

@@ -92,11 +92,16 @@ def discontinuities(
     pace = pace.drop_attrs().transpose("step", "token").chunk({"token": -1})
     mean = measure(_mean, "s", pace.data, dtype=np.float64).rechunk(-1)
     score = measure(_scores, "s", mean, window=window, dtype=np.float64)
-    facts = {
-        "mean_speed": Fact("f8", "mean speed of all tokens", f"{scan.units} per step"),
-        "discontinuity_score": Fact("f8", "robust z-score of the change of log mean speed"),
-        "discontinuity": Fact("bool", "abrupt change of pace", None),
+    speeds = Fact("f8", "mean speed of all tokens", f"{scan.units} per step")
+    scores = Fact("f8", "robust z-score of the change of log mean speed")
+    found = {
+        "mean_speed": ("step", mean, speeds),
+        "discontinuity_score": ("step", score, scores),
+        "discontinuity": (
+            "step",
+            abs(score) > threshold,
+            Fact("bool", "abrupt change of pace", None),
+        ),
     }
-    results = zip(facts, (mean, score, abs(score) > threshold), strict=True)
     coords = {name: values for name, values in pace.coords.items() if "token" not in values.dims}
-    return dataset({name: ("step", data) for name, data in results}, facts, coords)
+    return dataset(found, coords)

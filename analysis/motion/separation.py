@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
+from trajstore.analysis.scan.array_types import Wide
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import quantity
@@ -16,8 +16,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.values.token_norms import vector_norm
 
 __all__ = ["separation"]
-
-Wide = npt.NDArray[np.float64]
 
 
 def _directions(vectors: Wide) -> Wide:
@@ -69,19 +67,15 @@ def separation(scan: Scan, of: Literal["centroid", "displacement"] = "centroid")
     center = centroid(scan)["centroid"]
     vectors = center if of == "centroid" else center - center[:1].drop_vars("step").squeeze("step")
     names = vectors["population"].values
-    facts = {
-        "separation": Fact("f8", f"distance between {of}s", scan.units),
-        "separation_angle": Fact("f8", f"angle between {of}s", "degree"),
-        "direction": Fact("f8", f"direction of the {of}"),
-    }
     data = vectors.data.rechunk({1: -1, 2: -1})
     sizes = {"f": 2, "o": len(names)}
     pairs = measure(_pairs, "sfpo", (data, "sph"), dtype=np.float64, sizes=sizes)
     direction = measure(_directions, "sph", (data, "sph"), dtype=np.float64)
     dims = ("step", "population", "other_population")
+    distance = Fact("f8", f"distance between {of}s", scan.units)
     found = {
-        "separation": (dims, pairs[:, 0]),
-        "separation_angle": (dims, pairs[:, 1]),
-        "direction": (("step", "population", "hidden"), direction),
+        "separation": (dims, pairs[:, 0], distance),
+        "separation_angle": (dims, pairs[:, 1], Fact("f8", f"angle between {of}s", "degree")),
+        "direction": (vectors.dims, direction, Fact("f8", f"direction of the {of}")),
     }
-    return dataset(found, facts, {**dict(vectors.coords), "other_population": names})
+    return dataset(found, {**dict(vectors.coords), "other_population": names})

@@ -417,12 +417,8 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     blocks = measure(_last_steps, "spt", regime.data, scan.steps[1:], dtype=np.int64, sizes=sizes)
     last = blocks.max(0)
     coords = {name: values for name, values in regime.coords.items() if values.dims == ("token",)}
-    result = dataset(
-        {name: ("token", last[number]) for number, name in enumerate(_PHASES)},
-        {
-            name: Fact("i8", f"last step in the regime {' or '.join(phase)}", flags={-1: "never"})
-            for name, phase in _PHASES.items()
-        },
-        coords,
-    )
-    return with_lattice_attributes(result, lattice)
+    found = {}
+    for number, (name, phase) in enumerate(_PHASES.items()):
+        text = f"last step in the regime {' or '.join(phase)}"
+        found[name] = "token", last[number], Fact("i8", text, flags={-1: "never"})
+    return with_lattice_attributes(dataset(found, coords), lattice)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import dask.array as da
 import numpy as np
@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.facts import Fact
@@ -18,9 +19,7 @@ from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Count
 
-__all__ = ["heatmap", "pool_heatmap"]
-
-Array = npt.NDArray[Any]
+__all__ = ["heatmap"]
 
 _FACTS = {
     "dead_fraction": Fact("f8", "fraction of dead tokens"),
@@ -114,32 +113,15 @@ def heatmap(
     (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
     """
     scan.require_rows(2, "heatmap")
-    if of == "regime":
-        values = regimes(scan, lattice)["regime"]
-    else:
-        values = lattice_displacement(scan, ord=1, lattice=lattice)
+    regime = of == "regime"
+    values = (
+        regimes(scan, lattice)["regime"]
+        if regime
+        else lattice_displacement(scan, ord=1, lattice=lattice)
+    )
     last = freeze(scan, lattice=lattice)["last_motion"]
-    return pool_heatmap(values, last, most_steps, most_groups)
-
-
-def pool_heatmap(
-    values: xr.DataArray, last: xr.DataArray, most_steps: int = 1000, most_groups: int = 600
-) -> xr.Dataset:
-    """Compute `heatmap` from known regimes or hops.
-
-    Parameters
-    ----------
-    values : DataArray, (step, token)
-        int8 for regimes, anything else for hops.
-    last : DataArray, int64 (token)
-        Step of the last motion of each token.
-    most_steps, most_groups : int
-        As for `heatmap`.
-    """
-    regime = values.dtype == np.int8
     rows = _starts(values.sizes["step"], most_steps)
     columns = _starts(values.sizes["token"], most_groups)
-    dtype = np.int8 if regime else np.float64
     sizes = {"r": rows.size, "g": columns.size}
     data = measure(
         _groups,
@@ -149,7 +131,7 @@ def pool_heatmap(
         rows=rows,
         columns=columns,
         regime=regime,
-        dtype=dtype,
+        dtype=np.int8 if regime else np.float64,
         sizes=sizes,
     )
     dead = values.coords.get("is_dead", xr.zeros_like(last, bool)).values

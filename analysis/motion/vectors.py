@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid, per_population
 from trajstore.analysis.motion.velocity import displacements
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
@@ -22,8 +22,6 @@ from trajstore.schema import variable
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["VECTORS", "vectors", "vectors_named"]
-
-Array = npt.NDArray[Any]
 
 OF_TOKENS = ("grad", "exp_avg", "exp_avg_sq", "delta")
 OF_POPULATIONS = ("centroid", "largest_cluster")

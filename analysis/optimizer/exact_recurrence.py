@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.optimizer_rule import OptimizerRule
 
 __all__ = ["follow", "follow_rows", "intended_change"]
-
-Array = npt.NDArray[Any]
-Wide = npt.NDArray[np.float64]
 
 _LOOP = CompiledLoop("trajstore.analysis.optimizer.exact_recurrence", "follow_rows")
 

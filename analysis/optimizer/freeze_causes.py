@@ -13,6 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import field, in_turn, measure
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
 from trajstore.analysis.scan.facts import Fact, dataset
@@ -31,8 +32,6 @@ __all__ = [
     "adam_update",
     "freeze_cause",
 ]
-
-Array = npt.NDArray[Any]
 
 CAUSES = (
     "moved",
@@ -157,8 +156,8 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     rule = input_checks.adam_rule(scan.ds, optimizer)
     points = scan.rows_of("W")
 
-    def update(in_ulp: bool) -> tuple[Any, da.Array]:
-        data = measure(
+    def update(in_ulp: bool) -> da.Array:
+        return measure(
             _update_kernel,
             "sth",
             points,
@@ -171,18 +170,16 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
             native=points.type,
             in_ulp=in_ulp,
             dtype=result_dtype(points.blocks.dtype),
-        )
-        return dims, data[1:]
+        )[1:]
 
     dims = ("step", "token", "hidden")
-    facts = {
-        "adam_update": Fact("f8", "update before rounding", scan.units),
-        "adam_update_ulp": Fact(
-            "f8", "update before rounding, in spacings of W", f"{points.type} spacings"
-        ),
+    change = Fact("f8", "update before rounding", scan.units)
+    hop = Fact("f8", "update before rounding, in spacings of W", f"{points.type} spacings")
+    found = {
+        "adam_update": (dims, update(in_ulp=False), change),
+        "adam_update_ulp": (dims, update(in_ulp=True), hop),
     }
-    found = {name: update(in_ulp) for name, in_ulp in zip(facts, (False, True), strict=True)}
-    return dataset(found, facts, scan.coords("W", dims, slice(1, None)))
+    return dataset(found, scan.coords("W", dims, slice(1, None)))
 
 
 def _unchanged(before: Array, after: Array) -> npt.NDArray[np.bool_]:

@@ -12,8 +12,9 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import chunks_of, measure
-from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.consecutive_rows import moved_elements, tiles
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
@@ -24,11 +25,9 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import POPULATIONS, members
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 from trajstore.values.token_norms import result_dtype, token_norm
-from trajstore.values.ulp_lattice import spacing, unsigned_view
+from trajstore.values.ulp_lattice import spacing
 
 __all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_attribution"]
-
-Array = npt.NDArray[Any]
 
 COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
 """Changes of the optimizer. The first is no change, for comparison."""
@@ -123,17 +122,15 @@ def freeze_attribution(
         "outcome_name",
     )
     units = f"{native_dtype(scan.ds['W'])} spacings; of float32 for float32_weights"
-    known = {
-        "attribution": Fact("i1", "outcome of the counterfactual", None, OUTCOMES),
-        "attribution_margin": Fact("f8", "largest update of the computed steps", units),
-        "attribution_steps": Fact("i8", "computed steps after the last motion"),
-        "attribution_counts": Fact("i8", "number of tokens"),
-    }
+    dims = ("counterfactual", "token")
+    outcome = Fact("i1", "outcome of the counterfactual", None, OUTCOMES)
+    margin = Fact("f8", "largest update of the computed steps", units)
+    steps = Fact("i8", "computed steps after the last motion")
     found = {
-        "attribution": (("counterfactual", "token"), attribution.T),
-        "attribution_margin": (("counterfactual", "token"), facts[:, _MARGIN].T),
-        "attribution_steps": ("token", facts[:, _TRIED].astype(np.int64)),
-        "attribution_counts": (counts.dims, counts.data),
+        "attribution": (dims, attribution.T, outcome),
+        "attribution_margin": (dims, facts[:, _MARGIN].T, margin),
+        "attribution_steps": ("token", facts[:, _TRIED].astype(np.int64), steps),
+        "attribution_counts": (counts.dims, counts.data, Fact("i8", "number of tokens")),
     }
     coords = {
         **scan.coords("W", ("token",)),
@@ -141,7 +138,7 @@ def freeze_attribution(
         "counterfactual": list(COUNTERFACTUALS),
         "outcome_name": list(OUTCOMES),
     }
-    return dataset(found, known, coords)
+    return dataset(found, coords)
 
 
 def _check_lattice(scan: Scan, lattice: str) -> None:
@@ -256,8 +253,7 @@ def _fold_kernel(
 
 def _unchanged_since(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """Rows from which on each token does not move any more: (row, token)."""
-    same = unsigned_view(before) == unsigned_view(after)
-    unchanged = (same | ((before == 0) & (after == 0))).all(-1)
+    unchanged = np.asarray(~moved_elements(before, after).any(-1))
     return np.asarray(np.logical_and.accumulate(unchanged[::-1], axis=0)[::-1])
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
 __all__ = ["lost_by_parameter"]
-
-Array = npt.NDArray[Any]
 
 
 def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:

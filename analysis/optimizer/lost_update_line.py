@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact, dataset
 from trajstore.analysis.scan.quantity import takes_scan
@@ -21,15 +22,8 @@ from trajstore.values.ulp_lattice import spacing
 
 __all__ = ["moment_plane"]
 
-Array = npt.NDArray[Any]
-
 _EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
 _LEVELS = (0.05, 0.5, 0.95)
-_FACTS = {
-    "count": Fact("i8", "elements"),
-    "elsewhere": Fact("i8", "elements outside the classes"),
-    "threshold": Fact("f8", "|m| below which an update is lost", "nat"),
-}
 
 
 def _counts(first: Array, second: Array, groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -134,10 +128,11 @@ def moment_plane(
         sizes={"q": len(_LEVELS), "r": classes},
     )
     elsewhere = groups.sum(-1) * ds.sizes["hidden"] - counts.sum((1, 2))
+    lost = Fact("f8", "|m| below which an update is lost", "nat")
     found = {
-        "count": (("population", "root_class", "size_class"), counts),
-        "elsewhere": ("population", elsewhere),
-        "threshold": (("quantile", "root_class"), thresholds),
+        "count": (("population", "root_class", "size_class"), counts, Fact("i8", "elements")),
+        "elsewhere": ("population", elsewhere, Fact("i8", "elements outside the classes")),
+        "threshold": (("quantile", "root_class"), thresholds, lost),
     }
     coords = {
         "step": at,
@@ -147,4 +142,4 @@ def moment_plane(
         "lower": ("root_class", _EDGES[:-1]),
         "upper": ("root_class", _EDGES[1:]),
     }
-    return dataset(found, _FACTS, coords)
+    return dataset(found, coords)

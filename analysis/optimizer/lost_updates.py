@@ -12,6 +12,7 @@ import xarray as xr
 from trajstore.analysis.optimizer.exact_recurrence import intended_change
 from trajstore.analysis.optimizer.moments import Recurrence, steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.facts import Fact
@@ -21,8 +22,6 @@ from trajstore.populations.masks import populations
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
 __all__ = ["moment_stuck"]
-
-Array = npt.NDArray[Any]
 
 _VARIABLES = (*MOMENTS, "W")
 

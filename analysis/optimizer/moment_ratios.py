@@ -17,6 +17,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure, table
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.facts import Fact, Facts
@@ -27,8 +28,6 @@ from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["CLASSES", "moment_error", "quantiles_of_counts", "ratio_classes"]
-
-Array = npt.NDArray[Any]
 
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
 
@@ -130,22 +129,6 @@ def _squares_kernel(recorded: Array, exact: npt.NDArray[np.float64]) -> npt.NDAr
     return result
 
 
-def _disjoint(
-    groups: npt.NDArray[np.bool_],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
-    """Split populations, which may overlap, into disjoint sets of tokens.
-
-    Returns
-    -------
-    ndarray of int, (population, set)
-        1 if the population contains the set.
-    ndarray of int, (token,)
-        Set of each token.
-    """
-    members, kind = np.unique(groups, axis=1, return_inverse=True)
-    return members.astype(np.int64), kind.reshape(-1)
-
-
 def _error_kernel(
     counts: npt.NDArray[np.int64],
     squares: npt.NDArray[np.void],
@@ -228,9 +211,11 @@ def _errors(
 ) -> list[da.Array]:
     """Ratio of norms and quantiles in each block of rows, (step, population, moment)."""
     by_token = recurrence.gradient.chunks[1]
-    members, kind = _disjoint(groups)
+    # Populations may overlap, so tokens are counted in disjoint sets: the members of each, and the
+    # set of each token.
+    members, kind = np.unique(groups, axis=1, return_inverse=True)
     kinds = members.shape[1]
-    group = da.from_array(kind[None, :, None], chunks=((1,), by_token, (1,)))
+    group = da.from_array(kind.reshape(1, -1, 1), chunks=((1,), by_token, (1,)))
 
     def of_moment(recorded: da.Array, exact: da.Array) -> da.Array:
         counts = measure(
@@ -250,7 +235,7 @@ def _errors(
             (counts.sum(axis=1), "sc"),
             squares.rechunk({1: -1}),
             groups=groups,
-            members=members,
+            members=members.astype(np.int64),
             levels=levels,
             dtype=facts,
             sizes={"p": len(groups)},

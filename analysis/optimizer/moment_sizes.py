@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moments import steps_taken
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.quantity import quantity
@@ -19,8 +20,6 @@ from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 from trajstore.values.token_norms import hidden_sum
 
 __all__ = ["moment_sizes"]
-
-Array = npt.NDArray[Any]
 
 _FACTS = {
     "first_moment_size": Fact("f8", "mean of |m̂| over hidden", "nat"),

@@ -17,6 +17,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from trajstore.analysis.optimizer.exact_recurrence import follow
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import Points, last_row, last_rows, measure, waiting
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
@@ -30,8 +31,6 @@ __all__ = [
     "exact_moments",
     "steps_taken",
 ]
-
-Array = npt.NDArray[Any]
 
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20

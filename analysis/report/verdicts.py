@@ -13,9 +13,9 @@ from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.norms import grad_norms
 from trajstore.analysis.motion.resume_discontinuities import discontinuities
 from trajstore.analysis.optimizer.freeze_causes import CAUSES, freeze_cause
+from trajstore.analysis.scan.input_checks import available
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.masks import populations
 
 __all__ = ["evidence", "verdicts"]
@@ -27,17 +27,14 @@ def evidence(scan: Scan, min_unchanged: int) -> tuple[dict[str, xr.Dataset], dic
         "gradients": _gradients,
         "freezing": partial(_freezing, min_unchanged=min_unchanged),
         "causes": _causes,
-        "discontinuities": _discontinuities,
+        "discontinuities": lambda scan: discontinuities(scan)[["discontinuity"]],
     }
-    found: dict[str, xr.Dataset] = {}
-    unknown: dict[str, str] = {}
-    for name, question in questions.items():
-        try:
-            scan.require_rows(2, name)
-            found[name] = question(scan)
-        except (VariableNotRecorded, InvalidArgument) as error:
-            unknown[name] = str(error)
-    return found, unknown
+
+    def answer(name: str) -> xr.Dataset:
+        scan.require_rows(2, name)
+        return questions[name](scan)
+
+    return available({name: partial(answer, name) for name in questions})
 
 
 def _gradients(scan: Scan) -> xr.Dataset:
@@ -50,10 +47,6 @@ def _freezing(scan: Scan, min_unchanged: int) -> xr.Dataset:
     names, groups = populations(scan.ds)
     facts = freeze(scan, min_unchanged)[["last_motion", "frozen_since", "moves"]]
     return facts.assign(member=(("population", "token"), groups)).assign_coords(population=names)
-
-
-def _discontinuities(scan: Scan) -> xr.Dataset:
-    return discontinuities(scan)[["discontinuity"]]
 
 
 def _causes(scan: Scan) -> xr.Dataset:

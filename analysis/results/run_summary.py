@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
+from trajstore.analysis.scan.facts import Fact
 from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
 from trajstore.analysis.scan.scan import Scan
@@ -23,6 +23,7 @@ from trajstore.values.token_norms import vector_norm
 
 __all__ = ["summary"]
 
+_FACTS = {"centroid_norm": Fact("f8", "norm of the centroid")}
 _STATISTICS = ("mean", "min", "max", "median")
 
 
@@ -31,33 +32,13 @@ def _table(da: xr.DataArray) -> xr.DataArray:
     return made[list(_STATISTICS)].to_dataarray("statistic")
 
 
-def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Norm of the mean vector of each group: (row, token, hidden) to (row, population)."""
-    wide = W.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        centroids = [
-            wide[:, group].sum(1) / group.sum()
-            if group.any()
-            else np.full(wide[:, 0].shape, np.nan)
-            for group in groups
-        ]
-    return np.stack([vector_norm(centroid) for centroid in centroids], -1)
+def _centroid_norm(now: Array) -> dict[str, Array]:
+    return {"centroid_norm": vector_norm(now.astype(np.float64).sum(0) / len(now))}
 
 
-def _ends(ds: xr.Dataset, groups: npt.NDArray[np.bool_], populations: int) -> xr.DataArray:
-    """Norm of the centroids at the first and the last row, (state, population)."""
-    ends = ds["W"].isel(step=[0, -1])
-    result: xr.DataArray = xr.apply_ufunc(
-        _centroid_norms,
-        ends.chunk({"step": -1, "token": -1}) if ends.chunks is not None else ends,
-        kwargs={"groups": groups},
-        input_core_dims=[["step", "token", "hidden"]],
-        output_core_dims=[["state", "population"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": populations}},
-    )
-    return result
+def _of_ends(array: xr.DataArray, dim: str = "when") -> xr.DataArray:
+    """The first and the last row along another dimension."""
+    return array.isel(step=[0, -1]).rename(step=dim).drop_vars(dim)
 
 
 @checks_types
@@ -116,23 +97,22 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     parts: dict[str, xr.DataArray] = {}
     if "grad" in ds:
         norms = grad_norms(Scan(ds.isel(step=slice(1, None))))
-        ends = norms.isel(step=[0, -1]).rename(step="when").drop_vars("when")
-        parts["grad_norms"] = _table(ends)
+        parts["grad_norms"] = _table(_of_ends(norms))
         if "dead" in names:
             dead = groups[names.index("dead")].nonzero()[0]
             parts["max_dead_grad_norm"] = (
                 norms.isel(token=dead).max(skipna=False) if dead.size else xr.DataArray(np.nan)
             )
-    if "loss" in ds:
-        parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
-    if "param_update_lost" in ds:
-        recorded = ds["param_update_lost"].isel(step=trained)
-        parts["param_update_lost"] = recorded.rename(step="when").drop_vars("when")
-    elif holds_all_parameters(ds):
+    for name in ("loss", "param_update_lost"):
+        if name in ds:
+            parts[name] = _of_ends(ds[name].isel(step=slice(1, None)))
+    if "param_update_lost" not in ds and holds_all_parameters(ds):
         parts["param_update_lost"] = lost_by_parameter(ds, trained).rename(row="when")
     parts["displacement"] = _table(displacement(Scan(ds)).isel(step=-1, drop=True))
     if "W" in ds:
-        parts["centroid_norm"] = _ends(ds, groups, len(names))
+        ends = Scan(ds.isel(step=[0, -1]))
+        norm = per_population(ends, None, _centroid_norm, _FACTS, motion=False)["centroid_norm"]
+        parts["centroid_norm"] = _of_ends(norm, "state")
     if "logits" in ds:
         logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
         of_logits = {

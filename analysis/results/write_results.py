@@ -58,88 +58,57 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
         ``populations``, with the same for each population. A small table of counts also has
         ``values``, and ``labels`` along each dimension.
     """
-    parts: dict[tuple[Any, str | None], xr.DataArray] = {
-        (name, None): whole for name, whole in result.data_vars.items()
-    } | {
-        (name, population): array
-        for name, whole in result.data_vars.items()
-        for population, array in _populations(whole).items()
+    (found,) = compute_all([{str(name): _facts(result[name]) for name in result.data_vars}], report)
+    return {name: _computed(facts) for name, facts in found.items()}
+
+
+def _facts(array: xr.DataArray) -> dict[str, Any]:
+    """Facts about a variable, of which the numbers are lazy."""
+    parts: dict[str, xr.DataArray] = {}
+    if "population" in array.dims and "population" in array.coords:
+        names = array["population"].values.tolist()
+        parts = {str(name): array.isel(population=at) for at, name in enumerate(names)}
+    facts = {
+        "sizes": {str(dim): size for dim, size in array.sizes.items()},
+        "units": str(array.attrs.get("units", "")),
+        "long_name": str(array.attrs.get("long_name", array.name)),
+        **_numbers(array),
+        "populations": {name: _numbers(part) for name, part in parts.items()},
     }
-    lazy = {
-        (*part, fact): value
-        for part, array in parts.items()
-        if array.size
-        for fact, value in _extremes(array).items()
-    } | {
-        (name, None, "values"): result[name]
-        for name in result.data_vars
-        if _are_counts(result[name])
-    }
-    values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
-
-    def facts_of(name: Any, population: str | None) -> dict[str, Any]:
-        numbers = {
-            fact: values[name, population, fact].item()
-            if (name, population, fact) in lazy
-            else none
-            for fact, none in _EMPTY_STATISTICS.items()
-        }
-        part = parts[name, population]
-        counts = {
-            meaning: values[name, population, meaning].item() if part.size else 0
-            for meaning in flags_of(part).values()
-        }
-        return {**numbers, "size": part.size, "flags": counts}
-
-    return {
-        str(name): {
-            "sizes": {str(dim): size for dim, size in array.sizes.items()},
-            "units": str(array.attrs.get("units", "")),
-            "long_name": str(array.attrs.get("long_name", name)),
-            **facts_of(name, None),
-            "populations": {one: facts_of(name, one) for one in _populations(array)},
-            **_counts(values.get((name, None, "values"))),
-        }
-        for name, array in result.data_vars.items()
-    }
+    if _are_counts(array):
+        labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}
+        facts |= {"values": array, "labels": labels}
+    return facts
 
 
-_EMPTY_STATISTICS: dict[str, float] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
-
-
-def _extremes(array: xr.DataArray) -> dict[str, xr.DataArray]:
+def _numbers(array: xr.DataArray) -> dict[str, Any]:
     flags = flags_of(array)
-    counts = {meaning: (array == value).sum() for value, meaning in flags.items()}
-    if is_category(array):
-        return counts
-    array = array.where(~array.isin([*flags])) if flags else array
-    return counts | {
-        "min": array.min(),
-        "mean": array.astype(np.float64).mean(),
-        "max": array.max(),
-        "nan": xr.zeros_like(array.sum(), int) if flags else array.isnull().sum(),
+    counts = {
+        meaning: (array == value).sum() if array.size else 0 for value, meaning in flags.items()
     }
+    numbers: dict[str, Any] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
+    if array.size and not is_category(array):
+        known = array.where(~array.isin([*flags])) if flags else array
+        numbers = {
+            "min": known.min(),
+            "mean": known.astype(np.float64).mean(),
+            "max": known.max(),
+            "nan": 0 if flags else known.isnull().sum(),
+        }
+    return {**numbers, "size": array.size, "flags": counts}
 
 
-def _populations(array: xr.DataArray) -> dict[str, xr.DataArray]:
-    """The parts of a variable along population, by name."""
-    if "population" not in array.dims or "population" not in array.coords:
-        return {}
-    names = array["population"].values.tolist()
-    return {str(name): array.isel(population=at) for at, name in enumerate(names)}
+def _computed(facts: Any) -> Any:
+    """Facts with computed arrays as numbers and lists."""
+    if isinstance(facts, dict):
+        return {name: _computed(fact) for name, fact in facts.items()}
+    return facts.values.tolist() if isinstance(facts, xr.DataArray) else facts
 
 
 def _are_counts(array: xr.DataArray) -> bool:
     """True for a small table of counts whose dimensions all have text labels."""
     labelled = all(dim in array.coords and array[dim].dtype.kind in "UTO" for dim in array.dims)
     return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _MOST_COUNTS
-
-
-def _counts(array: xr.DataArray | None) -> dict[str, Any]:
-    if array is None:
-        return {}
-    labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}
-    return {"values": array.values.tolist(), "labels": labels}
 
 
 def write_result(

@@ -1,5 +1,7 @@
 """One pass over the rows of a run.
 
+``array_types``
+    Types of NumPy arrays.
 ``block_tasks``
     Kernels applied to blocks of rows or to single rows, last rows, and the order of tasks.
 ``consecutive_rows``

@@ -20,6 +20,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.facts import Facts, dataset, record_of
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
     "waiting",
     "whole_rows",
 ]
-
-Array = npt.NDArray[Any]
 
 # Pairs of vectors per task: rows with few tokens are combined to limit dask's overhead.
 _PAIRS_OF_A_TASK = 1 << 24
@@ -268,8 +267,8 @@ def table(
     coords : mapping
     """
     arrays = {name: field(measured, name) for name in facts}
-    variables = {name: (dims[: data.ndim], data) for name, data in arrays.items()}
-    return dataset(variables, facts, coords)
+    variables = {name: (dims[: data.ndim], data, facts[name]) for name, data in arrays.items()}
+    return dataset(variables, coords)
 
 
 def shared(values: Array) -> Any:

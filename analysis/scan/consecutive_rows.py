@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import (
     result_dtype,
@@ -30,13 +31,12 @@ __all__ = [
     "changed_vectors",
     "measure_pairs",
     "measure_rows",
+    "moved_elements",
     "moved_vectors",
     "pair_dtype",
     "regime_of_hops",
     "tiles",
 ]
-
-Array = npt.NDArray[Any]
 
 MEASURES = (
     "moved",
@@ -215,11 +215,16 @@ def moved_vectors(
     """True for each changed vector that differs in more than the sign of a zero."""
     if _holds_negative_zero(earlier) or _holds_negative_zero(later):
         at = np.nonzero(changed)
-        before, after = unsigned_view(earlier)[at], unsigned_view(later)[at]
-        magnitude = NATIVE_TYPES[earlier.dtype.name].sign_mask - 1
         changed = changed.copy()
-        changed[at] = ((before != after) & (((before | after) & magnitude) != 0)).any(-1)
+        changed[at] = moved_elements(earlier[at], later[at]).any(-1)
     return changed
+
+
+def moved_elements(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
+    """True for elements that differ in more than the sign of a zero."""
+    before, after = unsigned_view(earlier), unsigned_view(later)
+    magnitude = NATIVE_TYPES[earlier.dtype.name].sign_mask - 1
+    return np.asarray((before != after) & (((before | after) & magnitude) != 0))
 
 
 def _holds_negative_zero(stored: Array) -> bool:

@@ -50,11 +50,8 @@ def record_of(facts: Facts) -> np.dtype[Any]:
 
 
 def dataset(
-    variables: Mapping[str, tuple[Any, Any]],
-    facts: Facts,
-    coords: Mapping[Any, Any],
+    variables: Mapping[str, tuple[Any, Any, Fact]], coords: Mapping[Any, Any]
 ) -> xr.Dataset:
-    """Dataset of variables, given as dimensions and data, with the attributes of their facts."""
-    return xr.Dataset(
-        {name: (*each, facts[name].attributes) for name, each in variables.items()}, coords
-    )
+    """Dataset of variables: dimensions, data, and the fact that gives the attributes."""
+    found = {name: (dims, data, fact.attributes) for name, (dims, data, fact) in variables.items()}
+    return xr.Dataset(found, coords)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from trajstore.values.optimizer_rule import ADAM, OptimizerRule
 __all__ = [
     "RUN",
     "adam_rule",
+    "available",
     "check_every_step",
     "check_single_run",
     "hold_only_changes",
@@ -111,6 +112,20 @@ def variables(ds: xr.Dataset, *names: str) -> None:
         raise VariableNotRecorded(
             f"this analysis requires {', '.join(missing)}, which the run does not hold{remedy}"
         )
+
+
+def available(
+    questions: Mapping[str, Callable[[], xr.Dataset]],
+) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+    """Answers by name, and the reason for those that the run does not give."""
+    found: dict[str, xr.Dataset] = {}
+    unknown: dict[str, str] = {}
+    for name, question in questions.items():
+        try:
+            found[name] = question()
+        except (VariableNotRecorded, InvalidArgument) as error:
+            unknown[name] = str(error)
+    return found, unknown
 
 
 def _recording_of(names: Sequence[str]) -> str:

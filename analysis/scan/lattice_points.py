@@ -6,13 +6,11 @@ values that the forward pass uses under autocast.
 
 from __future__ import annotations
 
-from typing import Any
-
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
@@ -28,8 +26,6 @@ __all__ = [
     "place_on_lattice",
     "with_lattice_attributes",
 ]
-
-Array = npt.NDArray[Any]
 
 
 def chosen_type(lattice: str, native: str) -> str:

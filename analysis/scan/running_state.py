@@ -11,11 +11,10 @@ import numpy.typing as npt
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import per_row
 
 __all__ = ["fold"]
-
-Array = npt.NDArray[Any]
 
 
 def _call(kernel: Callable[..., Any], options: dict[str, Any], *blocks: Any) -> Any:

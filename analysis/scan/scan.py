@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import block_tasks, input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import Points, field, measure, table
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from trajstore.analysis.scan.facts import Facts
@@ -35,7 +36,6 @@ from trajstore.values.token_norms import result_dtype
 
 __all__ = ["Scan", "native_dtype"]
 
-Array = npt.NDArray[Any]
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
 _DIMS = ("step", "token", "hidden")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dask
-from dask.base import get_scheduler
+from dask.base import get_scheduler, unpack_collections
 from dask.callbacks import Callback
 
 __all__ = ["Report", "compute_all", "progress_of_tasks", "return_memory"]
@@ -39,7 +39,7 @@ def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any,
     Parameters
     ----------
     lazy : sequence
-        Dask collections. Other objects are returned unchanged.
+        Dask collections, or dicts and lists that hold them. Other objects are returned unchanged.
     report : callable, optional
         Called with the numbers of finished and of all tasks.
     """
@@ -55,14 +55,14 @@ def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any,
         def _draw_bar(self, remaining: int, all: int, **_: Any) -> None:
             forward(all - remaining, all)
 
-    futures = client.compute(list(lazy))
-    pending = [one for one in futures if hasattr(one, "key")]
+    collections, repack = unpack_collections(*lazy)
+    futures = client.compute(collections)
     try:
-        if pending:
-            client.sync(Bar(pending, client.scheduler.address).listen)
-        return tuple(client.gather(futures))
+        if futures:
+            client.sync(Bar(futures, client.scheduler.address).listen)
+        return tuple(repack(client.gather(futures)))
     except BaseException:
-        client.cancel(pending)
+        client.cancel(futures)
         raise
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import settings
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["DIFFERENCE", "check_comparable", "differences", "differing_names", "first_step"]
-
-Array = npt.NDArray[Any]
 
 DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])
 """Number of elements that differ in any bit, and the squared distance."""

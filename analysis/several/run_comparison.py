@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import field, measure
 from trajstore.analysis.several.differences import (
     DIFFERENCE,
@@ -25,8 +25,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import VARIABLES, variables_of
 
 __all__ = ["compare"]
-
-Array = npt.NDArray[Any]
 
 
 def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:

@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from example_run import write_example_run
 
 from trajstore.schema import EVALUATION
 
 pytest.importorskip("matplotlib")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "letters.zarr"
-    write_example_run(path)
-    return path
+@pytest.fixture
+def run(example_run: Path) -> Path:
+    return example_run
 
 
 def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
@@ -29,7 +26,7 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     out = trajstore_cli("plot", run, "grad-norms", "-o", one, "--style", "dark").stdout
     assert "norms.svg: grad_norms." in out
     text = one.read_text()
-    assert "letters.zarr · W 128 × 4, AdamW, bfloat16" in text
+    assert "gatsby.zarr · W 128 × 4, AdamW, bfloat16" in text
     assert "L2 norm of the gradient / nat" in text
     sheet = tmp_path / "sheet.png"
     parts = ("step=2:", "token=live", "population=live")
@@ -109,14 +106,14 @@ def test_results_of_an_evaluation(
     xr.Dataset(
         {"text_loss": ("step", [3.0, 2.0]), "text": ("step", np.array(["a", "b"], object))},
         {"step": [0, 1]},
-        {EVALUATION: {"run": "letters.zarr", "function": "probe"}},
+        {EVALUATION: {"run": "gatsby.zarr", "function": "probe"}},
     ).to_zarr(results, zarr_format=3)
     file = tmp_path / "results.svg"
     out = trajstore_cli("plot", results, "all", "-o", file).stdout
     assert "results.svg: text_loss." in out
     assert "text is left out: text has texts" in out
-    assert "results.zarr · probe, letters.zarr" in file.read_text()
+    assert "results.zarr · probe, gatsby.zarr" in file.read_text()
     error = trajstore_cli("plot", results, "freeze", rc=2).stderr
     assert "got 'freeze', expected one or more of all, text, text_loss" in error
     error = trajstore_cli("plot", results, run, "text_loss", rc=1).stderr
-    assert "letters.zarr is not the store of an evaluation" in " ".join(error.split())
+    assert "gatsby.zarr is not the store of an evaluation" in " ".join(error.split())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import xarray as xr
+from example_run import OPTIMIZER
 
 MakeRun = Callable[..., xr.Dataset]
 
@@ -126,3 +127,21 @@ def make_run() -> MakeRun:
 @pytest.fixture
 def walk() -> Callable[..., np.ndarray]:
     return wandering
+
+
+@pytest.fixture
+def adam_run() -> xr.Dataset:
+    """A run of 23 rows with gradients, moments and logits."""
+    rng = np.random.default_rng(0)
+    rows, tokens, hidden = 23, 11, 6
+    grad = rng.normal(size=(rows, tokens, hidden)).astype(np.float32)
+    past = grad * (np.arange(rows) > 0)[:, None, None]  # no gradients before row 0
+    return run_of(
+        wandering(rows, tokens, hidden),
+        grad=grad,
+        exp_avg=past / 10,
+        exp_avg_sq=past**2,
+        logits=rng.normal(size=(rows, tokens)).astype(np.float32),
+        lr=np.linspace(1e-3, 0, rows),
+        is_dead=np.arange(tokens) % 3 == 0,
+    ).assign_attrs(optimizer=OPTIMIZER)

@@ -16,6 +16,7 @@ import trajstore.analysis.figures
 from trajstore import analysis, open_run
 from trajstore.analysis.accessor import Drawing, Plots, TrajAccessor
 from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
+from trajstore.analysis.registry import ACROSS_RUNS
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
 
@@ -77,6 +78,9 @@ def test_type_checkers_see_every_method() -> None:
     for name in functions - {"by_population"}:
         method, function = getattr(TrajAccessor, name), getattr(analysis, name)
         assert method.__wrapped__ is function
+    for name, quantity in analysis.QUANTITIES.items():
+        assert getattr(analysis, name) is quantity.function
+    assert functions > analysis.QUANTITIES.keys() | ACROSS_RUNS.keys()
     figures = {name.replace("-", "_") for name in trajstore.analysis.figures.FIGURES}
     assert {*Plots.__annotations__} == figures, "change the list in Plots"
 

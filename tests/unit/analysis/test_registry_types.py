@@ -19,13 +19,41 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_quantities_refuse_an_option_of_a_wrong_type(name, option, run):
-    needed = dict.fromkeys((QUANTITIES | ALONE)[name].required, 1)
+WRONG_VALUES = [
+    ("adjacency", "k", 0),
+    ("autocorrelation", "of", "speed"),
+    ("clusters", "ranks", 0),
+    ("crossings", "of", "share"),
+    ("discontinuities", "threshold", 0),
+    ("discontinuities", "window", 1),
+    ("explain_gradient", "denominator", 0),
+    ("explain_gradient", "precision", "int8"),
+    ("explain_gradient", "targets", "none"),
+    ("freeze", "min_unchanged", 0),
+    ("freeze", "per", "row"),
+    ("freeze_attribution", "window", 0),
+    ("heatmap", "most_groups", 0),
+    ("heatmap", "of", "speed"),
+    ("lattice_displacement", "metric", "miles"),
+    ("pca", "first", "grad"),
+    ("radial_tangential", "about", "sun"),
+    ("separation", "of", "speed"),
+    ("sky", "axis", "sun"),
+    ("sky", "of", "delta"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"), [*((*option, object()) for option in OPTIONS), *WRONG_VALUES]
+)
+def test_quantities_refuse_an_option_of_a_wrong_type_or_value(name, option, value, run):
+    required = (QUANTITIES | ALONE)[name].required if name != "heatmap" else ()
     with pytest.raises(TrajstoreError) as reported:
-        getattr(analysis, name)(run, **{**needed, option: object()})
+        getattr(analysis, name)(run, **{**dict.fromkeys(required, 1), option: value})
     assert isinstance(reported.value, InvalidArgument), reported.value
     assert option in str(reported.value)
+    if (name, option, value) in WRONG_VALUES:
+        assert f"got {option}={value!r}, expected" in str(reported.value)
 
 
 def test_from_the_accessor_and_as_text(run):

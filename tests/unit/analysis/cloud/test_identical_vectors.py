@@ -12,7 +12,6 @@ from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
 from trajstore.analysis.cloud import identical_vectors
-from trajstore.errors import InvalidArgument
 
 # Few bits: many ties, zeros of both signs, NaN of two payloads.
 BITS = st.sampled_from([0, 0x8000, 0x3F80, 0x7FC0, 0x7FC1])
@@ -126,11 +125,3 @@ def test_clusters_on_a_lattice(make_run) -> None:
     found = analysis.clusters(make_run(W, native="float32"), lattice="bfloat16")
     assert found.cluster.values.tolist() == [[3, 3, 0]]
     assert analysis.clusters(make_run(W, native="float32")).groups.values.item() == 0
-
-
-def test_wrong_ranks_and_populations_are_refused(make_run, walk) -> None:
-    ds = make_run(walk(3, 4, 2))
-    with pytest.raises(InvalidArgument, match="ranks=0"):
-        analysis.clusters(ds, ranks=0)
-    with pytest.raises(InvalidArgument, match="'undead'"):
-        analysis.clusters(ds, "undead")

@@ -98,12 +98,16 @@ def test_inertia(run: xr.Dataset) -> None:
                 assert one.inertia_rank[row].isnull()
 
 
+def test_a_population_without_tokens_has_no_axes(make_run, walk) -> None:
+    ds = make_run(walk(3, 4, 2), is_dead=np.zeros(4, bool))
+    assert analysis.pca(ds, "dead", 2).isnull().all().to_array().all()
+
+
 def test_wrong_components_and_bases_are_refused(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     for options, message in (
         ({"components": 3}, "components=3, expected 1 to 2"),
         ({"components": 1, "basis": "first"}, "basis='first'"),
-        ({"components": 1, "first": "grad"}, "first='grad', expected 'hidden_mean' or 'centroid'"),
         ({"components": 1, "population": "dead"}, "the coordinate is_dead is missing"),
     ):
         with pytest.raises(InvalidArgument, match=message):

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from example_run import write_example_run
 from watched_runs import begin, extend
 
 from trajstore import analysis, open_run
@@ -14,11 +13,9 @@ from trajstore.analysis.exploring.run_history import prepare
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
-@pytest.fixture(scope="module")
-def ds(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    path = tmp_path_factory.mktemp("run") / "run.zarr"
-    write_example_run(path)
-    return open_run(path)
+@pytest.fixture
+def ds(example_run: Path) -> xr.Dataset:
+    return open_run(example_run)
 
 
 def test_the_history_equals_the_analysis(ds: xr.Dataset) -> None:

@@ -7,9 +7,14 @@ import pytest
 import xarray as xr
 from watched_runs import HOSTILE, begin, extend
 
-from trajstore import open_run
-from trajstore.analysis.exploring.run_history import prepare
-from trajstore.analysis.exploring.tokens import TokenList, nearest
+from trajstore import analysis, open_run
+from trajstore.analysis.exploring.run_history import RunHistory, prepare
+from trajstore.analysis.exploring.tokens import (
+    TokenList,
+    cause_sentences,
+    nearest,
+    token_history,
+)
 
 
 def tokens(*texts: str) -> TokenList:
@@ -67,3 +72,63 @@ def test_the_nearest_token_is_measured_on_the_screen() -> None:
     assert nearest(position, 1, 1, width=1, height=100) == 1
     assert nearest(position, 1, 1, width=100, height=1) == 0
     assert nearest(position[2:], 1, 1, 1, 1) is None
+
+
+@pytest.fixture(scope="module")
+def history(example_run: Path) -> RunHistory:
+    return prepare(open_run(example_run))
+
+
+@pytest.mark.parametrize("at", [ord("e"), ord("z")])
+def test_a_token_is_what_the_analysis_of_all_finds_of_it(
+    example_run: Path, history: RunHistory, at: int
+) -> None:
+    ds = open_run(example_run)
+    found = token_history(open_run(example_run, chunks=None), at, history)
+    np.testing.assert_array_equal(found["position"], history.position[:, at])
+    hops = analysis.lattice_displacement(ds, ord=1)[:, at]
+    np.testing.assert_array_equal(found["hop"][1:], hops)
+    np.testing.assert_array_equal(found["gradient"], analysis.grad_norms(ds)[:, at])
+    np.testing.assert_array_equal(found["cause"][1:], analysis.freeze_cause(ds)[:, at])
+    assert np.isnan(found["hop"][0])
+    assert found["cause"][0] == -1
+
+
+def test_rows_that_came_since_are_not_shown_yet(example_run: Path, history: RunHistory) -> None:
+    shorter = prepare(open_run(example_run).isel(step=slice(9)))
+    assert token_history(open_run(example_run, chunks=None), 3, shorter).sizes["step"] == 9
+
+
+def test_what_was_not_recorded_is_left_out(example_run: Path, history: RunHistory) -> None:
+    bare = open_run(example_run, chunks=None).drop_vars(["grad"])
+    without = prepare(open_run(example_run).drop_vars(["grad"]))
+    found = token_history(bare, ord("z"), without)
+    assert set(found) == {"position", "hop"}
+    assert cause_sentences(found)[0].endswith("rows since.")
+
+
+@pytest.mark.parametrize(
+    ("hops", "causes", "sentences"),
+    [
+        ([3, 2], [0, 0], ["Changed at the last row."]),
+        ([0, 0], [2, 2], ["Never changed, in 2 rows: lost update."]),
+        (
+            [0, 4, 0, 0, 0],
+            [1, 0, 2, 2, 3],
+            [
+                "Last change at step 20; unchanged for 3 rows since: "
+                "66.7% lost update, 33.3% learning rate.",
+                "Before that, unchanged in 1 row of 2: no gradient.",
+            ],
+        ),
+        ([float("nan")], [0], ["Changed at the last row."]),  # came to be NaN
+    ],
+)
+def test_unchanged_steps_in_sentences(
+    hops: list[float], causes: list[int], sentences: list[str]
+) -> None:
+    token = xr.Dataset(
+        {"hop": ("step", [np.nan, *hops]), "cause": ("step", [-1, *causes])},
+        {"step": 10 * np.arange(len(hops) + 1)},
+    )
+    assert cause_sentences(token) == sentences

@@ -8,6 +8,7 @@ import xarray as xr
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.text import Text
+from parameter_tables import parameter_table
 
 from trajstore.analysis.figures import FIGURES
 from trajstore.analysis.registry import answer
@@ -59,12 +60,7 @@ def test_chosen_layers_are_curves(model):
 
 def test_metrics_of_few_steps_without_vectors(monkeypatch):
     """An update, thinned; a vector has no spectral norm."""
-    shapes = {"w": [3, 2], "b": [4]}
-    table = [
-        {"name": name, "shape": shape, "variable": "params", "offset": 6 * number, "group": 0,
-         "dtype": "float32"}
-        for number, (name, shape) in enumerate(shapes.items())
-    ]  # fmt: skip
+    table = parameter_table({"w": [3, 2], "b": [4]})
     params = np.random.default_rng(0).normal(size=(9, 10)).astype("f4")
     ds = xr.Dataset(
         {"params": (("step", "element"), params)}, {"step": np.arange(9)}, {"parameters": table}

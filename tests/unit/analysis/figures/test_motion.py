@@ -78,13 +78,6 @@ def test_notes_and_legends_are_below_the_axes_if_a_layout_makes_room(run):
         assert legend.y0 >= 0
 
 
-def test_bands_are_seen_on_black(run):
-    def alpha(style):
-        return FIGURES["speed"](run, Canvas().subplots(), style=style).collections[0].get_alpha()
-
-    assert alpha("dark") > alpha("light")
-
-
 def test_each_run_has_a_color_and_each_population_a_line(run):
     ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
     drawn = ax.lines[:4]

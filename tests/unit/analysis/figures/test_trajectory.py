@@ -55,10 +55,3 @@ def test_the_outermost_token_of_each_part_is_named(run):
     ax = FIGURES["trajectory"](run.assign(W=(run.W.dims, place)), Canvas().subplots())
     written = {text.get_text() for text in ax.texts}
     assert written == {"a", "$x$", "' '", "'\\n'", "'\\xe9'", "f", "g +4"}
-
-
-def test_axes_fit_the_paths(run):
-    position = analysis.pca(run, components=2).scores.values
-    ax = FIGURES["trajectory"](run, Canvas().subplots())
-    for limits, span in zip((ax.get_xlim(), ax.get_ylim()), np.ptp(position, (0, 1)), strict=True):
-        np.testing.assert_allclose(np.diff(limits), 1.1 * span)

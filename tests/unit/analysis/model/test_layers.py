@@ -6,6 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
+from parameter_tables import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.model.layer_metrics import METRICS
@@ -20,7 +21,6 @@ SHAPES = {
     "bias": [7],
     "conv": [3, 2, 2],
 }
-OF_MATRICES = [name for name, metric in METRICS.items() if metric.of == "spectrum"]
 
 
 def values_of(run: xr.Dataset, name: str, kind: str = "params") -> np.ndarray:
@@ -37,12 +37,7 @@ def values_of(run: xr.Dataset, name: str, kind: str = "params") -> np.ndarray:
 def run() -> xr.Dataset:
     """A run with a few unchanged elements, in memory."""
     rng = np.random.default_rng(1)
-    table, offset = [], 0
-    for name, shape in SHAPES.items():
-        variable = "W" if name == "wte" else "params"
-        entry = {"name": name, "shape": shape, "variable": variable, "group": 0, "dtype": "float32"}
-        table.append(entry if variable == "W" else entry | {"offset": offset})
-        offset += 0 if variable == "W" else int(np.prod(shape))
+    offset = sum(int(np.prod(shape)) for name, shape in SHAPES.items() if name != "wte")
 
     def walk(*shape: int) -> np.ndarray:
         moves = rng.normal(size=(ROWS, *shape)) * (rng.random((ROWS, *shape)) < 0.7)
@@ -59,7 +54,10 @@ def run() -> xr.Dataset:
             "params_grad": (element, grad),
         },
         {"step": np.arange(ROWS) * 2, "token": np.arange(5)},
-        {"parameters": table, "model_config": {"config": {"n_head": HEADS}}},
+        {
+            "parameters": parameter_table(SHAPES, "wte"),
+            "model_config": {"config": {"n_head": HEADS}},
+        },
     )
     return ds.chunk(step=4, element=50, token=3)
 
@@ -112,7 +110,7 @@ def test_every_metric_of_every_parameter(run, of):
 
 def test_special_matrices():
     stack = np.stack([np.eye(3), np.diag([1, 1, 0]), np.zeros((3, 3)), np.full((3, 3), np.inf)])
-    table = [{"name": "w", "variable": "W", "shape": [3, 3], "dtype": "float64", "group": 0}]
+    table = parameter_table({"w": [3, 3]}, "w", "float64")
     steps = {"step": np.arange(4), "token": np.arange(3)}
     made = xr.Dataset({"W": (("step", "token", "hidden"), stack)}, steps, {"parameters": table})
     found = analysis.layers(made).isel(parameter=0).compute()
@@ -188,12 +186,9 @@ def test_circuits_of_other_models(run):
     }
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     flat = np.concatenate([weights[name].ravel() for name in weights])
-    starts = np.cumsum([0, *(one.size for one in weights.values())])
-    entry = {"variable": "params", "dtype": "float64", "group": 0}
-    table = [
-        entry | {"name": f"layers.7.{name}", "shape": list(shape), "offset": int(start)}
-        for (name, shape), start in zip(shapes.items(), starts, strict=False)
-    ]
+    table = parameter_table(
+        {f"layers.7.{name}": shape for name, shape in shapes.items()}, dtype="float64"
+    )
     ds = xr.Dataset(
         {"params": (("step", "element"), flat[None])}, {"step": [0]}, {"parameters": table}
     )

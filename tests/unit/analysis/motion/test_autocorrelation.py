@@ -71,5 +71,3 @@ def test_uneven_rows_and_wrong_lags_are_refused(make_run, walk):
     for lags in (0, [1, -2], [], [1.5]):
         with pytest.raises(InvalidArgument, match="lags="):
             analysis.autocorrelation(ds, lags)
-    with pytest.raises(InvalidArgument, match="of='speed'"):
-        analysis.autocorrelation(ds, of="speed")

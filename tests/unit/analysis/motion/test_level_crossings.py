@@ -79,5 +79,3 @@ def test_a_wrong_quantity_or_level_is_refused(make_run, walk) -> None:
             analysis.crossings(ds, quantity)
     with pytest.raises(InvalidArgument, match="levels="):
         analysis.crossings(ds, levels=[np.nan])
-    with pytest.raises(InvalidArgument, match="of='share'"):
-        analysis.crossings(ds, of="share")

@@ -3,10 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
-from damage import flip, shard_index, wide_run
 
-from trajstore import analysis, open_run
-from trajstore.errors import FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore import analysis
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 
 
 def norm(vectors: np.ndarray, order: float = 2) -> np.ndarray:
@@ -28,26 +27,6 @@ def test_gradient_norms(bits, chunks, order, make_run):
     assert got.dtype == np.float32
     assert got.token.values.tolist() == ds.token.values.tolist()
     np.testing.assert_array_equal(got, norm(ds.grad.values, order))
-
-
-def test_norms_of_a_run(tmp_path):
-    path = wide_run(tmp_path / "run.zarr")
-    ds = xr.open_zarr(path)
-    norms = analysis.grad_norms(ds)
-    assert norms.chunks == ds.grad.chunks[:2]
-    expected = analysis.grad_norms(open_run(path, chunks=None).load())
-    xr.testing.assert_identical(norms.compute(), expected)
-    for key in ((slice(None), 7), (5, slice(2, 99, 3)), (slice(9, 2, -2), [250, 1, 7])):
-        assert norms[key].compute().equals(expected[key])
-
-
-def test_norms_of_a_damaged_run_are_an_error(tmp_path):
-    path = wide_run(tmp_path / "run.zarr")
-    norms = analysis.grad_norms(open_run(path))
-    chunk, _ = shard_index(path, "grad", 1)
-    flip(chunk, 8 * 40)
-    with pytest.raises(FormatError, match=r"grad, block 1.*broken chunk.*damaged"):
-        norms.compute()
 
 
 def test_displacement_from_a_step(bits, chunks, make_run):

@@ -56,17 +56,16 @@ def test_radial_tangential(about, run):
 
 
 def test_radial_and_tangential_motion(make_run):
-    W = np.array([[[1, 0], [1, 0]], [[3, 0], [1, 2]]], np.float32)
+    W = np.array([[[1, 0], [1, 0], [0, 0]], [[3, 0], [1, 2], [1, 1]]], np.float32)
     got = analysis.radial_tangential(make_run(W, native="float32", steps=np.array([0, 2])))
-    assert got.radial_speed.values.tolist() == [[1, 0]]
-    assert got.tangential_speed.values.tolist() == [[0, 1]]
+    assert got.radial_speed.values[0, :2].tolist() == [1, 0]
+    assert got.tangential_speed.values[0, :2].tolist() == [0, 1]
+    assert got.radial_speed[0, 2].isnull()
 
 
 def test_a_wrong_window_or_center_is_refused(make_run, walk):
     ds = make_run(walk(4, 3, 2))
     with pytest.raises(InvalidArgument, match="window=0"):
         analysis.path_efficiency(ds, 0)
-    with pytest.raises(InvalidArgument, match="about='sun'"):
-        analysis.radial_tangential(ds, "sun")
     with pytest.raises(InvalidArgument, match="'dead'"):
         analysis.radial_tangential(ds, "centroid", "dead")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from trajstore import analysis
-from trajstore.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("of", ["centroid", "displacement"])
@@ -28,5 +27,3 @@ def test_against_pairs_of_centroids(of, make_run, walk):
                 pair.separation_angle, np.degrees(np.arccos(cosine)), atol=1e-5
             )
             np.testing.assert_allclose(pair.direction, direction, atol=1e-12)
-    with pytest.raises(InvalidArgument, match="of='speed'"):
-        analysis.separation(ds, of="speed")

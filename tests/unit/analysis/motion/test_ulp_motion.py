@@ -4,24 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
+from lattice_models import hops_of, regime_of
 
 from trajstore import analysis
 from trajstore.errors import InvalidArgument
 
 
-def hops_of(bits: np.ndarray) -> np.ndarray:
-    """ΔW/ulp, one element at a time, from the definition; NaN where a NaN or infinity changed."""
-    W = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    hops = np.zeros(W[1:].shape)
-    for at in np.ndindex(hops.shape):
-        before, after = bits[:-1][at], bits[1:][at]
-        if before == after:
-            continue
-        exponent = (int(before) >> 7) & 0xFF
-        ulp = 2.0 ** (max(exponent, 1) - 134) if exponent < 255 else np.nan
-        with np.errstate(invalid="ignore"):
-            hops[at] = (W[1:][at] - W[:-1][at]) / ulp
-    return hops
+def widened(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def places_of(bits: np.ndarray) -> np.ndarray:
@@ -30,23 +20,9 @@ def places_of(bits: np.ndarray) -> np.ndarray:
     return np.where(bits >> 15, -magnitude, magnitude)
 
 
-def regime_of(hops: np.ndarray) -> str:
-    """Regime of one vector, from the definition."""
-    size = np.abs(hops)
-    if size.sum() == 0:
-        return "unchanged"
-    if size.sum() <= 1:
-        return "single"
-    if size.max() <= 1:
-        return "neighbor"
-    if size.max() > 1 and np.sqrt((size**2).sum()) <= np.sqrt(hops.size):
-        return "local"
-    return "jump"
-
-
 def test_hops_in_spacings(bits, chunks, make_run):
     ds = make_run(bits, chunks=chunks)
-    hops = hops_of(bits)
+    hops = hops_of(widened(bits), "bfloat16")
     np.testing.assert_array_equal(analysis.lattice_displacement(ds), hops)
     with np.errstate(all="ignore"):
         norms = {
@@ -90,7 +66,7 @@ def test_ordinal_hops_of_neighbors_are_one_across_every_boundary(make_run):
 def test_regimes_and_counts(bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 == 0
     ds = make_run(bits, is_dead=dead, chunks=chunks)
-    hops = hops_of(bits)
+    hops = hops_of(widened(bits), "bfloat16")
     with np.errstate(all="ignore"):
         expected = np.array(
             [[regime_of(token) for token in row] for row in hops], dtype="<U9"
@@ -119,7 +95,7 @@ def test_regimes_and_counts(bits, chunks, make_run):
 
 def test_regimes_with_other_thresholds(bits, chunks, make_run):
     ds = make_run(bits, chunks=chunks)
-    size = np.abs(hops_of(bits))
+    size = np.abs(hops_of(widened(bits), "bfloat16"))
     with np.errstate(all="ignore"):
         l1, l2, linf = size.sum(-1), np.sqrt((size**2).sum(-1)), size.max(-1)
         wanted = np.select(
@@ -181,21 +157,3 @@ def test_ulp_of_a_variable_and_of_a_run(make_run):
         np.testing.assert_array_equal(analysis.ulp(ds.W), analysis.ulp(ds))
     plain = xr.DataArray(np.float32([1.0, 1e-40]))
     np.testing.assert_array_equal(analysis.ulp(plain), np.spacing(plain.values))
-
-
-def test_a_stored_summary_of_hops_is_used_and_agrees(make_run, walk):
-    ds = make_run(walk(15, 6, 8))
-    hops = analysis.lattice_displacement(ds, ord=1).compute()
-    stored = ds.assign(W_ulp_l1=hops.reindex(step=ds.step).astype(np.float32)).drop_vars("W")
-    np.testing.assert_array_equal(analysis.lattice_displacement(stored, ord=1), hops)
-
-
-def test_a_wrong_metric_or_order_is_refused(make_run, walk):
-    ds = make_run(walk(3, 2, 2))
-    with pytest.raises(InvalidArgument, match="'miles'"):
-        analysis.lattice_displacement(ds, metric="miles")
-    with pytest.raises(InvalidArgument, match="order 0"):
-        analysis.lattice_displacement(ds, ord=0)
-    wide = make_run(walk(3, 2, 2).astype(np.float64), native="float64")
-    with pytest.raises(InvalidArgument, match="float64"):
-        analysis.lattice_displacement(wide, metric="ordinal")

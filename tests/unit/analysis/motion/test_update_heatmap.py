@@ -51,11 +51,6 @@ def test_a_small_heatmap_is_not_pooled(make_run, walk):
     np.testing.assert_array_equal(found.update_size, analysis.regimes(ds).regime.values[:, order])
 
 
-def test_a_wrong_color_or_group_is_refused(make_run, walk):
-    ds = make_run(walk(9, 5, 4))
-    with pytest.raises(InvalidArgument, match="expected 'regime' or 'hop'"):
-        analysis.heatmap(ds, "speed")
-    with pytest.raises(InvalidArgument, match="expected a whole number of at least 1"):
-        analysis.heatmap(ds, most_groups=0)
+def test_a_heatmap_needs_two_rows(make_run, walk):
     with pytest.raises(InvalidArgument, match="at least 2 rows"):
-        analysis.heatmap(ds.isel(step=[0]))
+        analysis.heatmap(make_run(walk(1, 5, 4)))

@@ -9,42 +9,23 @@ from trajstore.errors import InvalidArgument
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture
-def irregular(bits):
-    return np.cumsum(1 + np.arange(len(bits)) % 4)
-
-
-def test_velocity(bits, chunks, irregular, make_run):
-    ds = make_run(bits, steps=irregular, chunks=chunks)
+def test_motion_at_irregular_steps(bits, chunks, make_run):
+    steps = np.cumsum(1 + np.arange(len(bits)) % 4)
+    ds = make_run(bits, steps=steps, chunks=chunks)
     with np.errstate(all="ignore"):
-        expected = np.diff(ds.W.values.astype(np.float64), axis=0)
-        expected /= np.diff(irregular)[:, None, None]
-        expected = expected.astype(np.float32)
-    got = analysis.velocity(ds)
-    np.testing.assert_array_equal(got, expected)
-    assert got.attrs["units"] == "1 per step"
-    assert got.step.values.tolist() == irregular[1:].tolist()
-
-
-def test_speed_is_the_length_of_the_velocity(bits, chunks, irregular, make_run):
-    ds = make_run(bits, steps=irregular, chunks=chunks)
-    with np.errstate(all="ignore"):
-        ways = np.diff(ds.W.values.astype(np.float64), axis=0) / np.diff(irregular)[:, None, None]
-        expected = np.sqrt((ways**2).sum(-1))
-    got = analysis.speed(ds).values
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected.astype(np.float32), rtol=3e-7)
-
-
-def test_acceleration_is_the_difference_of_velocities(bits, chunks, irregular, make_run):
-    ds = make_run(bits, steps=irregular, chunks=chunks)
-    with np.errstate(all="ignore"):
-        velocity = np.diff(ds.W.values.astype(np.float64), axis=0)
-        velocity /= np.diff(irregular)[:, None, None]
-        expected = np.diff(velocity, axis=0).astype(np.float32)
-    got = analysis.acceleration(ds)
-    np.testing.assert_array_equal(got, expected)
-    assert got.step.values.tolist() == irregular[2:].tolist()
+        expected = np.diff(ds.W.values.astype(np.float64), axis=0) / np.diff(steps)[:, None, None]
+        lengths = np.sqrt((expected**2).sum(-1)).astype(np.float32)
+        changes = np.diff(expected, axis=0).astype(np.float32)
+        velocity = analysis.velocity(ds)
+        np.testing.assert_array_equal(velocity, expected.astype(np.float32))
+    assert velocity.attrs["units"] == "1 per step"
+    assert velocity.step.values.tolist() == steps[1:].tolist()
+    speed = analysis.speed(ds).values
+    assert speed.dtype == np.float32
+    np.testing.assert_allclose(speed, lengths, rtol=3e-7)
+    acceleration = analysis.acceleration(ds)
+    np.testing.assert_array_equal(acceleration, changes)
+    assert acceleration.step.values.tolist() == steps[2:].tolist()
 
 
 def test_no_rows_have_no_motion(make_run, walk):

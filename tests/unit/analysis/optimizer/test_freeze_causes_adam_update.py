@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from adam_runs import trained
 
 from trajstore import analysis, open_run
 from trajstore.errors import InvalidArgument, VariableNotRecorded
@@ -30,43 +31,14 @@ VARIANTS = {
 }
 
 
-def trained(kind: str, options: dict, dtype: torch.dtype, rows: int = 25, fused: bool = False):
-    """History of a parameter with intermittent gradients: values of W, m, v, grad, lr."""
-    torch.manual_seed(0)
-    W = torch.nn.Parameter((0.02 * torch.randn(6, 8)).to(dtype))
-    options = {"lr": 3e-3, **options, **({"fused": True} if fused else {})}
-    optimizer = getattr(torch.optim, kind)([W], **options)
-    zero = torch.zeros_like(W)
-    history = [[W.detach().clone(), zero, zero, zero]]
-    rates = [np.nan]
-    for step in range(1, rows):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / rows)
-        scale = 10.0 ** (-1 - step / 4)
-        W.grad = (scale * torch.randn(6, 8)).to(dtype)
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        state = optimizer.state[W]
-        history.append([W.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
-        history[-1].append(W.grad.clone())
-    arrays = [np.stack([row[number].float().numpy() for row in history]) for number in range(4)]
-    group = optimizer.param_groups[0]
-    attributes = {
-        "class": f"torch.optim.{kind.lower()}.{kind}",
-        "hyperparameters": {key: value for key, value in group.items() if key != "params"},
-    }
-    return arrays, np.array(rates), attributes
-
-
-def as_run(make_run, trained_history, native):
-    (W, exp_avg, exp_avg_sq, grad), lr, attributes = trained_history
-    ds = make_run(W, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, lr=lr, native=native)
-    ds.attrs["optimizer"] = attributes
-    return ds.chunk(step=4, token=4)
+def trained_run(kind: str, options: dict, dtype: str, rows: int = 25):
+    """A run whose gradients come and go, without clipping."""
+    return trained(kind, options, dtype, rows, max_norm=np.inf).chunk({"step": 4, "token": 4})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_float32_updates_are_those_of_torch(variant, make_run):
-    ds = as_run(make_run, trained(*VARIANTS[variant], torch.float32), "float32")
+def test_float32_updates_are_those_of_torch(variant):
+    ds = trained_run(*VARIANTS[variant], "float32")
     got = analysis.adam_update(ds)
     W = ds.W.values.astype(np.float64)
     # The only difference is one rounding of W.
@@ -79,16 +51,16 @@ def test_float32_updates_are_those_of_torch(variant, make_run):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", ["AdamW", "AdamW, strong decay", "Adam", "amsgrad"])
-def test_updates_of_16_bit_types_round_to_the_next_weights(variant, dtype, make_run):
+def test_updates_of_16_bit_types_round_to_the_next_weights(variant, dtype):
     kind, options = VARIANTS[variant]
     if dtype == "float16":
         options = {**options, "eps": 1e-4}
-    ds = as_run(make_run, trained(kind, options, getattr(torch, dtype)), dtype)
+    ds = trained_run(kind, options, dtype)
     assert wrongly_rounded(ds, dtype) == 0
 
 
-def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself(make_run):
-    ds = as_run(make_run, trained("AdamW", {}, torch.bfloat16, fused=True), "bfloat16")
+def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself():
+    ds = trained_run("AdamW", {"fused": True}, "bfloat16")
     # It divides by float32 moments, but only rounded ones are recorded.
     assert wrongly_rounded(ds, "bfloat16") < 0.05
     as_if_stepwise = {
@@ -161,31 +133,30 @@ def wrongly_rounded(ds, dtype) -> float:
     return (next_weights(W[:-1], update, dtype) != W[1:]).mean()
 
 
-def test_a_skipped_step_does_not_count(make_run):
-    arrays, lr, attributes = trained("AdamW", {}, torch.bfloat16)
+def test_a_skipped_step_does_not_count():
     rows = np.insert(np.arange(25), 6, 5)  # row 5 again, as the result of a skipped step
-    ds = as_run(make_run, ([each[rows] for each in arrays], lr[rows], attributes), "bfloat16")
+    ds = trained_run("AdamW", {}, "bfloat16").isel(step=rows).assign_coords(step=np.arange(26))
     ds = ds.assign(skipped=("step", np.eye(26, dtype=np.float32)[6]))
     W, update = ds.W.values, analysis.adam_update(ds).adam_update.values
     equal = (next_weights(W[:-1], update, "bfloat16") == W[1:]).all((1, 2))
     assert np.flatnonzero(~equal).tolist() == [5]  # the skipped step
 
 
-def test_rows_whose_previous_step_is_missing_are_nan(make_run):
-    ds = as_run(make_run, trained("AdamW", {}, torch.float32), "float32")
+def test_rows_whose_previous_step_is_missing_are_nan():
+    ds = trained_run("AdamW", {}, "float32")
     whole = analysis.adam_update(ds).compute()
     some = analysis.adam_update(ds.isel(step=[0, 1, 4, 5, 9])).compute()
     for name in whole:
         np.testing.assert_array_equal(some[name].sel(step=[1, 5]), whole[name].sel(step=[1, 5]))
         assert np.isnan(some[name].sel(step=[4, 9])).all()
-    without = as_run(make_run, trained("Adam", {}, torch.float32), "float32").isel(step=[0, 4, 9])
+    without = trained_run("Adam", {}, "float32").isel(step=[0, 4, 9])
     got = analysis.adam_update(without).compute()
     assert np.isfinite(got.adam_update).all()
     assert np.isnan(got.adam_update_ulp).all()
 
 
-def test_missing_inputs_are_reported(make_run):
-    ds = as_run(make_run, trained("AdamW", {}, torch.float32, rows=3), "float32")
+def test_missing_inputs_are_reported():
+    ds = trained_run("AdamW", {}, "float32", rows=3)
     with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*--variables matrix"):
         analysis.adam_update(ds.drop_vars("exp_avg_sq"))
     imported = ds.drop_vars("lr").assign_attrs(imported={"file": "f"})
@@ -198,6 +169,6 @@ def test_missing_inputs_are_reported(make_run):
         analysis.adam_update(ds)
     with pytest.raises(InvalidArgument, match="'Adam' lack betas, eps"):
         analysis.adam_update(ds, {"class": "Adam", "hyperparameters": {"weight_decay": 0}})
-    amsgrad = as_run(make_run, trained("Adam", {"amsgrad": True}, torch.float32), "float32")
+    amsgrad = trained_run("Adam", {"amsgrad": True}, "float32")
     with pytest.raises(InvalidArgument, match=r"amsgrad.*steps 3 to 24"):
         analysis.adam_update(amsgrad.isel(step=slice(3, None)))

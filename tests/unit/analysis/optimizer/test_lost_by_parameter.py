@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
+from parameter_tables import parameter_table
 
 from trajstore import analysis
 from trajstore.analysis.optimizer.lost_by_parameter import lost_by_parameter
@@ -15,15 +16,7 @@ ROWS = 6
 def run() -> xr.Dataset:
     """A run in which about half of the elements keep their value in a step."""
     rng = np.random.default_rng(2)
-    table, offset = [], 0
-    for name, shape in SHAPES.items():
-        entry = {"name": name, "shape": shape, "variable": "params", "offset": offset, "group": 0,
-                 "dtype": "float32"}  # fmt: skip
-        if name == "W":
-            entry["variable"] = "W"
-        else:
-            offset += int(np.prod(shape))
-        table.append(entry)
+    offset = sum(int(np.prod(shape)) for name, shape in SHAPES.items() if name != "W")
 
     def values(*shape: int, zeros: float) -> np.ndarray:
         found = rng.normal(size=(ROWS, *shape)).astype("f4")
@@ -46,7 +39,7 @@ def run() -> xr.Dataset:
             "params_count": (("step", "parameter"), count),
         },
         coords={"step": np.arange(ROWS), "token": np.arange(5), "parameter": list(SHAPES)},
-        attrs={"parameters": table},
+        attrs={"parameters": parameter_table(SHAPES, "W")},
     )
     return ds.chunk(step=2, element=3)
 

@@ -34,15 +34,3 @@ def test_classes_are_in_the_order_of_the_ratios():
     assert representatives[0] == representatives[1] == -np.inf
     assert representatives[6] == 1
     assert representatives[-1] == np.inf
-
-
-def test_counts_of_parts_add_up_and_nan_spoils():
-    ratios = 1 + np.random.default_rng(1).standard_normal(100)
-    parts = counted(ratios[:30]) + counted(ratios[30:])
-    np.testing.assert_array_equal(
-        quantiles_of_counts(parts, LEVELS), quantiles_of_counts(counted(ratios), LEVELS)
-    )
-    spoilt = counted(np.append(ratios, np.nan))
-    table = quantiles_of_counts(np.stack([parts, spoilt, np.zeros_like(parts)]), LEVELS)
-    assert np.isfinite(table[0]).all()
-    assert np.isnan(table[1:]).all()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from example_run import OPTIMIZER, write_example_run
+from example_run import OPTIMIZER
 
 from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.figures import FIGURES
@@ -69,17 +69,10 @@ def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_page, "FIGURES", few)
 
 
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "letters.zarr"
-    write_example_run(path)
-    return path
-
-
-def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> None:
-    html = write_report(letters, tmp_path / "page.html", min_unchanged=3).read_text()
+def test_verdicts_are_those_of_the_analysis(example_run: Path, tmp_path: Path) -> None:
+    html = write_report(example_run, tmp_path / "page.html", min_unchanged=3).read_text()
     page = Page(html)
-    ds = open_run(letters)
+    ds = open_run(example_run)
     rest = analysis.freeze(ds, min_unchanged=3).compute()
     dead = ds.is_dead.values
     assert "118 dead tokens" in page.shown
@@ -108,13 +101,13 @@ def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> No
 
 
 def test_a_window_is_of_the_figures_or_of_the_whole_page(
-    letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only = {"loss": FIGURES["loss"], "freeze": FIGURES["freeze"]}
     monkeypatch.setattr(report_page, "FIGURES", only)
 
     def shown_text(name: str, **options: Any) -> str:
-        return Page(write_report(letters, tmp_path / name, **options).read_text()).shown
+        return Page(write_report(example_run, tmp_path / name, **options).read_text()).shown
 
     shown = shown_text("shown.html", steps="12:19")
     assert "The figures show a window of steps; all other numbers describe the whole run." in shown
@@ -178,15 +171,15 @@ def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
     assert "none of these figures can be drawn" in page.shown
 
 
-def test_a_report_needs_a_run_and_a_new_html_file(letters: Path, tmp_path: Path) -> None:
+def test_a_report_needs_a_run_and_a_new_html_file(example_run: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"expected NAME\.html"):
-        write_report(letters, tmp_path / "page.pdf")
+        write_report(example_run, tmp_path / "page.pdf")
     with pytest.raises(RunNotFound):
         write_report(tmp_path / "none.zarr", tmp_path / "page.html")
     page = tmp_path / "page.html"
     page.write_text("mine")
     with pytest.raises(RunExists, match="already exists"):
-        write_report(letters, page)
+        write_report(example_run, page)
     assert page.read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 

@@ -6,7 +6,7 @@ from trajstore.analysis.results.summary_table import summary_table
 
 def test_a_line_for_each_run(make_run, walk):
     bits = walk(5, 4, 3)
-    one = make_run(bits, grad=bits.copy(), is_dead=[True, False, False, True])
+    one = make_run(bits, grad=bits.copy(), is_dead=[True, False, False, True], chunks=(2, 3, 2))
     other = one.assign(loss=("step", [4.0, 3, 2, 1, 0.5])).drop_vars("grad")
     found = {name: analysis.summary(ds).compute() for name, ds in {"a": one, "b": other}.items()}
     _, columns, rows = summary_table(found)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import dask
 import numpy as np
@@ -17,23 +15,6 @@ from trajstore import RunWriter, analysis, open_run
 from trajstore.analysis.scan.task_progress import compute_all
 
 distributed = pytest.importorskip("distributed")
-
-NAMES = ["regimes"]
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    with (
-        distributed.LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            processes=True,
-            host="127.0.0.1",
-            dashboard_address="127.0.0.1:0",
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +39,9 @@ def _loaded() -> bool:
 
 
 @pytest.mark.nightly
-def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
-    lazy = analysis.compute(open_run(run), NAMES)
-    with dask.config.set(scheduler="threads"):
-        expected = lazy.compute()
-    victim, *_ = client.run(os.getpid).values()
+def test_a_killed_worker_changes_nothing(run: Path) -> None:
+    lazy = analysis.regimes(open_run(run))
+    expected = lazy.compute(scheduler="threads")
     reported: list[tuple[int, int]] = []
 
     def report(done: int, total: int) -> None:
@@ -70,23 +49,31 @@ def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
             os.kill(victim, signal.SIGKILL)
         reported.append((done, total))
 
-    (got,) = compute_all([lazy], report)
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        victim, *_ = client.run(os.getpid).values()
+        (got,) = compute_all([lazy], report)
+        assert not any(client.run(_loaded).values()), "workers need no torch"
     assert got.identical(expected)
     assert reported[-1][0] == reported[-1][1] > 0
     assert min(done for done, _ in reported if done) < reported[-1][1], (
         "it was killed in the middle"
     )
-    assert not any(client.run(_loaded).values()), "workers need no torch"
 
 
 def test_a_failing_task_raises_its_error(run: Path) -> None:
     broken = open_run(run).W.map_blocks(lambda block: 1 / 0, template=open_run(run).W)
+    nested = {"broken": [broken, 1]}
     with (
         distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
         distributed.Client(cluster),
         pytest.raises(ZeroDivisionError),
     ):
-        compute_all([broken], lambda done, total: None)
+        compute_all([nested], lambda done, total: None)
 
 
 def test_progress_without_a_cluster(run: Path) -> None:

@@ -1,24 +1,20 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray as xr
-from example_run import write_example_run
 
 from trajstore import analysis, open_run, open_runs
-from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES, answer
+from trajstore.analysis.registry import answer
 from trajstore.errors import InvalidArgument
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    found = [folder / "one.zarr", folder / "two.zarr"]
-    for path in found:
-        write_example_run(path)
-    return found
+@pytest.fixture
+def paths(example_run: Path, tmp_path: Path) -> list[Path]:
+    return [example_run, shutil.copytree(example_run, tmp_path / "two.zarr")]
 
 
 @pytest.mark.parametrize("name", ["freeze", "freeze_cause", "clusters", "pca", "logit_stats"])
@@ -52,8 +48,3 @@ def test_wrong_calls_with_several_runs_are_errors(paths: list[Path]) -> None:
     sizes = iter((3, 4))
     with pytest.raises(InvalidArgument, match="cannot be joined"):
         several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
-
-
-def test_equal_labels_are_distinguished() -> None:
-    assert not ACROSS_RUNS.keys() & QUANTITIES.keys()
-    assert set(ACROSS_RUNS) <= set(analysis.__all__)
