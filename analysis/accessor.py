@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from trajstore.exchange.selection import Steps
 
-__all__ = ["Drawing", "Plots", "TrajAccessor"]
-
 
 class TrajAccessor:
     """Analyses of a run as methods of its Dataset.

@@ -14,8 +14,6 @@ from measure import cache
 
 from trajstore import RunWriter
 
-__all__ = ["MATRICES", "record", "wordybird"]
-
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
 

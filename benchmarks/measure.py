@@ -16,17 +16,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "Measured",
-    "alternate",
-    "back_memory",
-    "cache",
-    "machine",
-    "resident",
-    "save",
-    "table",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:

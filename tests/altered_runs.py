@@ -16,8 +16,6 @@ from trajstore import RunWriter
 from trajstore.store.reading.array_reader import stored_array
 from trajstore.values.native_types import native_type
 
-__all__ = ["change_attributes", "flip", "flipped", "rewrite"]
-
 
 def change_attributes(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the attributes of a run."""

@@ -9,8 +9,6 @@ import xarray as xr
 
 from trajstore import export
 
-__all__ = ["RULE_ARRAYS", "same_bits", "sample_part"]
-
 RULE_ARRAYS = ("W", "exp_avg", "exp_avg_sq")
 
 

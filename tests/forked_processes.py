@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 
-__all__ = ["processes"]
-
 processes = multiprocessing.get_context("forkserver")
 # What is slow to import, where it is installed. No module of the tests: Python 3.11 does not tell
 # the server where they are.

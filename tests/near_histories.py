@@ -7,8 +7,6 @@ import xarray as xr
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-__all__ = ["near_histories"]
-
 # Near each other, across zero and across a power of two; NaN and infinity.
 BITS = st.sampled_from([0, 0x8000, 1, 0x8001, 0x3F7F, 0x3F80, 0x3F81, 0x3F83, 0x7F80, 0x7FC0])
 

@@ -17,8 +17,6 @@ import pytest
 
 from trajstore.store.storage.remote_path import RemotePath, _store, location
 
-__all__ = ["Fault", "copied", "faulty", "s3_server", "serving", "to_s3", "web_server"]
-
 BUCKET = "bucket"
 
 Fault = Callable[[str, str, int], str | None]

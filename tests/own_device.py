@@ -14,8 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.utils import cpp_extension  # noqa: E402
 
-__all__ = ["NAME", "load", "run_branch"]
-
 NAME = "own"
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-__all__ = ["parameter_table"]
-
 
 def parameter_table(
     shapes: Mapping[str, Sequence[int]], of_W: str | None = None, dtype: str = "float32"

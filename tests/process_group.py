@@ -11,8 +11,6 @@ from pathlib import Path
 
 from forked_processes import processes
 
-__all__ = ["run_together"]
-
 _SECONDS = 120
 
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from trajstore.store.writing.token_share import TokenShare
 
-__all__ = ["Meeting", "all_together"]
-
 Result = TypeVar("Result")
 
 

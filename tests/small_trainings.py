@@ -13,10 +13,6 @@ from trajstore.store.metadata.object_keys import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
 from trajstore.trainers.runs.run_state import RunState
 
-__all__ = [
-    "BLOCK", "TEXT", "contents", "last_checkpoint", "same_values", "small_config", "stop_after",
-]  # fmt: skip
-
 BLOCK = 4
 TEXT = b"It was a bright cold day in April. " * 2
 """54 examples of 16 tokens: 6 batches of 9."""

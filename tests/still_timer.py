@@ -10,8 +10,6 @@ import pytest
 from trajstore import RunWriter
 from trajstore.store.writing.commit_timer import CommitTimer
 
-__all__ = ["StillTimer", "commit_now"]
-
 
 class StillTimer(CommitTimer):
     """Asks when a test does.

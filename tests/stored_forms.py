@@ -10,8 +10,6 @@ from trajstore.codec.codec_chain import DIFFERENCES
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group
 
-__all__ = ["stored_forms"]
-
 
 def stored_forms(path: Path) -> dict[str, dict[str, int]]:
     """Numbers of ``chunks`` and of those that hold ``differences``, of each array with forms.

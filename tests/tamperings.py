@@ -27,8 +27,6 @@ from trajstore import RunWriter
 from trajstore.codec.block_label import LABEL, BlockLabel, digest_of
 from trajstore.codec.crc32c_check import checksum
 
-__all__ = ["READERS", "TAMPERINGS", "Tampering", "World", "make_world"]
-
 ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
 TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}
 SERIES = ("step", *TYPES)

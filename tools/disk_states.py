@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-__all__ = ["Call", "Disk", "Tree", "calls_of", "digest_of", "tree_of"]
-
 Tree = dict[str, bytes | None]
 """Data of files, and None for folders, by their paths below the root."""
 

@@ -20,8 +20,6 @@ from trajstore import RunWriter, export, open_run, repair, verify
 from trajstore.cli.main import main
 from trajstore.errors import TrajstoreError
 
-__all__ = ["TRIALS", "Trial", "again", "carry_out", "inspect", "is_run", "prepare", "rows_of"]
-
 ROWS = 6
 CUT = 3
 TRAINING = (

@@ -29,19 +29,6 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.schema import TIERS, VARIABLES, Encoding, resolve_variables
 from trajstore.store.writing.commit_timer import COMMIT_EVERY
 
-__all__ = [
-    "MAY_CHANGE",
-    "DataConfig",
-    "InitializationConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RecordingConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "TrainingConfig",
-    "field_name",
-]
-
 MAY_CHANGE = frozenset(
     {
         "training.steps",

@@ -18,8 +18,6 @@ from trajstore.trainers.config import (
     TrainingConfig,
 )
 
-__all__ = ["PRESETS", "preset"]
-
 
 def gatsby() -> RunConfig:
     """Lil Gatsby, W, gradient and moments: 128 ASCII tokens that start at one point (15.1a)."""

@@ -19,8 +19,6 @@ import torch
 # There is no public name for a function that sees each operation, also those of a backward pass.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Products", "choose_products", "float32_products", "modes_of_products", "native_is_slow"]
-
 Products = Literal["native", "float32"]
 
 _aten = torch.ops.aten

@@ -18,17 +18,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trajstore.errors import InvalidArgument
 
-__all__ = [
-    "OPTIMIZERS",
-    "ROUNDINGS",
-    "STATE_DTYPES",
-    "RoundedAdam",
-    "RoundedAdamW",
-    "RoundedOptimizer",
-    "RoundedSGD",
-    "round_stochastically",
-]
-
 STATE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Names of the types that the state may have."""
 

@@ -12,8 +12,6 @@ TYPE_CHECKING = False  # importing typing would take most of the time of this mo
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["register_accessors"]
-
 _registered = False
 
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["Bound", "Count", "Example", "Positive", "check_fields", "checks_types"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["DEFAULT_MEMORY", "EXCHANGE_MEMORY", "format_bytes", "parse_bytes"]
-
 DEFAULT_MEMORY = 1 << 30
 """Bytes that a writer may use."""
 

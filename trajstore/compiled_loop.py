@@ -22,8 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-__all__ = ["CompiledLoop", "memory_of", "rows_in_one_piece", "values_side_by_side"]
-
 Array = npt.NDArray[Any]
 Types = tuple[tuple[np.dtype[Any], bool], ...]
 """Dtype and writeability of each array. numba compiles a loop again for each combination."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["format_duration"]
-
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as ``2 min 20 s``.

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["ANY", "exact", "exact_json", "exact_step"]
-
 Array = npt.NDArray[Any]
 
 ANY, _LARGEST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from trajstore.errors import MissingExtra
 
-__all__ = ["needs_extra"]
-
 
 @contextmanager
 def needs_extra(needing: str, extra: str, otherwise: str = "") -> Iterator[None]:

@@ -18,8 +18,6 @@ from trajstore.errors import ConfigError
 from trajstore.values.moving_average import MovingAverage, share_left
 from trajstore.values.rounding import cast
 
-__all__ = ["Advice", "advise", "advise_run", "require_sound"]
-
 _RULES = ("adam", "adamw")
 _TRIED = ("bfloat16", "float16", "float32")
 _FLOAT32_WEIGHTS = (

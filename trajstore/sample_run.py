@@ -18,8 +18,6 @@ from trajstore.store.writing.writer import RunWriter
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
 from trajstore.values.rounding import cast
 
-__all__ = ["sample_run"]
-
 Array = npt.NDArray[Any]
 
 _TEXT = """

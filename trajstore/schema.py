@@ -12,43 +12,6 @@ from typing import Any, Literal, get_args
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
-__all__ = [
-    "ALONG_TOKEN",
-    "COORDINATES",
-    "ENCODINGS",
-    "EVALUATION",
-    "EVERYTHING",
-    "FORMAT",
-    "IMPORTED",
-    "KEPT",
-    "LATTICES",
-    "MODEL",
-    "NUMBERS",
-    "OF_EXAMPLES",
-    "OF_PARAMETERS",
-    "OF_RUN",
-    "OPTIMIZER_STATE",
-    "POPULATION",
-    "POPULATION_FILES",
-    "RECORDED",
-    "STEP",
-    "TIERS",
-    "TRAJECTORIES",
-    "VARIABLES",
-    "Coordinate",
-    "Encoding",
-    "Variable",
-    "along_token",
-    "belongs",
-    "coordinate",
-    "entry_of",
-    "kept_as",
-    "resolve_variables",
-    "row_lengths",
-    "variable",
-    "variables_of",
-]
-
 FORMAT = 3
 """Number of the store format: the attribute `trajstore_format` of a root."""
 

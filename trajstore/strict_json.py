@@ -9,20 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "LARGEST_METADATA",
-    "MISSING",
-    "JsonObject",
-    "canonical",
-    "changes",
-    "fits",
-    "metadata_bytes",
-    "parse",
-    "same",
-    "too_large",
-    "utc_now",
-]
-
 JsonObject = dict[str, Any]
 
 MISSING = object()

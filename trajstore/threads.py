@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-__all__ = ["Progress", "default_threads", "in_parallel", "submit", "threads_of_each"]
-
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]

@@ -21,8 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
-__all__ = ["alignment"]
-
 VECTORS = ("W", "delta", "grad")
 PARTNERS = ("hidden_mean", "centroid", "bulk", "grad", "delta", "previous")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

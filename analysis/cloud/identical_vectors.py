@@ -25,8 +25,6 @@ from trajstore.argument_types import Count
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["EVENTS", "clusters", "divide", "smallest_members", "token_labels"]
-
 EVENTS = ("birth", "merge", "fission", "death")
 """Changes of a group from one row to the next."""
 

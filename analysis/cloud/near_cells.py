@@ -26,8 +26,6 @@ from trajstore.extras import needs_extra
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["adjacency"]
-
 _ALL_CELLS = 1 << 32
 """Upper limit of the distance between two 32-bit values, in values."""
 

@@ -20,8 +20,6 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import one_population
 
-__all__ = ["nearest_distance"]
-
 # Maximum distances in memory.
 _DISTANCES = 1 << 23
 

@@ -20,8 +20,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
-__all__ = ["projection"]
-
 
 def _orthonormal(axes: Wide) -> Wide:
     """Orthonormal rows that span the same space; NaN if an axis is zero or not finite."""

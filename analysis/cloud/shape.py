@@ -21,8 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import one_population
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
-__all__ = ["inertia", "pca", "principal_axes", "scores_along_axes"]
-
 # Maximum bytes of scatter matrices per task.
 _SCATTER_BYTES = 8 << 20
 

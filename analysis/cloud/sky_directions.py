@@ -16,8 +16,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
-__all__ = ["sky"]
-
 
 def _angles(W: Array, axes: Wide, *first: Array) -> dict[str, Wide]:
     """Angles of W, or of its change since the first row, in degrees, of each token."""

@@ -33,8 +33,6 @@ from trajstore.nearest_name import did_you_mean
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["analyze"]
-
 
 def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     """Print the quantities that `analyze` computes, and exit."""

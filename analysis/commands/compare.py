@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-__all__ = ["compare"]
-
-
 _SETTINGS = 12  # maximum differing settings to print
 
 

@@ -12,8 +12,6 @@ from trajstore.cli.options import RUN
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
-__all__ = ["explore"]
-
 
 @click.command()
 @RUN

@@ -36,8 +36,6 @@ from trajstore.schema import EVALUATION
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["plot"]
-
 
 def _opened(paths: Sequence[str], common_steps: bool) -> list[xr.Dataset]:
     """Open runs, or the stores of evaluations."""

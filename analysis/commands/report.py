@@ -11,8 +11,6 @@ from trajstore.cli.options import RUNS, SELECT, file_stem, without_none
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
-__all__ = ["report"]
-
 
 @click.command()
 @RUNS

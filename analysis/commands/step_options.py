@@ -11,8 +11,6 @@ from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["OF_WHOLE_RUN", "PARAMETER", "UNCHANGED", "VECTORS", "WITHIN", "of_parameter"]
-
 OF_WHOLE_RUN = "Values of selected steps are still those of the whole run."
 """Note of ``--select`` in commands that have ``--within``."""
 

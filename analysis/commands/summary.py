@@ -12,8 +12,6 @@ from trajstore.cli.tables import out, print_json, print_notes, print_table, with
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["summary"]
-
 
 @click.command()
 @RUNS

@@ -19,8 +19,6 @@ from trajstore.store.reading.open_group import similar_runs
 from trajstore.store.reading.open_run import open_run
 from trajstore.watching.run_follower import Look, RunFollower
 
-__all__ = ["LiveRun", "Seen"]
-
 _SECONDS = 2.0
 
 

@@ -16,8 +16,6 @@ from trajstore.analysis.exploring.tokens import cause_sentences, nearest, token_
 from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, population_color
 from trajstore.analysis.figures.titles import titled_runs
 
-__all__ = ["Page"]
-
 _CURVES = {
     "training loss": ("loss", "loss"),
     "gradient norms (L2)": ("grad_norms", "mean"),

@@ -14,19 +14,6 @@ from trajstore.analysis.figures.style import CAUSE_COLORS, REGIME_COLORS, popula
 from trajstore.analysis.optimizer.freeze_causes import CAUSES
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 
-__all__ = [
-    "MANY",
-    "MARKS",
-    "curve_plot",
-    "here_plot",
-    "layer_plot",
-    "limits",
-    "path_plot",
-    "plane_points",
-    "shaded",
-    "token_curve",
-]
-
 MANY = 3000
 """Number of tokens above which Datashader counts them in cells."""
 

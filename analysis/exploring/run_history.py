@@ -20,8 +20,6 @@ from trajstore.analysis.scan.task_progress import Report, progress_of_tasks
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument
 
-__all__ = ["RunHistory", "prepare"]
-
 POSITION_BYTES = 512 << 20
 MAP_BYTES = 2 << 30
 

@@ -16,8 +16,6 @@ from trajstore.analysis.exploring.plots import MANY
 from trajstore.analysis.figures.titles import run_name
 from trajstore.errors import InvalidArgument, MissingExtra
 
-__all__ = ["address", "check_panel", "free_port", "serving"]
-
 _ANY = "0.0.0.0"
 _NEEDED = ("bokeh", "datashader", "holoviews", "pandas", "panel")
 _LOOPBACK = ("127.0.0.1", "localhost")

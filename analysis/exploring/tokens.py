@@ -15,8 +15,6 @@ from trajstore.analysis.motion.ulp_motion import lattice_displacement
 from trajstore.analysis.optimizer.freeze_causes import CAUSES
 from trajstore.analysis.scan.scan import Scan
 
-__all__ = ["TokenList", "cause_sentences", "nearest", "token_history"]
-
 
 class TokenList:
     """Ids, texts and populations of the tokens of a run.

@@ -11,8 +11,6 @@ from trajstore.analysis.figures.titles import run_name
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import SEED, differing_settings, run_labels
 
-__all__ = ["MOST_CURVES", "Group", "mean_and_spread", "run_groups"]
-
 MOST_CURVES = 8
 """Most curves in one axes. With more runs, those that differ only in their seeds share a curve."""
 

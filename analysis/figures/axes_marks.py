@@ -19,24 +19,6 @@ if TYPE_CHECKING:
 
     from trajstore.analysis.figures.style import Look
 
-__all__ = [
-    "add_legend",
-    "along_steps",
-    "central_range",
-    "draw_counts",
-    "draw_curves",
-    "log_scale",
-    "message",
-    "name_kinds",
-    "named",
-    "reword",
-    "set_title",
-    "shade_region",
-    "step_edges",
-    "widen_covered",
-    "with_units",
-]
-
 _COVERED = 0.9
 """Part of its points from which on a curve is covered."""
 

@@ -22,8 +22,6 @@ from trajstore.analysis.scan.scan import Scan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["centroid", "clusters", "spectrum"]
-
 
 def _centroid(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)

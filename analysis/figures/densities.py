@@ -27,8 +27,6 @@ from trajstore.populations.masks import populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["lattice_displacement", "log_histogram", "pooled_steps", "speed_density"]
-
 _COLUMNS = 1000
 """Most columns of a map: about one per dot."""
 

@@ -22,8 +22,6 @@ from trajstore.analysis.several.divergence import divergence as divergence_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["divergence"]
-
 
 def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
     found = divergence_of(first.ds, scan.ds).sel(population=options.populations(first))

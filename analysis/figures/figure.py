@@ -41,22 +41,6 @@ if TYPE_CHECKING:
 
     from trajstore.exchange.selection import Steps
 
-__all__ = [
-    "ALONE",
-    "SIZE",
-    "Figure",
-    "Options",
-    "after_first_row",
-    "asked_for",
-    "check_matplotlib",
-    "compute_together",
-    "figure",
-    "in_style",
-    "prepared",
-    "with_members",
-    "worded",
-]
-
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
 

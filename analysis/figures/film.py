@@ -40,8 +40,6 @@ from trajstore.store.writing.create import check_file_target, staged_folder
 if TYPE_CHECKING:
     from matplotlib.animation import FuncAnimation
 
-__all__ = ["FILM", "check_film_target", "film", "save_film"]
-
 FILM_ENDINGS = (".gif", ".webp", ".mp4", "", *ENDINGS)
 
 _FRAMES = 120

@@ -26,8 +26,6 @@ from trajstore.analysis.scan.scan import Scan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["freeze", "heatmap", "last_motion", "lifecycle"]
-
 _BINS = 60
 _LINES = {"last_jump": ":", "last_local": "--", "last_hop": "-"}
 _BEHIND = {

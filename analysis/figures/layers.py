@@ -25,8 +25,6 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["layers"]
-
 _COLUMNS = 200
 """Most steps at which metrics are computed for a figure."""
 

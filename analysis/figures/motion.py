@@ -27,15 +27,6 @@ from trajstore.populations.masks import chosen_populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "autocorrelation",
-    "bulk_thermal",
-    "discontinuities",
-    "displacement",
-    "grad_norms",
-    "speed",
-]
-
 _BAND = (0.05, 0.95)
 
 

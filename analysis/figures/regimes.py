@@ -18,8 +18,6 @@ from trajstore.analysis.scan.scan import Scan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["freeze_cause", "regimes"]
-
 
 def _counts(counts: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
     """Counts of a single population: the stacks of two would cover each other."""

@@ -28,8 +28,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import EVALUATION, variables_of
 
-__all__ = ["FIGURES", "Figures", "figures_named", "figures_of"]
-
 
 class Figures(dict[str, Figure]):
     """Figures by name. A hyphen finds the same figure as an underscore."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["ENDINGS", "Collected", "check_target", "collect", "draw_sheet", "save"]
-
 ENDINGS = (".png", ".svg", ".pdf")
 
 _COLUMNS = 2

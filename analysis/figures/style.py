@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.colors import Colormap
 
-__all__ = [
-    "CAUSE_COLORS",
-    "POPULATION_COLORS",
-    "REGIME_COLORS",
-    "REGIME_MEANINGS",
-    "STYLES",
-    "Look",
-    "Style",
-    "population_color",
-    "shades",
-    "style",
-]
-
 _LINES = ("-", "--", ":", "-.")
 """Line styles of several runs, one for each kind of curve such as dead and live tokens."""
 

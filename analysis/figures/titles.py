@@ -10,8 +10,6 @@ import xarray as xr
 from trajstore.populations.row_vectors import row_vectors
 from trajstore.schema import EVALUATION
 
-__all__ = ["run_name", "run_system", "titled_runs", "token_names"]
-
 
 def run_name(ds: xr.Dataset) -> str:
     """Name of the run's folder, else the first digits of its identity."""

@@ -27,8 +27,6 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["logit_stats", "moment_sizes", "moments"]
-
 
 def _logit_stats(scan: Scan, options: Options) -> xr.Dataset:
     whole = (scan.ds.attrs.get("recording") or {}).get("vocabulary")

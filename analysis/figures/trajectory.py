@@ -23,9 +23,6 @@ from trajstore.analysis.scan.scan import Scan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["LINES", "fit_axes", "label_plane", "moment_tracks", "sky", "trajectory"]
-
-
 LINES = 500
 """Most tokens that have a line each."""
 

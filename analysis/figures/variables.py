@@ -24,8 +24,6 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MOST_CELLS", "NAMES", "draw_rows", "loss", "param_update_lost", "variable"]
-
 MOST_CELLS = 1 << 21
 """Most values that a map shows; of more, one of every few steps."""
 

@@ -14,8 +14,6 @@ from trajstore.argument_types import Count, check_fields
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.recorded_parameters import parameter_entry, parameter_table
 
-__all__ = ["CIRCUITS", "Attention", "circuits_of", "gpt2_attention"]
-
 CIRCUITS = {"ov": ("value", "output"), "qk": ("query", "key")}
 """Roles of the two weights of each circuit."""
 

@@ -26,8 +26,6 @@ from trajstore.argument_types import Positive
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.rounding import cast
 
-__all__ = ["explain_gradient"]
-
 _DIMS = ("step", "token", "example", "position", "hidden")
 _PER_GRADIENT = {
     "explained": Fact("f8", "L2 norm of the gradient that the states explain", "nat"),

@@ -29,8 +29,6 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.recorded_parameters import parameter_dataset, parameter_table
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["layers", "recorded_norm"]
-
 _SUBJECTS = {
     "params": "parameter",
     "grad": "gradient",

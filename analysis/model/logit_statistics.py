@@ -15,8 +15,6 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 
-__all__ = ["logit_stats"]
-
 _FACTS = {
     "logit_min": Fact("f8", "smallest logit", "nat"),
     "logit_max": Fact("f8", "largest logit", "nat"),

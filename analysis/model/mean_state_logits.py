@@ -17,8 +17,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum
 
-__all__ = ["mean_logits"]
-
 
 def _logits(now: Array, before: Array, state: Wide) -> Wide:
     """Product of the previous row with the state."""

@@ -22,8 +22,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.values.token_norms import hidden_sum
 
-__all__ = ["autocorrelation"]
-
 LAGS = (1, 2, 5, 10, 20)
 
 # Maximum tokens per task, which holds as many rows as the largest lag, and minimum number of tasks

@@ -33,14 +33,6 @@ from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = [
-    "bulk_thermal",
-    "centroid",
-    "coherence",
-    "distinct",
-    "per_population",
-]
-
 Kernel = Callable[..., dict[str, Any]]
 """Function of a row of one population that returns named numbers. For motion, it is a function of
 (row, previous row, spacing)."""

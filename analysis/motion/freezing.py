@@ -22,8 +22,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Count
 from trajstore.populations.masks import populations
 
-__all__ = ["freeze"]
-
 _NEVER = {-1: "never"}
 _LAST = Fact("i8", "last step with motion", flags=_NEVER)
 _LAST_OF_MEDIAN = Fact("i8", "last step with motion of the median element", flags=_NEVER)

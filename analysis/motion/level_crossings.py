@@ -20,8 +20,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.schema import RECORDED
 
-__all__ = ["crossings"]
-
 LEVELS = (0.5, 0.9, 0.99)
 
 

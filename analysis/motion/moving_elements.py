@@ -19,8 +19,6 @@ from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 
-__all__ = ["last_moving_element"]
-
 _FACTS = {
     "last_moving_element": Fact("i8", "element that moved last", flags={-1: "never"}),
     "last_motion": Fact("i8", "last step with motion", flags={-1: "never"}),

@@ -18,13 +18,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype
 
-__all__ = [
-    "check_order",
-    "displacement",
-    "grad_norms",
-    "order_label",
-]
-
 
 def check_order(order: float) -> float:
     """Order of a norm as a number.

@@ -21,11 +21,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import hidden_sum, result_dtype, vector_norm
 
-__all__ = [
-    "path_efficiency",
-    "radial_tangential",
-]
-
 
 @dataclass(frozen=True)
 class _Segment:

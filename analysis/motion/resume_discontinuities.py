@@ -15,8 +15,6 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Bound, Positive
 
-__all__ = ["discontinuities"]
-
 # Changes of the mean motion by less than 5 % per row are never significant. Neither is motion below
 # 1 % of the run's maximum: when nearly all tokens are frozen, one moving token is no discontinuity.
 _LEAST_SCATTER = 0.05

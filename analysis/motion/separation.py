@@ -15,8 +15,6 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.token_norms import vector_norm
 
-__all__ = ["separation"]
-
 
 def _directions(vectors: Wide) -> Wide:
     return np.asarray(vectors / vector_norm(vectors)[..., None])

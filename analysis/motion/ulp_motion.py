@@ -30,14 +30,6 @@ from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import ulp_hops
 from trajstore.values.ulp_lattice import binade, ordinal, ordinal_dtype, spacing
 
-__all__ = [
-    "exponent_crossings",
-    "lattice_displacement",
-    "lifecycle",
-    "regimes",
-    "ulp",
-]
-
 _CROSSINGS = {
     f"exponent_{way}": Fact("i8", f"elements whose exponent went {way}") for way in ("up", "down")
 }

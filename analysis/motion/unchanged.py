@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MIN_UNCHANGED"]
-
 MIN_UNCHANGED = 50
 """Optimizer steps. In Lil Gatsby, 6 % of the tokens that are unchanged for 50 steps at the end of a
 recording move again when the training continues, and 19 % of those unchanged for one step."""

@@ -19,8 +19,6 @@ from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import Count
 
-__all__ = ["heatmap"]
-
 _FACTS = {
     "dead_fraction": Fact("f8", "fraction of dead tokens"),
     "last_motion": Fact("i8", "last motion of any of its tokens", None, flags={-1: "never"}),

@@ -21,8 +21,6 @@ from trajstore.populations.row_vectors import row_vectors
 from trajstore.schema import variable
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["VECTORS", "vectors", "vectors_named"]
-
 OF_TOKENS = ("grad", "exp_avg", "exp_avg_sq", "delta")
 OF_POPULATIONS = ("centroid", "largest_cluster")
 VECTORS = (*OF_TOKENS, "hidden_mean", *OF_POPULATIONS)

@@ -12,13 +12,6 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.values.token_norms import result_dtype
 
-__all__ = [
-    "acceleration",
-    "displacements",
-    "speed",
-    "velocity",
-]
-
 
 def displacements(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Change between two rows, for `Scan.between_rows`."""

@@ -16,8 +16,6 @@ from trajstore.analysis.scan.array_types import Array, Wide
 from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.optimizer_rule import OptimizerRule
 
-__all__ = ["follow", "follow_rows", "intended_change"]
-
 _LOOP = CompiledLoop("trajstore.analysis.optimizer.exact_recurrence", "follow_rows")
 
 

@@ -27,12 +27,6 @@ from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
-__all__ = [
-    "CAUSES",
-    "adam_update",
-    "freeze_cause",
-]
-
 CAUSES = (
     "moved",
     "no_gradient",

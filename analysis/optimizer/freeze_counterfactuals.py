@@ -27,8 +27,6 @@ from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, next_weights
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing
 
-__all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_attribution"]
-
 COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
 """Changes of the optimizer. The first is no change, for comparison."""
 

@@ -12,8 +12,6 @@ from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import measure
 from trajstore.store.reading.recorded_parameters import parameter_dataset
 
-__all__ = ["lost_by_parameter"]
-
 
 def lost_by_parameter(ds: xr.Dataset, rows: Sequence[int]) -> xr.DataArray:
     """Fraction of a parameter's elements with a gradient ≠ 0 that a step did not change.

@@ -20,8 +20,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.values.ulp_lattice import spacing
 
-__all__ = ["moment_plane"]
-
 _EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
 _LEVELS = (0.05, 0.5, 0.95)
 

@@ -21,8 +21,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
-__all__ = ["moment_stuck"]
-
 _VARIABLES = (*MOMENTS, "W")
 
 _KIND = f"({len(_VARIABLES)},)f8"

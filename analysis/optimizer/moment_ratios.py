@@ -27,8 +27,6 @@ from trajstore.populations.masks import populations
 from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["CLASSES", "moment_error", "quantiles_of_counts", "ratio_classes"]
-
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
 
 # Without its lowest 19 bits, a float32 is its exponent and four bits of mantissa.

@@ -19,8 +19,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 from trajstore.values.token_norms import hidden_sum
 
-__all__ = ["moment_sizes"]
-
 _FACTS = {
     "first_moment_size": Fact("f8", "mean of |m̂| over hidden", "nat"),
     "second_moment_root": Fact("f8", "mean of √v̂ over hidden", "nat"),

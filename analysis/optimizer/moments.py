@@ -26,12 +26,6 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule
 
-__all__ = [
-    "Recurrence",
-    "exact_moments",
-    "steps_taken",
-]
-
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """Maximum bytes of the float64 result of a task."""

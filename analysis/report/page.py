@@ -37,15 +37,6 @@ from trajstore.version import __version__
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
-__all__ = [
-    "drawn",
-    "html_table",
-    "summaries",
-    "verified",
-    "write_page",
-    "write_report",
-]
-
 _DPI = 160
 _SIZE = (4.8, 4.2)
 """Inches of a figure: its text is legible at the width of a phone."""

@@ -9,8 +9,6 @@ from typing import Any, TypeGuard
 
 from trajstore.store.metadata.segments import Segment, trained_segments
 
-__all__ = ["reproduction"]
-
 Config = Mapping[str, Mapping[str, Any]]
 
 _OF_RESUME = {"training.steps"}

@@ -30,8 +30,6 @@ from trajstore.version import __version__
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
-__all__ = ["write_runs_report"]
-
 
 def write_runs_report(
     runs: Sequence[str],

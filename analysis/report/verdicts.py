@@ -18,8 +18,6 @@ from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import populations
 
-__all__ = ["evidence", "verdicts"]
-
 
 def evidence(scan: Scan, min_unchanged: int) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     """Lazy data for the sentences, and the reason for what is not available, by name."""

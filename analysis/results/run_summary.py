@@ -21,8 +21,6 @@ from trajstore.populations.row_vectors import row_vectors
 from trajstore.store.reading.recorded_parameters import holds_all_parameters
 from trajstore.values.token_norms import vector_norm
 
-__all__ = ["summary"]
-
 _FACTS = {"centroid_norm": Fact("f8", "norm of the centroid")}
 _STATISTICS = ("mean", "min", "max", "median")
 

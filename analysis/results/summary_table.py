@@ -8,8 +8,6 @@ from typing import Any
 
 import xarray as xr
 
-__all__ = ["Table", "summary_table", "summary_tables", "tokens_of"]
-
 Table = tuple[str, list[str], list[list[str]]]
 """Title, columns and rows."""
 

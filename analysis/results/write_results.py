@@ -25,8 +25,6 @@ from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
 
-__all__ = ["ENDINGS", "check_result_target", "describe", "write_result"]
-
 ENDINGS = (".zarr", ".nc", ".csv", ".safetensors")
 
 _WRITTEN_BY = "written_by_trajstore"

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Groups", "Numbers", "Wide"]
-
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]

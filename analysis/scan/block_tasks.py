@@ -23,25 +23,6 @@ from dask.tokenize import tokenize
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.facts import Facts, dataset, record_of
 
-__all__ = [
-    "Points",
-    "chunks_of",
-    "field",
-    "in_halves",
-    "in_parts",
-    "in_turn",
-    "last_row",
-    "last_rows",
-    "measure",
-    "per_row",
-    "read_again",
-    "rows_before",
-    "shared",
-    "table",
-    "waiting",
-    "whole_rows",
-]
-
 # Pairs of vectors per task: rows with few tokens are combined to limit dask's overhead.
 _PAIRS_OF_A_TASK = 1 << 24
 

@@ -25,19 +25,6 @@ from trajstore.values.token_norms import (
 )
 from trajstore.values.ulp_lattice import binade, lattice_type, ordinal, ordinal_dtype, unsigned_view
 
-__all__ = [
-    "MEASURES",
-    "REGIMES",
-    "changed_vectors",
-    "measure_pairs",
-    "measure_rows",
-    "moved_elements",
-    "moved_vectors",
-    "pair_dtype",
-    "regime_of_hops",
-    "tiles",
-]
-
 MEASURES = (
     "moved",
     "step_norm",

@@ -10,8 +10,6 @@ import xarray as xr
 
 from trajstore.analysis.scan.flags import flag_attributes
 
-__all__ = ["Fact", "Facts", "dataset", "record_of"]
-
 
 class Fact(NamedTuple):
     """One variable of a result.

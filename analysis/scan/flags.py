@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-__all__ = ["NO_ROW_BEFORE", "flag_attributes", "flags_of", "is_category", "with_flag"]
-
 NO_ROW_BEFORE = "no_row_before"
 """Meaning of −1 in the first row of a quantity of changes between rows."""
 

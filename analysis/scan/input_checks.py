@@ -14,20 +14,6 @@ from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.values.optimizer_rule import ADAM, OptimizerRule
 
-__all__ = [
-    "RUN",
-    "adam_rule",
-    "available",
-    "check_every_step",
-    "check_single_run",
-    "hold_only_changes",
-    "quantile_levels",
-    "row_of_step",
-    "rows_of_steps",
-    "variables",
-    "with_own_attributes",
-]
-
 RUN = "run"
 """Name of the dimension of several runs."""
 

@@ -19,14 +19,6 @@ from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.rounding import cast, is_of_type, is_within
 from trajstore.values.ulp_lattice import lattice_type
 
-__all__ = [
-    "chosen_type",
-    "lattice_attributes",
-    "on_lattice",
-    "place_on_lattice",
-    "with_lattice_attributes",
-]
-
 
 def chosen_type(lattice: str, native: str) -> str:
     """Name of the type that defines a lattice.

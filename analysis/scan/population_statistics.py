@@ -20,15 +20,6 @@ from trajstore.populations.masks import (
     populations,
 )
 
-__all__ = [
-    "by_population",
-    "category_counts",
-    "count_by_population",
-    "over_groups",
-    "statistics",
-    "with_mostly_dead",
-]
-
 _STATISTICS = ("mean", "std", "min", "max", "median")
 
 

@@ -15,8 +15,6 @@ from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
 from trajstore.populations.row_vectors import errors_about_rows, named_as_rows
 
-__all__ = ["ALONE", "QUANTITIES", "Quantity", "quantity", "registered", "takes_scan"]
-
 P = ParamSpec("P")
 R = TypeVar("R", bound=xr.DataArray | xr.Dataset)
 F = TypeVar("F", bound=Callable[..., xr.DataArray | xr.Dataset])

@@ -14,8 +14,6 @@ from dask.highlevelgraph import HighLevelGraph
 from trajstore.analysis.scan.array_types import Array
 from trajstore.analysis.scan.block_tasks import per_row
 
-__all__ = ["fold"]
-
 
 def _call(kernel: Callable[..., Any], options: dict[str, Any], *blocks: Any) -> Any:
     with np.errstate(all="ignore"):  # NaN and infinity are valid results

@@ -34,8 +34,6 @@ from trajstore.populations.masks import check_dataset
 from trajstore.populations.row_vectors import row_vectors
 from trajstore.values.token_norms import result_dtype
 
-__all__ = ["Scan", "native_dtype"]
-
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
 _DIMS = ("step", "token", "hidden")

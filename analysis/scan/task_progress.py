@@ -12,8 +12,6 @@ import dask
 from dask.base import get_scheduler, unpack_collections
 from dask.callbacks import Callback
 
-__all__ = ["Report", "compute_all", "progress_of_tasks", "return_memory"]
-
 Report = Callable[[int, int], None]
 """Called with the numbers of finished and of all tasks."""
 

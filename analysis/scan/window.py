@@ -13,8 +13,6 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
-__all__ = ["rows_of_window", "windowed_scan"]
-
 
 def rows_of_window(ds: xr.Dataset, steps: Steps) -> xr.Dataset:
     """Rows of a Dataset in a window, as selected by `select_part`."""

@@ -14,8 +14,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import settings
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["DIFFERENCE", "check_comparable", "differences", "differing_names", "first_step"]
-
 DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])
 """Number of elements that differ in any bit, and the squared distance."""
 

@@ -23,8 +23,6 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 
-__all__ = ["divergence"]
-
 _OTHER_DEAD = (
     "the runs have different dead tokens, so their populations cannot be compared; remove is_dead "
     "with drop_vars('is_dead')"

@@ -12,8 +12,6 @@ from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
-__all__ = ["as_method", "each_run", "over_runs"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -24,8 +24,6 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import VARIABLES, variables_of
 
-__all__ = ["compare"]
-
 
 def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:
     return {dim: length for dim, length in array.sizes.items() if dim != "step"}

@@ -15,8 +15,6 @@ from trajstore.extras import needs_extra
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["annotate"]
-
 
 @click.command()
 @RUN

@@ -12,8 +12,6 @@ from trajstore.cli.tables import out, print_notes
 from trajstore.extras import needs_extra
 from trajstore.trainers.commands.model_options import TOKENIZER
 
-__all__ = ["checkout"]
-
 
 @click.command()
 @RUN

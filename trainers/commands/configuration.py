@@ -18,25 +18,6 @@ if TYPE_CHECKING:
     from trajstore.trainers import RunConfig
 
 
-__all__ = [
-    "CORPUS",
-    "FSYNC",
-    "PLACES",
-    "SET",
-    "STEPS",
-    "THREADS",
-    "TOKENIZER",
-    "configuration",
-    "configured",
-    "is_named",
-    "named_config",
-    "preset_names",
-    "recording",
-    "settings_of",
-    "stem_of",
-]
-
-
 def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
     """Return the presets that start with a text, for shell completion; none without the extra."""
     try:

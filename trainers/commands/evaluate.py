@@ -16,8 +16,6 @@ from trajstore.trainers.commands.model_options import TOKENIZER
 if TYPE_CHECKING:
     from trajstore.trainers.evaluations.evaluate import Evaluation
 
-__all__ = ["check_options", "evaluate"]
-
 _OPTIONS = {
     "loss": ("text", "length"),
     "hidden-cosine": ("text", "length"),

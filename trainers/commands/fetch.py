@@ -6,8 +6,6 @@ import click
 
 from trajstore.cli.tables import out
 
-__all__ = ["fetch"]
-
 
 @click.command()
 @click.argument("name", metavar="gatsby|fineweb|gpt2")

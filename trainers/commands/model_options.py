@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["TOKENIZER"]
-
 TOKENIZER = click.option(
     "--tokenizer",
     type=click.Path(),

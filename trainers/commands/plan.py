@@ -15,8 +15,6 @@ from trajstore.extras import needs_extra
 from trajstore.schema import ENCODINGS, TIERS
 from trajstore.trainers.commands.configuration import configuration, configured
 
-__all__ = ["plan", "print_plan", "time_sentence"]
-
 _SIZES = ("native", *(f"expected, {encoding}" for encoding in ENCODINGS))
 
 

@@ -7,8 +7,6 @@ import click
 from trajstore.cli.tables import out
 from trajstore.trainers.commands.configuration import preset_names
 
-__all__ = ["presets"]
-
 
 @click.command()
 @click.argument("name", required=False, shell_complete=preset_names)

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from trajstore.trainers import RunConfig
 
 
-__all__ = ["fork", "record"]
-
 _PASSED_ON = ("corpus", "tokenizer", "overwrite", "fsync", "threads")
 """Options that the training takes as they are; the configuration holds the others."""
 

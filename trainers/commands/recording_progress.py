@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from trajstore.trainers.texts.corpus import Corpus
 
 
-__all__ = ["RecordingProgress"]
-
-
 _SOON = 3.0  # seconds from the first line to the second
 _WIDE = 120  # columns of a terminal that fit all columns and a bar
 

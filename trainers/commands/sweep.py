@@ -26,8 +26,6 @@ from trajstore.trainers.commands.sweep_view import print_jobs, status_lines
 if TYPE_CHECKING:
     from trajstore.trainers.sweeps.grid import SweptRun
 
-__all__ = ["sweep"]
-
 _OWN = {"output", "assignments", "seeds", "jobs", "threads", "dry_run"}
 """Options of `sweep` itself; all others are options of `trajstore record` and are passed on."""
 

@@ -13,8 +13,6 @@ from trajstore.durations import format_duration
 if TYPE_CHECKING:
     from trajstore.trainers.sweeps.process_queue import Job
 
-__all__ = ["print_jobs", "status_lines"]
-
 _STATES = {
     "busy": "waiting: another process writes to this run",
     "waiting": "waiting",

@@ -10,8 +10,6 @@ import os
 import signal
 import threading
 
-__all__ = ["main"]
-
 _STANDARD_INPUT = 0
 
 

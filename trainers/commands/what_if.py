@@ -11,8 +11,6 @@ from trajstore.cli.options import RUN
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_notes
 
-__all__ = ["what_if"]
-
 
 @click.command("what-if")
 @RUN

@@ -14,14 +14,12 @@ from trajstore.store.metadata.segments import SEGMENTS, listed_segments
 from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
-from trajstore.trainers.recording.step_hooks import clip_coefficient
+from trajstore.trainers.recording.step_gradients import clip_coefficient
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_rows import RecordedRows
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.runs.optimizer import build_schedule
 from trajstore.values.native_types import as_bits
-
-__all__ = ["changed_clip_coefs", "changed_learning_rates", "changed_schedule"]
 
 Rates = npt.NDArray[np.float64]
 

@@ -21,8 +21,6 @@ from trajstore.trainers.replays.recorded_rows import RecordedRow
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import as_bits, native_type
 
-__all__ = ["CounterfactualRows"]
-
 Array = npt.NDArray[Any]
 
 _WINDOW = 128 << 20

@@ -30,8 +30,6 @@ from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 from trajstore.values.optimizer_rule import MOMENTS
 
-__all__ = ["CAVEAT", "OPTIMIZER_VARIABLES", "PlannedCounterfactual"]
-
 Array = npt.NDArray[Any]
 
 CAVEAT = (

@@ -15,8 +15,6 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, field_name
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
-__all__ = ["CHANGEABLE", "ChangedSettings", "changed_settings"]
-
 CHANGEABLE = (
     "optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.momentum",
     "optimizer.weight_decay", "optimizer.state_dtype", "optimizer.rounding",

@@ -23,8 +23,6 @@ from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.replays.recorded_rows import RecordedRows
 from trajstore.trainers.replays.replay_device import replay_device
 
-__all__ = ["WhatIf", "what_if"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:

@@ -27,8 +27,6 @@ from trajstore.trainers.products import float32_products
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import Constructor, StepModel
 
-__all__ = ["Evaluated", "Evaluation", "evaluate"]
-
 Evaluation = Callable[[torch.nn.Module, int], Any]
 """Returns the values of a model at a step, by name."""
 

@@ -14,8 +14,6 @@ from typing import Any
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
-__all__ = ["load_function"]
-
 
 def load_function(source: str) -> Callable[..., Any]:
     """Import a function by ``FILE.py:function`` or ``MODULE:function``.

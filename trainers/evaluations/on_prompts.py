@@ -29,8 +29,6 @@ from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import model_at
 from trajstore.trainers.texts.tokenizer import Tokenizer
 
-__all__ = ["attention", "cka", "generation", "logit_lens"]
-
 _NORMS = ("ln_f", "norm", "final_layer_norm", "final_norm", "final_layernorm")
 """Names of the last normalization in models of transformers."""
 

@@ -25,18 +25,6 @@ from trajstore.trainers.step_models.run_tokenizer import run_tokenizer
 from trajstore.trainers.texts.corpus import tokenize_file
 from trajstore.trainers.texts.tokenizer import Tokenizer
 
-__all__ = [
-    "Ids",
-    "ReadyMade",
-    "context_of",
-    "double",
-    "hidden_cosine",
-    "logits_of",
-    "loss",
-    "read_with",
-    "windows",
-]
-
 Ids = npt.NDArray[np.int64]
 
 _CONTEXT = 1024

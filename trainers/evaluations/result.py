@@ -12,8 +12,6 @@ import xarray as xr
 from trajstore.errors import InvalidArgument
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 
-__all__ = ["check_like", "step_dataset"]
-
 _KINDS = "biufO"
 """Kinds of types that are stored: booleans, numbers and texts."""
 

@@ -24,8 +24,6 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import local_path
 from trajstore.trainers.evaluations.result import check_like
 
-__all__ = ["ResultStore"]
-
 _ROWS = "complete_rows"
 """Attribute of the root: rows that were appended completely. A kill may leave more."""
 

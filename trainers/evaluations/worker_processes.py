@@ -23,8 +23,6 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.threads import threads_of_each
 
-__all__ = ["in_processes"]
-
 Worker = Callable[..., Callable[[Sequence[int]], Iterable[xr.Dataset]]]
 """Returns a function that yields the results of some steps; called once in each process."""
 

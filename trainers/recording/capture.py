@@ -28,8 +28,6 @@ from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_hooks import Recorder
 
-__all__ = ["attach", "capture"]
-
 
 def attach(
     model: torch.nn.Module,

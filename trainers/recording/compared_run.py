@@ -17,8 +17,6 @@ from trajstore.schema import STEP
 from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.writer import RunWriter
 
-__all__ = ["ComparedRun", "Comparison", "RowDifference", "RowTarget"]
-
 Array = npt.NDArray[Any]
 
 

@@ -18,13 +18,6 @@ from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 from trajstore.trainers.texts.tokenizer import token_texts
 
-__all__ = [
-    "COUNTING_SECONDS",
-    "NotCounted",
-    "TokenFacts",
-    "facts_of_trainer",
-]
-
 COUNTING_SECONDS = 5.0
 """Approximate time limit for counting a data set; a slower count is discarded."""
 

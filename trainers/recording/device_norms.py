@@ -16,8 +16,6 @@ from trajstore.trainers.recording.parameters import as_float64
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import hidden_sum
 
-__all__ = ["ULP_TYPES", "pairwise_sum", "token_norm", "ulp", "ulp_l1"]
-
 _NATIVE = {getattr(torch, name): native for name, native in NATIVE_TYPES.items()}
 
 ULP_TYPES = tuple(_NATIVE)

@@ -22,16 +22,6 @@ from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.flat_vectors import JoinedVector
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = [
-    "DeferredTransfer",
-    "DirectTransfer",
-    "HostTransfer",
-    "Transfer",
-    "memory_in_transit",
-    "open_transfer",
-    "place_tensor",
-]
-
 Value = torch.Tensor | JoinedVector
 
 _SLOTS = 3

@@ -13,8 +13,6 @@ from trajstore.trainers.recording.parameters import gradient_of, rate_of
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 
-__all__ = ["FirstStep"]
-
 _LOOKED_AT = 4096  # elements of each parameter
 _SHOWN = 3
 

@@ -11,8 +11,6 @@ import torch
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.torch_internals import copy_each
 
-__all__ = ["FLOATS", "JoinedVector", "check_joinable", "joint_type", "same_bits", "type_name"]
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that can be recorded."""
 

@@ -20,8 +20,6 @@ from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import version
 
-__all__ = ["FollowedMatrices"]
-
 _PLAIN = (int, float, tuple, list)
 
 _OUTSIDE = (

@@ -20,16 +20,6 @@ import torch
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
 
-__all__ = [
-    "BackwardPass",
-    "ForwardPass",
-    "ForwardPasses",
-    "LogitsMode",
-    "StepLoss",
-    "logits_of",
-    "loss_of",
-]
-
 LogitsMode = Literal["last", "mean"]
 
 _LOSS_OF = "trajstore.loss_of"

@@ -23,8 +23,6 @@ from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop,
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.step_hooks import Recorder
 
-__all__ = ["TrajectoryCallback"]
-
 _recording: weakref.WeakSet[TrajectoryCallback] = weakref.WeakSet()
 """Callbacks whose training has started and, as far as they know, not ended."""
 

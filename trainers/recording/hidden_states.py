@@ -13,8 +13,6 @@ from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.forward_values import ForwardPass, ForwardPasses
 from trajstore.trainers.recording.module_hooks import ModuleHooks
 
-__all__ = ["OF_HIDDEN_STATES", "HiddenStates"]
-
 OF_HIDDEN_STATES = ("hidden_mean", "hidden_trace", "hidden_cosine", "hidden_states")
 """Variables computed from hidden states."""
 

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from trajstore.errors import RecordingError
 
-__all__ = ["JoinedOptimizer", "real_optimizer", "unwrapped"]
-
 
 def unwrapped(optimizer: Any) -> Any:
     """Return what is inside accelerate's wrapper of an optimizer."""

@@ -15,8 +15,6 @@ from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.values.optimizer_rule import ADAM, MOMENTS
 
-__all__ = ["ADAM_STATE", "Entry", "find_kept", "is_element", "kept_value", "state_attribute"]
-
 Entry = Mapping[str, str]
 """An entry of the attribute `OPTIMIZER_STATE`."""
 

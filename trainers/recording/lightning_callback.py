@@ -13,8 +13,6 @@ from trajstore.trainers.recording.capture import capture
 from trajstore.trainers.recording.options import RecordingOptions, takes_options
 from trajstore.trainers.recording.step_hooks import Recorder
 
-__all__ = ["LightningCallback"]
-
 
 class LightningCallback(Callback):
     """Records a parameter of a LightningModule at every optimizer step.

@@ -12,8 +12,6 @@ from trajstore.trainers.recording.flat_vectors import FLOATS, type_name
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile, version
 
-__all__ = ["ModelBuffers", "named_buffers"]
-
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalizations. They may begin to change at any step."""
 

@@ -22,8 +22,6 @@ from trajstore.trainers.recording.torch_internals import (
     signs,
 )
 
-__all__ = ["ModelParameters"]
-
 _OF_UPDATES = ("param_update_norm", "param_update_lost")
 
 

@@ -47,8 +47,6 @@ from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.torch_internals import name_outside_compile
 from trajstore.values.native_types import NATIVE_TYPES, native_type
 
-__all__ = ["OF_ADAM", "STATE", "ModelState"]
-
 State = dict[str, torch.Tensor | JoinedVector]
 
 _GRADIENTS = "params_grad"

@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trajstore.trainers.recording.torch_internals import outside_compile
 
-__all__ = ["ModuleHooks"]
-
 Failure = Callable[[BaseException], None]
 
 

@@ -12,8 +12,6 @@ from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.parameters import RecordedParameter
 from trajstore.trainers.recording.provenance import optimizer_attributes
 
-__all__ = ["optimizer_advice", "report_notes"]
-
 _LOG = logging.getLogger(__name__)
 
 

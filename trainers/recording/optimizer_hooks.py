@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["OuterStep", "watch_steps"]
-
 _CALLERS = (inspect.getfile(Optimizer), __file__)
 """Files of the functions that call the hooks of a step."""
 

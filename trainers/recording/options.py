@@ -29,8 +29,6 @@ from trajstore.store.writing.create import check_target
 from trajstore.trainers.recording.forward_values import LogitsMode
 from trajstore.trainers.recording.token_selection import Tokens, check_all_tokens
 
-__all__ = ["RecordingOptions", "TrainingLoop", "takes_options"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -39,9 +39,6 @@ from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.optimizer_rule import MOMENTS
 
-__all__ = ["ParameterRows"]
-
-
 Row = dict[str, torch.Tensor]
 
 

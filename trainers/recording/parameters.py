@@ -14,16 +14,6 @@ from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
-__all__ = [
-    "RecordedParameter",
-    "as_float64",
-    "find_group",
-    "find_parameters",
-    "gradient_of",
-    "rate_of",
-    "unwrap",
-]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedParameter:

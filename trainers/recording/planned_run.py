@@ -38,8 +38,6 @@ from trajstore.trainers.recording.provenance import (
 from trajstore.trainers.recording.run_notes import RunNotes
 from trajstore.trainers.recording.token_selection import select_tokens
 
-__all__ = ["PlannedRun", "Recording", "plan_runs", "run_path"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Recording:

@@ -18,14 +18,6 @@ from trajstore.strict_json import utc_now
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.version import __version__
 
-__all__ = [
-    "changed_provenance",
-    "group_attributes",
-    "optimizer_attributes",
-    "provenance",
-    "resumed_provenance",
-]
-
 _NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
 """Facts on which the bits of a training run depend."""
 

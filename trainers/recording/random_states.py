@@ -9,8 +9,6 @@ import torch
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["random_state", "set_random_state"]
-
 
 def random_state(device: torch.device) -> torch.Tensor:
     """Return the states of the generators, one after another, the CPU's last.

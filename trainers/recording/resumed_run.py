@@ -29,8 +29,6 @@ from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.provenance import resumed_provenance
 from trajstore.values.native_types import narrow, native_type
 
-__all__ = ["ExistingRun"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExistingRun:

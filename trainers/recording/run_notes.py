@@ -7,8 +7,6 @@ from typing import Any
 
 from trajstore.errors import RecordingError
 
-__all__ = ["CannotFollow", "RunNotes"]
-
 
 class CannotFollow(RecordingError):
     """The training has changed so that no row of the run can hold its steps."""

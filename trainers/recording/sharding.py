@@ -20,18 +20,6 @@ from trajstore.store.writing.token_share import TokenShare
 from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 
-__all__ = [
-    "agreed",
-    "find_shares",
-    "is_distributed",
-    "is_sharded",
-    "own_logits",
-    "own_rows",
-    "own_variables",
-    "total_norm",
-    "whole",
-]
-
 _TIMEOUT = timedelta(minutes=5)
 """Time that a process waits for the replies of the others about a block."""
 

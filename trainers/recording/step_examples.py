@@ -20,8 +20,6 @@ from trajstore.trainers.recording.module_hooks import ModuleHooks
 from trajstore.trainers.recording.parameters import as_float64
 from trajstore.trainers.recording.sharding import is_distributed
 
-__all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
-
 EXAMPLE_INDEX = "example_index"
 """Key of a model's inputs with the examples' indices; it is removed before the model runs."""
 

@@ -22,8 +22,6 @@ from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
 from trajstore.trainers.recording.torch_internals import counts_versions, version
 
-__all__ = ["StepGradients", "clip_coefficient"]
-
 _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
     "one factor; grad is what the optimizer got, clip_coef is NaN"

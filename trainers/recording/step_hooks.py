@@ -54,11 +54,9 @@ from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
-from trajstore.trainers.recording.step_gradients import StepGradients, clip_coefficient
+from trajstore.trainers.recording.step_gradients import StepGradients
 from trajstore.trainers.recording.torch_internals import found_overflow, outside_compile
 from trajstore.trainers.recording.watched_calls import BACKWARD, SCALER_STEP
-
-__all__ = ["Recorder", "clip_coefficient"]
 
 _SEVERAL = (
     "optimizer.step() differentiates the loss several times; loss, logits and grad are those of "

@@ -14,8 +14,6 @@ from trajstore.exact_values import ANY, exact
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import EVERYTHING
 
-__all__ = ["Tokens", "check_all_tokens", "read_tokens", "select_tokens"]
-
 Tokens = str | npt.ArrayLike
 """``all``, ``dead``, ``live``, or ids."""
 

@@ -14,22 +14,6 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.products import modes_of_products
 
-__all__ = [
-    "copy_each",
-    "counts_versions",
-    "differences",
-    "found_overflow",
-    "in_backward",
-    "multiply_each",
-    "name_outside_compile",
-    "norms",
-    "outside_compile",
-    "sign_each",
-    "signs",
-    "uncompiled",
-    "version",
-]
-
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["slower_threads", "torch_threads"]
-
 _SIZE = 512  # rows of the matrix that is multiplied
 _WORTH = 1.2  # ratio of times that is worth a note
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BACKWARD", "SCALER_STEP", "Listener"]
-
 Listener = Callable[..., contextlib.AbstractContextManager[None]]
 """Called with the arguments of each call; the call runs inside its context."""
 

@@ -13,8 +13,6 @@ from trajstore.trainers.replays.replay_result import CannotReplay, Finding, Kind
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["UnreplayedSteps", "finding_at", "ulp_distance"]
-
 Array = npt.NDArray[Any]
 
 

@@ -18,8 +18,6 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.values.native_types import NativeType, as_bits
 
-__all__ = ["Placement", "recorded_placement", "tensor_of"]
-
 Array = npt.NDArray[Any]
 
 

@@ -16,8 +16,6 @@ from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
-__all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
-
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
 

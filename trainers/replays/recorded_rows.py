@@ -14,8 +14,6 @@ from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType
 
-__all__ = ["RecordedRow", "RecordedRows", "check_inputs"]
-
 Array = npt.NDArray[Any]
 
 _WINDOW = 512 << 20

@@ -27,8 +27,6 @@ from trajstore.trainers.replays.replay_result import LISTED, CannotReplay, Findi
 from trajstore.trainers.replays.row_checks import RowChecks
 from trajstore.values.optimizer_rule import MOMENTS
 
-__all__ = ["replay"]
-
 Array = npt.NDArray[Any]
 
 _LARGEST_RATE = 1e30

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ReplayDevice", "replay_device"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayDevice:

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from trajstore.errors import TrajstoreError
 
-__all__ = ["LISTED", "CannotReplay", "Compared", "Finding", "Kind", "Replay", "Unreplayed"]
-
 LISTED = 20
 """Maximum number of findings that a result lists; it counts all."""
 

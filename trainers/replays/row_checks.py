@@ -17,15 +17,13 @@ import numpy.typing as npt
 import torch
 
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
-from trajstore.trainers.recording.step_hooks import clip_coefficient
+from trajstore.trainers.recording.step_gradients import clip_coefficient
 from trajstore.trainers.replays.findings import finding_at, ulp_distance
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_rows import RecordedRow, RecordedRows
 from trajstore.trainers.replays.replay_result import Compared, Finding
 from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
 from trajstore.values.rounding import convert
-
-__all__ = ["RowChecks"]
 
 Array = npt.NDArray[Any]
 

@@ -8,8 +8,6 @@ import torch
 from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Batches"]
-
 Batch = dict[str, torch.Tensor]
 
 

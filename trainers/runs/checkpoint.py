@@ -12,8 +12,6 @@ from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, sweep
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.runs.run_state import RunState, stored_name
 
-__all__ = ["CheckpointFolder"]
-
 
 class CheckpointFolder:
     """The checkpoints of one run.

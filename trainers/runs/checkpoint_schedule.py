@@ -17,8 +17,6 @@ from trajstore.trainers.runs.checkpoint import CheckpointFolder
 from trajstore.trainers.runs.run_state import RunState, rows_hold_state
 from trajstore.trainers.runs.training_setup import Training
 
-__all__ = ["Checkpointing"]
-
 _MIN_INTERVAL = 10.0
 """Minimum seconds between checkpoints, and before the first."""
 

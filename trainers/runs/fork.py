@@ -54,8 +54,6 @@ from trajstore.trainers.step_models.recorded_parameters import row_of
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
-__all__ = ["fork"]
-
 
 @checks_types
 def fork(

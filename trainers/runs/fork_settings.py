@@ -12,8 +12,6 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.runs.run_plan import native_types
 from trajstore.values.optimizer_rule import MOMENTS
 
-__all__ = ["changed_fields", "forked_config", "forked_types", "keeps_state"]
-
 _SECTIONS = ("optimizer", "schedule")
 _FIELDS = (
     "training.steps",

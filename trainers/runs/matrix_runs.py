@@ -8,8 +8,6 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.planned_run import run_path
 
-__all__ = ["UNTIED", "existing_runs", "matrices", "planned_runs", "shared_path"]
-
 UNTIED = ("lm_head.weight", "transformer.wte.weight")
 """Recorded parameters of a model with untied weights. The first run has the checkpoints."""
 

@@ -7,8 +7,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from trajstore.trainers.config import InitializationConfig, ModelConfig
 
-__all__ = ["build_model", "initialize"]
-
 
 def build_model(config: ModelConfig) -> GPT2LMHeadModel:
     """Build GPT-2 without dropout, and convert all weights to one type.

@@ -15,8 +15,6 @@ from transformers.trainer_pt_utils import get_parameter_names
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
 
-__all__ = ["build_optimizer", "build_schedule", "learning_rate"]
-
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
     """Build the optimizer of all parameters, in two groups: with and without weight decay.

@@ -40,8 +40,6 @@ from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import native_type
 
-__all__ = ["Difference", "Proof", "prove"]
-
 _SEGMENT = 256
 """Maximum number of rows that are trained without a new start from a recorded row."""
 

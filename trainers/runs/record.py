@@ -37,8 +37,6 @@ from trajstore.trainers.runs.run_state import RunState, holds_state
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
-__all__ = ["record", "text_sources"]
-
 
 @checks_types
 def record(

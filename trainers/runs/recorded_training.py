@@ -21,8 +21,6 @@ from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import Training
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = ["recording_options", "run_recorded"]
-
 
 def recording_options(
     config: RunConfig, text: Corpus, *, sources: Mapping[str, str] | None = None, **choices: Any

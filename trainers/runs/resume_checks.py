@@ -22,17 +22,6 @@ from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import find_device
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = [
-    "ResumePoint",
-    "check_device",
-    "check_recorded",
-    "check_text",
-    "decay_note",
-    "find_resume_point",
-    "recorded_config",
-    "resume_notes",
-]
-
 
 def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     """Return the configuration that a run was recorded with.

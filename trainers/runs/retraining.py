@@ -29,8 +29,6 @@ from trajstore.trainers.runs.run_state import RunState
 from trajstore.trainers.runs.training_setup import build_training, find_device
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = ["Retrained", "explain_difference", "retrain_to_last_row", "train_again"]
-
 Progress = Callable[[int, int], None]
 
 

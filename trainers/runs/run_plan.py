@@ -44,8 +44,6 @@ from trajstore.trainers.texts.fetch import cached
 from trajstore.values.optimizer_rule import MOMENTS, MOMENTUM, OptimizerRule
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
-
 _MOMENTS_OF_ALL = tuple(f"params_{name}" for name in MOMENTS)
 _GROUPS = 2  # of the optimizer: with and without weight decay
 

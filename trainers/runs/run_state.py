@@ -39,8 +39,6 @@ from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.values.optimizer_rule import MOMENTUM
 from trajstore.version import __version__
 
-__all__ = ["RunState", "holds_state", "rows_hold_state", "stored_name"]
-
 _FORMAT = 3
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."

@@ -24,8 +24,6 @@ from trajstore.trainers.runs.recorded_training import recording_options, run_rec
 from trajstore.trainers.runs.training_setup import build_training, find_device, with_products
 from trajstore.trainers.texts.corpus import load_corpus
 
-__all__ = ["TimedSteps", "time_steps"]
-
 _MIN_STEPS = 2  # the first step is slower than all others and is not timed
 _FLOAT32 = 4
 

@@ -37,14 +37,6 @@ from trajstore.trainers.runs.model import build_model, initialize
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = [
-    "ExampleDataset",
-    "Training",
-    "build_training",
-    "find_device",
-    "with_products",
-]
-
 
 class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
     """Every window of a text, with its labels.

@@ -20,8 +20,6 @@ from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.run_tokenizer import find_tokenizer
 from trajstore.trainers.step_models.step_model import model_at
 
-__all__ = ["OPTIMIZER", "Checkout", "check_new_folder", "checkout"]
-
 OPTIMIZER = "optimizer.pt"
 """File name of the optimizer's state."""
 

@@ -22,8 +22,6 @@ from trajstore.trainers.step_models.recorded_parameters import (
 )
 from trajstore.values.optimizer_rule import ADAM
 
-__all__ = ["optimizer_state_at", "state_dicts_at", "state_of"]
-
 
 @checks_types
 def optimizer_state_at(run: RunPath, step: int) -> dict[str, Any] | list[dict[str, Any]]:

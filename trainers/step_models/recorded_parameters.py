@@ -22,8 +22,6 @@ from trajstore.threads import default_threads
 from trajstore.values.native_types import NativeType, as_bits, narrow, native_type
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = ["Row", "RunParameters", "StoredParameter", "row_of", "variable_of"]
-
 Array = npt.NDArray[Any]
 
 Row = Mapping[str, Array]

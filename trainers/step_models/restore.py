@@ -22,8 +22,6 @@ from trajstore.trainers.step_models.optimizer_state import state_of
 from trajstore.trainers.step_models.recorded_parameters import RunParameters
 from trajstore.trainers.step_models.step_model import StepModel
 
-__all__ = ["restore", "set_generators"]
-
 
 @checks_types
 def restore(

@@ -11,8 +11,6 @@ from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.texts.fetch import cached
 from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 
-__all__ = ["find_tokenizer", "run_tokenizer"]
-
 
 def find_tokenizer(
     attributes: Mapping[str, Any], given: str | os.PathLike[str] | None = None

@@ -18,8 +18,6 @@ from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.step_models.recorded_parameters import Row, RunParameters, StoredParameter
 from trajstore.values.native_types import NativeType
 
-__all__ = ["Constructor", "StepModel", "model_at", "models"]
-
 Constructor = Callable[[], torch.nn.Module]
 """Builds the model of a run; its weights are replaced."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.config import RunConfig, field_name
 
-__all__ = ["SweptRun", "parse_seeds", "split_values", "swept_runs"]
-
 _SEED = "training.seed"
 _LONGEST_NAME = 240  # bytes; file systems take 255, and a lock has a longer name than its run
 

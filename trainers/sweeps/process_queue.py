@@ -11,8 +11,6 @@ from pathlib import Path
 
 from trajstore.store.storage.lock import is_written_to
 
-__all__ = ["Job", "run_jobs"]
-
 _INTERVAL = 0.2
 _MESSAGE_BYTES = 4096
 

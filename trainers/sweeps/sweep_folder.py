@@ -16,15 +16,6 @@ from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.runs.matrix_runs import existing_runs, planned_runs
 from trajstore.watching.followed_runs import SWEEP, swept_names
 
-__all__ = [
-    "choose_threads",
-    "committed_rows",
-    "is_done",
-    "planned_rows",
-    "save_names",
-    "threads_of",
-]
-
 
 def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
     """Return True if a run is complete, has this configuration and has all its steps.

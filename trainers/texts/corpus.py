@@ -18,8 +18,6 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.texts.fetch import cached
 from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 
-__all__ = ["Corpus", "embedded_text", "id_stream", "load_corpus", "tokenize", "tokenize_file"]
-
 _IDS = 475_160  # ids of the embedded stream, as many as the notebooks' web text has
 _SEED = 1925
 

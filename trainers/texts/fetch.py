@@ -26,8 +26,6 @@ from trajstore.store.storage.atomic import make_folder, put
 from trajstore.store.storage.hub_address import hub_endpoint
 from trajstore.store.writing.create import move_into_place
 
-__all__ = ["CACHE_VARIABLE", "FETCHED", "Fetched", "cached", "clean_book", "fetch"]
-
 CACHE_VARIABLE = "TRAJSTORE_CACHE"
 """Environment variable with the path of another cache folder."""
 

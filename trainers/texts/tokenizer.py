@@ -15,8 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trajstore.errors import CorpusError, InvalidArgument
 
-__all__ = ["ASCII_SIZE", "AsciiTokenizer", "FileTokenizer", "Tokenizer", "token_texts"]
-
 ASCII_SIZE = 128
 
 

@@ -8,8 +8,6 @@ import signal
 from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
 
-__all__ = ["in_options", "print_error"]
-
 
 def print_error(error: BaseException) -> int:
     """Print an expected error as one sentence, and return the exit code of the command."""

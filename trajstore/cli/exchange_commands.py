@@ -19,8 +19,6 @@ from trajstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from trajstore.exchange.guessing.detect_arrays import Detection
 
-__all__ = ["export", "import_"]
-
 
 @click.command()
 @RUNS

@@ -24,9 +24,6 @@ from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.segments import listed_segments
 from trajstore.store.reading.run_settings import attribute
 
-__all__ = ["info"]
-
-
 _WIDE = 100  # terminal width at which tables show all columns
 
 

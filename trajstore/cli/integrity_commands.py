@@ -17,11 +17,8 @@ from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP
 
 if TYPE_CHECKING:
-    from trajstore.integrity.repair import Repair
+    from trajstore.integrity.repair_plan import Repair
     from trajstore.integrity.verify import Verification
-
-
-__all__ = ["repair", "verify"]
 
 
 @click.command()

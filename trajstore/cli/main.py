@@ -17,8 +17,6 @@ from trajstore.errors import TrajstoreError
 from trajstore.nearest_name import did_you_mean
 from trajstore.version import __version__
 
-__all__ = ["main"]
-
 FIRST = """\
 First steps:
 

@@ -18,23 +18,6 @@ from trajstore.schema import ENCODINGS, LATTICES, RECORDED, TIERS
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = [
-    "COMMON_STEPS",
-    "ENCODING",
-    "JSON",
-    "LATTICE",
-    "POPULATIONS",
-    "RECORD",
-    "RUN",
-    "RUNS",
-    "SELECT",
-    "Choice",
-    "given_populations",
-    "opened",
-    "runs_and_names",
-    "without_none",
-]
-
 
 class Choice(click.Choice[str]):
     """A choice of words; the error for a mistyped word suggests the nearest one."""

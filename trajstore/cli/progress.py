@@ -22,14 +22,6 @@ from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument
 from trajstore.extras import needs_extra
 
-__all__ = [
-    "AnalysisProgress",
-    "Bar",
-    "BytesProgress",
-    "StepsProgress",
-    "stopped_by_signals",
-]
-
 
 class Bar:
     """A progress bar on a terminal, shown while the ``with`` block runs; elsewhere no output."""

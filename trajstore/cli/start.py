@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from trajstore.cli.stop_signals import stop_at_once
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Import the commands and run the one given on the command line."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, Self
 
-__all__ = ["StopRequest", "stop_at_once", "working"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -18,21 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "PlainConsole",
-    "PlainTable",
-    "counted",
-    "err",
-    "json_value",
-    "out",
-    "print_json",
-    "print_notes",
-    "print_table",
-    "printable",
-    "table",
-    "without_tokens",
-]
-
 
 def printable(text: str, keep: str = "") -> str:
     r"""Escape every character that is not printable.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from trajstore.watching.followed_runs import FollowedRuns
     from trajstore.watching.run_follower import Look
 
-__all__ = ["watch"]
-
 _TERMINAL_INTERVAL = 1.0
 _LINES_INTERVAL = 10.0
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from trajstore.watching.measures import BoundedCurve
     from trajstore.watching.run_follower import Look
 
-__all__ = ["facts", "line", "overview", "sparkline", "view"]
-
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = "_.-=+*#"
 _COLORS = {"loss": "default", "dead": "magenta", "live": "cyan", "all": "cyan"}

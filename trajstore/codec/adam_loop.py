@@ -19,8 +19,6 @@ from trajstore.values.native_types import NativeType
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
 from trajstore.values.rounding import cast
 
-__all__ = ["adam_rows", "run_adam_loop"]
-
 Array = npt.NDArray[Any]
 
 _LOOP = CompiledLoop("trajstore.codec.adam_loop", "adam_rows")

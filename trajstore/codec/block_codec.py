@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     # Argument of every codec; zarr up to 3.4.2 has no public name for it.
     from zarr.core.array_spec import ArraySpec
 
-__all__ = ["BLOCK", "BlockCodec", "local_folder"]
-
 BLOCK = "trajstore.block"
 
 _REMEDY = "; a selection of a run has other shapes: write it with ds.drop_encoding().to_zarr(…)"

@@ -25,8 +25,6 @@ from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick
 from trajstore.strict_json import canonical
 
-__all__ = ["BlockForm", "FewerRows", "Part", "Runs", "Tail"]
-
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
 
 Runs = tuple[tuple[int, str], ...]

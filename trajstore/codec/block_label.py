@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from trajstore.codec.crc32c_check import checksum, is_intact
 
-__all__ = ["ANYWHERE", "LABEL", "BlockLabel", "LabelError", "digest_of", "new_identity"]
-
 _MAGIC = b"trajblk2"
 _FIELDS = struct.Struct("<8s16s32sQII32s32s")
 

@@ -18,8 +18,6 @@ from typing import Any, Protocol, Self, TypeVar
 from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.storage import StorePath
 
-__all__ = ["BlockObject", "BytesObject", "LocalObject", "StoreObject", "at_once"]
-
 _SMALL = 16 << 10  # bytes; smaller objects are read by one request instead of two
 _GAP = 64 << 10  # bytes; reading a smaller gap is faster than another request
 

@@ -23,8 +23,6 @@ from trajstore.codec.predicted_rows import MOST_TERMS, decode_rows
 from trajstore.codec.scratch_memory import scratch
 from trajstore.values.native_types import widen
 
-__all__ = ["Decoder", "cut_frame"]
-
 Array = npt.NDArray[np.generic]
 
 _HEADER = 16  # bytes of the header, and of the smallest frame

@@ -28,17 +28,6 @@ from trajstore.codec.scratch_memory import scratch
 from trajstore.strict_json import canonical
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 
-__all__ = [
-    "DIFFERENCES",
-    "LENGTH",
-    "OWN_FORM",
-    "SKIPS",
-    "Chain",
-    "chain",
-    "padded",
-    "vector_chain",
-]
-
 Compressor = Literal["lz4", "zstd"]
 Kind = Literal["delta", "plain", "native", "predicted", "computed"]
 Shuffle = Literal["bitshuffle", "shuffle"]

@@ -31,14 +31,6 @@ from trajstore.values.optimizer_rule import LARGEST, OptimizerRule, Rates
 from trajstore.values.rounding import check_subnormals, result_bits
 from trajstore.values.vector_rule import VECTORS, VectorRule
 
-__all__ = [
-    "GRADIENT",
-    "ComputedUnit",
-    "cache",
-    "computed_chains",
-    "unit_of",
-]
-
 Array = npt.NDArray[Any]
 
 GRADIENT = "grad"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import google_crc32c
 
-__all__ = ["CHECKSUM", "checksum", "is_intact"]
-
 CHECKSUM = 4
 """Bytes of the checksum."""
 

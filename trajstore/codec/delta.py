@@ -23,8 +23,6 @@ from trajstore.codec.scratch_memory import scratch
 from trajstore.compiled_loop import CompiledLoop, memory_of, values_side_by_side
 from trajstore.values.native_types import NativeType, widen
 
-__all__ = ["fold", "unfold", "unfold_rows"]
-
 Bits = npt.NDArray[Any]
 
 _GROUP = 1 << 20  # bytes that one call of NumPy processes; threads wait longer with more calls

@@ -25,8 +25,6 @@ from trajstore.codec.selected_parts import Pick, picks, positions
 from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
 
-__all__ = ["OpenBlock", "named", "with_consequence"]
-
 _CHUNKS_OF_A_HELPER = 8  # for fewer chunks, another thread does not pay
 
 Array = npt.NDArray[Any]

@@ -22,8 +22,6 @@ from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.values.native_types import NativeType, narrow, widen
 from trajstore.values.rounding import cast, check_subnormals, result_bits
 
-__all__ = ["MOST_TERMS", "coefficients_and_differences", "decode_rows"]
-
 Array = npt.NDArray[Any]
 
 MOST_TERMS = 8  # of a row

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ITERATIONS", "NEAR", "TRIALS", "decoded_rows", "terms_and_differences"]
-
 Array = npt.NDArray[Any]
 
 ITERATIONS = 2

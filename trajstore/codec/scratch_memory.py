@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["scratch"]
-
 _SMALL = 16 << 10  # bytes that the allocator provides without a system call
 
 

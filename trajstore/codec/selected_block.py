@@ -32,8 +32,6 @@ from trajstore.codec.selected_parts import (
 from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
 
-__all__ = ["SelectedBlock", "in_thread"]
-
 _FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # folder of the array, in an object's key
 
 Array = npt.NDArray[Any]

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pick", "hull_of", "outer_positions", "picks", "positions", "within_hull"]
-
 Array = npt.NDArray[Any]
 
 

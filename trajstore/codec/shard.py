@@ -14,8 +14,6 @@ from trajstore.codec.block_label import digest_of
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.computed_rows import ComputedUnit
 
-__all__ = ["Chunk", "UnitChunks", "encode_chunk", "encoded_chunks", "shard_parts"]
-
 Chunk = tuple[bytes, bytes]
 """An encoded inner chunk, and its SHA-256."""
 

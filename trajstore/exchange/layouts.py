@@ -24,22 +24,6 @@ from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, scalar_of
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import OPTIMIZER_STATE, VARIABLES
 
-__all__ = [
-    "COUNTS",
-    "EXPORT_LAYOUTS",
-    "IMPORT_LAYOUTS",
-    "KEPT_ATTRIBUTES",
-    "LAYOUTS",
-    "MARKS",
-    "MASKS",
-    "RECORDED",
-    "Column",
-    "Layout",
-    "layout_of",
-    "number_type",
-    "text_key",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Column:

@@ -20,8 +20,6 @@ from trajstore.nearest_name import did_you_mean
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.tiled_reader import TiledRun, positions
 
-__all__ = ["Selection", "Steps", "Tokens", "select", "select_part"]
-
 Array = npt.NDArray[Any]
 
 Steps = str | int | np.integer[Any] | slice | Iterable[int] | None

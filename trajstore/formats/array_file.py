@@ -16,16 +16,6 @@ from trajstore.byte_sizes import format_bytes
 from trajstore.errors import FormatError, RunNotFound, TrajstoreError
 from trajstore.values.native_types import NATIVE_TYPES, widen
 
-__all__ = [
-    "ArrayFile",
-    "check_expansion",
-    "is_number",
-    "number_in",
-    "plain_number",
-    "read_rows",
-    "values_of",
-]
-
 Array = npt.NDArray[Any]
 
 _ALWAYS_EXPANDED = 1 << 30

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from trajstore.formats.array_file import number_in
 
-__all__ = ["common_numbers", "numbers_of_steps"]
-
 Array = npt.NDArray[Any]
 
 _LARGEST = 1 << 62

@@ -20,8 +20,6 @@ from trajstore.extras import needs_extra
 from trajstore.formats.array_file import ArrayFile, check_expansion
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["Hdf5File", "load_h5py"]
-
 Array = npt.NDArray[Any]
 
 _UNSOUND = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)

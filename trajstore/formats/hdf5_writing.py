@@ -19,8 +19,6 @@ from trajstore.formats.hdf5 import load_h5py
 from trajstore.formats.streamed_tensor import Tensor, Where, counted
 from trajstore.threads import Progress, in_parallel
 
-__all__ = ["write_hdf5"]
-
 Array = npt.NDArray[Any]
 
 _COMPRESSED_AT_ONCE = 64 << 20

@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from trajstore.formats.array_file import ArrayFile, check_expansion, read_rows
 
-__all__ = ["NpyFile", "NpzFile"]
-
 Array = npt.NDArray[Any]
 
 _UNSOUND: tuple[type[Exception], ...] = (

@@ -16,8 +16,6 @@ from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.formats.step_folder import StepFolder, TrainerCheckpoint, model_files
 from trajstore.formats.torch_file import TorchFile
 
-__all__ = ["FORMATS", "open_file"]
-
 FORMATS = {
     "safetensors": "safetensors files",
     "hdf5": "HDF5 files, compressed chunks up to --memory (extra hdf5)",

@@ -28,8 +28,6 @@ from trajstore.formats.streamed_tensor import Tensor, Where, counted, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
 
-__all__ = ["Entry", "FilledArray", "SafetensorsFile", "begin_safetensors", "write_safetensors"]
-
 Array = npt.NDArray[Any]
 
 _NAMES = {

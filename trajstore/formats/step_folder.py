@@ -16,8 +16,6 @@ from trajstore.formats.array_file import ArrayFile, is_number, plain_number, val
 from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "model_files"]
-
 Array = npt.NDArray[Any]
 
 STEPS = "steps of the names"

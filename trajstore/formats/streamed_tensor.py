@@ -13,8 +13,6 @@ import numpy.typing as npt
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["Tensor", "Where", "constant", "counted", "item_type"]
-
 Array = npt.NDArray[Any]
 
 Where = tuple[slice, ...]

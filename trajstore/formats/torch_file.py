@@ -26,8 +26,6 @@ from trajstore.values.native_types import NATIVE_TYPES
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchFile"]
-
 Array = npt.NDArray[Any]
 
 _DEEPEST = 8

@@ -23,8 +23,6 @@ from trajstore.store.storage.remote_path import REMOTE_REQUESTS, RemotePath
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["check_chunks", "in_steps"]
-
 Array = npt.NDArray[Any]
 
 Job = Callable[[], CheckedChunks]

@@ -12,8 +12,6 @@ from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import JsonObject
 
-__all__ = ["CheckedMetadata"]
-
 
 @dataclass(kw_only=True)
 class CheckedMetadata:

@@ -19,8 +19,6 @@ from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
 from trajstore.store.storage.remote_path import Location, RemotePath, local_file
 
-__all__ = ["check_checkpoints"]
-
 
 def check_checkpoints(run: Location) -> Iterator[Problem]:
     """Check every checkpoint of a run.

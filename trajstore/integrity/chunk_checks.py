@@ -25,8 +25,6 @@ from trajstore.store.storage.object_file import OpenObject, opened
 from trajstore.store.storage.remote_path import ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 
-__all__ = ["CheckedChunks", "check_shard"]
-
 Array = npt.NDArray[Any]
 
 Place = tuple[str, int, int]

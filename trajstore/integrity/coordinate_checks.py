@@ -20,8 +20,6 @@ from trajstore.store.metadata.array_metadata import open_metadata
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
 
-__all__ = ["check_coordinates"]
-
 Array = npt.NDArray[Any]
 
 _LARGEST = 1 << 28

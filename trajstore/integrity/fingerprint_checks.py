@@ -20,8 +20,6 @@ from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.strict_json import JsonObject
 
-__all__ = ["check_fingerprint", "made_again"]
-
 
 def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[Problem]:
     """Compare the fingerprint of a run without other problems with the stored content."""

@@ -15,9 +15,6 @@ from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftover
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath
 
-__all__ = ["Leftovers", "find_leftovers"]
-
-
 _NAMED = 5
 
 

@@ -54,8 +54,6 @@ from trajstore.store.storage.object_file import metadata_in
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.strict_json import JsonObject, changes, parse, same
 
-__all__ = ["check_metadata", "is_outdated", "read_metadata"]
-
 _MOST_MISSING = 1 << 16
 
 

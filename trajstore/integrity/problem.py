@@ -7,8 +7,6 @@ from typing import Literal
 
 from trajstore.store.storage.remote_path import Location
 
-__all__ = ["Problem"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:

@@ -24,8 +24,6 @@ from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.threads import Progress
 
-__all__ = ["Repair", "repair"]
-
 
 @checks_types
 def repair(

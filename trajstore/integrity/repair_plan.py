@@ -35,8 +35,6 @@ from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import JsonObject, same, utc_now
 from trajstore.version import __version__
 
-__all__ = ["Repair", "RepairPlan", "plan_repair"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:

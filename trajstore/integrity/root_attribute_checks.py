@@ -7,7 +7,13 @@ from typing import Any
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import STEP
 from trajstore.store.metadata.array_metadata import is_series
-from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT, fingerprint_of
+from trajstore.store.metadata.fingerprint import (
+    CHANGING,
+    CONTENT,
+    COPY,
+    FINGERPRINT,
+    fingerprint_of,
+)
 from trajstore.store.metadata.metadata_form import (
     REQUIRED,
     attribute_faults,
@@ -17,16 +23,7 @@ from trajstore.store.metadata.metadata_form import (
     run_identity,
 )
 from trajstore.store.metadata.segments import SEGMENTS, are_segments
-from trajstore.store.metadata.zarr_json import CHANGING, COPY
 from trajstore.strict_json import MISSING, JsonObject, changes, parse, same
-
-__all__ = [
-    "check_attributes",
-    "copied_attributes",
-    "fixed_attributes",
-    "is_replaced",
-    "parsed_copy",
-]
 
 
 def is_replaced(found: CheckedMetadata, copy: JsonObject, own: JsonObject) -> bool:

@@ -31,8 +31,6 @@ from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
 
-__all__ = ["CheckedRun", "Verification", "check_run", "verify"]
-
 _ATTEMPTS = 4
 
 

@@ -26,8 +26,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import populations
 
-__all__ = ["select_tokens"]
-
 Array = npt.NDArray[Any]
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {

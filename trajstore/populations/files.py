@@ -12,8 +12,6 @@ from trajstore.schema import POPULATION_FILES
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["populations_from"]
-
 
 def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse populations of the command line for `analysis.with_populations`.

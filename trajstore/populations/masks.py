@@ -11,17 +11,6 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
 
-__all__ = [
-    "POPULATIONS",
-    "check_dataset",
-    "chosen_populations",
-    "members",
-    "one_population",
-    "own_masks",
-    "populations",
-]
-
-
 POPULATIONS = ("dead", "live", "all")
 
 

@@ -18,8 +18,6 @@ from trajstore.populations.masks import POPULATIONS, check_dataset
 from trajstore.populations.row_vectors import is_of_parameter, row_vectors
 from trajstore.schema import POPULATION_FILES
 
-__all__ = ["with_populations"]
-
 Array = npt.NDArray[Any]
 
 

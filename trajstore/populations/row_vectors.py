@@ -11,8 +11,6 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
-__all__ = ["errors_about_rows", "is_of_parameter", "named_as_rows", "row_vectors", "row_words"]
-
 T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
 _NAMES = {"token": "row", "hidden": "column", "tokens": "rows"}

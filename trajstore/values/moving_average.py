@@ -19,8 +19,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import native_type, widen
 from trajstore.values.rounding import cast
 
-__all__ = ["MovingAverage", "every_normal_value", "share_left"]
-
 Array = npt.NDArray[Any]
 
 _TOGETHER = 1 << 16

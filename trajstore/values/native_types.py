@@ -18,20 +18,6 @@ import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
 
-__all__ = [
-    "NATIVE_TYPES",
-    "STEP_TYPE",
-    "NativeType",
-    "as_bfloat16",
-    "as_bits",
-    "is_bfloat16",
-    "is_nan",
-    "is_zero_or_nan",
-    "narrow",
-    "native_type",
-    "widen",
-]
-
 Array = npt.NDArray[Any]
 
 

@@ -24,8 +24,6 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 
-__all__ = ["ADAM", "LARGEST", "MOMENTS", "MOMENTUM", "OptimizerRule", "Rates", "next_weights"]
-
 Array = npt.NDArray[Any]
 
 _DIGITS = decimal.Context(

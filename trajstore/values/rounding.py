@@ -18,15 +18,6 @@ from trajstore.values.native_types import (
 )
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = [
-    "cast",
-    "check_subnormals",
-    "convert",
-    "is_of_type",
-    "is_within",
-    "result_bits",
-]
-
 Array = npt.NDArray[Any]
 
 _BFLOAT16 = NATIVE_TYPES["bfloat16"]

@@ -19,17 +19,6 @@ import numpy.typing as npt
 
 from trajstore.values.ulp_lattice import binade, lattice_type, unsigned_view
 
-__all__ = [
-    "hidden_sum",
-    "result_dtype",
-    "step_norm",
-    "token_norm",
-    "ulp_hops",
-    "ulp_l1",
-    "vector_norm",
-    "vector_norms",
-]
-
 Array = npt.NDArray[Any]
 
 _SUMMED_AT_ONCE = 8_192  # values that NumPy sums pairwise as one block

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
-__all__ = ["binade", "lattice_type", "ordinal", "ordinal_dtype", "spacing", "unsigned_view"]
-
 Array = npt.NDArray[Any]
 
 

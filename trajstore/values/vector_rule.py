@@ -17,8 +17,6 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument
 from trajstore.values.optimizer_rule import MOMENTS, OptimizerRule, Rates
 
-__all__ = ["VECTORS", "VectorRule"]
-
 VECTORS = {
     "W": "params",
     "exp_avg": "params_exp_avg",

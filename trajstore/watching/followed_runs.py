@@ -11,8 +11,6 @@ from trajstore.errors import FormatError
 from trajstore.store.reading.run_paths import run_paths
 from trajstore.watching.run_follower import Look, RunFollower
 
-__all__ = ["SWEEP", "FollowedRuns", "swept_names"]
-
 SWEEP = "sweep.json"
 """File in a sweep's folder with the names of its runs and their common settings."""
 

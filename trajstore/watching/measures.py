@@ -12,8 +12,6 @@ import xarray as xr
 
 from trajstore.values.token_norms import vector_norm
 
-__all__ = ["BoundedCurve", "Measured", "RecordingPace", "RowMeasures"]
-
 Array = npt.NDArray[np.float64]
 
 _BINS = 1024

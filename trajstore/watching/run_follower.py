@@ -23,8 +23,6 @@ from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, l
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.watching.measures import BoundedCurve, Measured, RecordingPace, RowMeasures
 
-__all__ = ["Look", "RunFollower", "Status"]
-
 Status = Literal["absent", "recording", "abandoned", "interrupted", "complete"]
 
 _BUDGET = 64 << 20

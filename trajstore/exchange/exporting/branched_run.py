@@ -35,8 +35,6 @@ from trajstore.store.writing.resumed_run import ResumedRun, resumed_run
 from trajstore.strict_json import utc_now
 from trajstore.values.native_types import native_type, widen
 
-__all__ = ["branch_run", "holds_exactly"]
-
 Array = npt.NDArray[Any]
 
 

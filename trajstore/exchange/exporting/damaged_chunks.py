@@ -19,8 +19,6 @@ from trajstore.store.reading.tiled_reader import TiledVariable, Where, open_tile
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import RunPath
 
-__all__ = ["DamagedChunks"]
-
 Array = npt.NDArray[Any]
 
 

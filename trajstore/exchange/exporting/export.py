@@ -43,8 +43,6 @@ from trajstore.store.writing.create import (
 )
 from trajstore.threads import Progress
 
-__all__ = ["FORMATS", "Exported", "export"]
-
 FORMATS = ("safetensors", "hdf5", "zarr", "run")
 
 _STORES: dict[str, tuple[Callable[..., Path], Callable[..., None]]] = {

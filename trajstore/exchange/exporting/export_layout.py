@@ -34,8 +34,6 @@ from trajstore.schema import OF_PARAMETERS
 from trajstore.store.reading.run_settings import attribute
 from trajstore.version import __version__
 
-__all__ = ["ExportedFile", "layout_file", "population", "with_everything", "without_step_0"]
-
 Array = npt.NDArray[Any]
 
 

@@ -14,11 +14,10 @@ from trajstore.byte_sizes import parse_bytes
 from trajstore.exchange.exporting.damaged_chunks import DamagedChunks
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP, Encoding
-from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE, notes_of
+from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.metadata.zarr_json import OF_THE_STORE, notes_of
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress, in_parallel
-
-__all__ = ["write_run"]
 
 Array = npt.NDArray[Any]
 

@@ -21,14 +21,13 @@ from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
 from trajstore.schema import EXPORTED, STEP, coordinate
-from trajstore.store.metadata.zarr_json import CHANGING, OF_THE_STORE
+from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.metadata.zarr_json import OF_THE_STORE
 from trajstore.store.reading.tiled_reader import TiledVariable
 from trajstore.store.storage.remote_path import local_path
 from trajstore.strict_json import parse
 from trajstore.threads import Progress
 from trajstore.version import __version__
-
-__all__ = ["check_zarr_target", "write_zarr"]
 
 Array = npt.NDArray[Any]
 

@@ -13,8 +13,6 @@ from trajstore.errors import InvalidArgument
 from trajstore.exchange.layouts import Layout
 from trajstore.formats.streamed_tensor import Tensor, Where, constant
 
-__all__ = ["check_number", "joined", "step_labels"]
-
 Array = npt.NDArray[Any]
 
 _MATRICES = ("E", "W")

@@ -22,8 +22,6 @@ from trajstore.values.optimizer_rule import MOMENTS
 from trajstore.values.rounding import convert
 from trajstore.values.ulp_lattice import spacing
 
-__all__ = ["columns_of", "is_sgd"]
-
 Array = npt.NDArray[Any]
 
 

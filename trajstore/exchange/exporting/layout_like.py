@@ -15,8 +15,6 @@ from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.schema import VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 
-__all__ = ["layout_like"]
-
 _DERIVED = {
     column.key: column
     for layout in LAYOUTS.values()

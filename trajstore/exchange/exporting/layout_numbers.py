@@ -14,8 +14,6 @@ from trajstore.exchange.selection import Selection
 from trajstore.schema import VARIABLES
 from trajstore.store.reading.run_settings import attribute
 
-__all__ = ["file_numbers", "number_of"]
-
 
 def file_numbers(
     layout: Layout, parts: Sequence[Selection], held: Collection[str]

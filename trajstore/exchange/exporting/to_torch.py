@@ -15,8 +15,6 @@ from trajstore.store.reading.tiled_reader import open_tiled
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["to_torch"]
-
 
 def to_torch(
     run: str | os.PathLike[str] | xr.Dataset,

@@ -34,8 +34,6 @@ from trajstore.formats.array_file import ArrayFile, is_number, values_of
 from trajstore.schema import TRAJECTORIES
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["IGNORE", "DetectedArray", "DetectedArrays", "Detection", "abridged", "detect_arrays"]
-
 IGNORE = "ignore"
 """Kind of arrays to omit."""
 

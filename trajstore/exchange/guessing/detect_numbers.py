@@ -16,8 +16,6 @@ from trajstore.formats.array_file import (
     values_of,
 )
 
-__all__ = ["number_of_one", "numbers_per_run", "single_numbers"]
-
 _LONGEST_TEXT = 64
 _PAIR = re.compile(r"\s*[(\[]([^,]*),([^,]*?),?\s*[)\]]\s*")
 _GROUPED = re.compile(r"(?:.+\.)?param_groups\.\d+\.(betas\.[01]|eps|weight_decay)")

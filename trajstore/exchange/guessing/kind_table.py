@@ -15,20 +15,6 @@ from typing import Any, Literal
 
 from trajstore.schema import EVERYTHING, MODEL, OF_EXAMPLES, STEP, VARIABLES
 
-__all__ = [
-    "AMBIGUOUS",
-    "ARRAY_KINDS",
-    "SCALARS",
-    "ArrayKind",
-    "Name",
-    "Scalar",
-    "described_population",
-    "is_derived",
-    "is_pair",
-    "named",
-    "scalar_of",
-]
-
 Values = Literal["float", "whole", "truth"]
 
 

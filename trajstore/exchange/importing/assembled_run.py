@@ -30,8 +30,6 @@ from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["RunReading"]
-
 Array = npt.NDArray[Any]
 
 

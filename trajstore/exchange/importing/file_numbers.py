@@ -12,8 +12,6 @@ from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS, Scalar,
 from trajstore.exchange.importing.token_tables import POPULATION_SIZES
 from trajstore.schema import STEP
 
-__all__ = ["STARTING_STEP", "attributes_of", "places_of", "scalar_numbers"]
-
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
 """Names of the step at which a training was resumed."""
 

@@ -27,8 +27,6 @@ from trajstore.exchange.layouts import Layout
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, VARIABLES
 
-__all__ = ["FileRows", "check_size", "checked_labels", "named_steps", "true_steps"]
-
 _MOST_ROWS = 1 << 22
 _COPIES_OF_A_ROW = 3
 _BYTES_OF_A_TOKEN = 64  # its id, mask and count, while they are checked

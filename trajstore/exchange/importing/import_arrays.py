@@ -22,8 +22,6 @@ from trajstore.exchange.layouts import LAYOUTS, Layout
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import STEP, TRAJECTORIES
 
-__all__ = ["read_arrays"]
-
 
 def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> ImportedFile:
     """Interpret a file. One of its rows must fit into `memory` bytes.

@@ -31,8 +31,6 @@ from trajstore.threads import Progress
 from trajstore.values.native_types import STEP_TYPE
 from trajstore.version import __version__
 
-__all__ = ["Imported", "import_file", "preview_import"]
-
 Array = npt.NDArray[Any]
 
 _BATCH = 4 << 20

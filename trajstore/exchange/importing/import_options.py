@@ -12,8 +12,6 @@ from trajstore.exchange.importing.token_masks import masks_of
 from trajstore.exchange.importing.token_tables import TokenArray
 from trajstore.exchange.layouts import IMPORT_LAYOUTS, Layout, layout_of
 
-__all__ = ["OTHERS", "ImportOptions", "import_options"]
-
 OTHERS = "*"
 """Key of all variables without an entry."""
 

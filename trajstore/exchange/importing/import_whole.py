@@ -33,8 +33,6 @@ from trajstore.schema import (
 )
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["read_whole", "whole_layout"]
-
 Array = npt.NDArray[Any]
 
 _TEXTS = ("attributes", "variables", "token_text", "parameter")

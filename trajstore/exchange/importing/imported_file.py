@@ -25,17 +25,6 @@ from trajstore.values.native_types import (
     widen,
 )
 
-__all__ = [
-    "HalfForm",
-    "ImportedFile",
-    "ImportedRun",
-    "ImportedVariable",
-    "checked_texts",
-    "checked_tokens",
-    "kept_attributes",
-    "reader",
-]
-
 Array = npt.NDArray[Any]
 
 HalfForm = Literal["values", "bits", "either"]

@@ -26,8 +26,6 @@ from trajstore.formats.open_file import open_file
 from trajstore.store.storage.remote_path import local_path
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["OnLabels", "opened_file", "read_runs"]
-
 OnLabels = Callable[[list[str]], object]
 """Called with the labels of the runs of a file."""
 

@@ -11,8 +11,6 @@ from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArr
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES, VARIABLES
 
-__all__ = ["RUN_COUNTS", "RunPart", "run_parts"]
-
 RUN_COUNTS = tuple(
     f"{prefix}{noun}"
     for noun in ("runs", "trials", "replicates")

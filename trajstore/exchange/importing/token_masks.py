@@ -22,8 +22,6 @@ from trajstore.exchange.importing.token_tables import (
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.formats.open_file import open_file
 
-__all__ = ["annotations_of", "masks_of"]
-
 _TAKEN_AS = {
     "dead_ids": "ids without a known name, taken as the dead tokens",
     "dead_mask": "a mask without a known name, taken as the mask of the dead tokens",

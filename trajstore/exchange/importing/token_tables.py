@@ -17,15 +17,6 @@ from trajstore.errors import FormatError
 from trajstore.exchange.guessing.detect_arrays import DetectedArray
 from trajstore.formats.array_file import ArrayFile, values_of
 
-__all__ = [
-    "POPULATION_SIZES",
-    "TOKEN_KINDS",
-    "TokenArray",
-    "TokenTable",
-    "token_arrays",
-    "token_table",
-]
-
 Array = npt.NDArray[Any]
 
 TOKEN_KINDS = (

@@ -44,20 +44,6 @@ from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.strict_json import MISSING, JsonObject
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType
 
-__all__ = [
-    "MOST_CHUNKS",
-    "ArrayFacts",
-    "array_faults",
-    "contradicting_lengths",
-    "facts_of",
-    "is_series",
-    "metadata_of",
-    "open_metadata",
-    "recorded_attributes",
-    "stored_values",
-    "with_rows",
-]
-
 MOST_CHUNKS = 1 << 16
 """Inner chunks of a block."""
 

@@ -27,18 +27,6 @@ from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 from trajstore.values.optimizer_rule import OptimizerRule
 from trajstore.values.vector_rule import VECTORS, VectorRule
 
-__all__ = [
-    "BLOCKS",
-    "CHUNKS_AHEAD",
-    "FEWEST_ROWS",
-    "LARGEST_TASK",
-    "ArrayLayout",
-    "Layout",
-    "plan",
-    "replay_chains",
-    "within",
-]
-
 BLOCKS = 2
 """Block buffers of a writer with background threads: one is filled, the other encoded."""
 

@@ -23,19 +23,6 @@ from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import canonical
 
-__all__ = [
-    "CHANGING",
-    "CONTENT",
-    "COPY",
-    "FINGERPRINT",
-    "NOTES",
-    "Fingerprint",
-    "ShardDigest",
-    "block_digest",
-    "coordinate_digests",
-    "fingerprint_of",
-]
-
 CONTENT = "content_digest"
 FINGERPRINT = "fingerprint"
 """Attributes of the root."""

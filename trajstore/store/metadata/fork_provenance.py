@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["steps_of_another_optimizer"]
-
 
 def steps_of_another_optimizer(attributes: Mapping[str, Any]) -> int:
     """Last step of an optimizer other than that of the run's attributes; 0 if there is none.

@@ -22,27 +22,6 @@ from trajstore.strict_json import MISSING, JsonObject, changes, fits
 from trajstore.values.vector_rule import VECTORS
 from trajstore.version import __version__
 
-__all__ = [
-    "EXPLAINED",
-    "REQUIRED",
-    "RUNS",
-    "STATUSES",
-    "Fault",
-    "Status",
-    "are_lengths",
-    "are_runs",
-    "attribute_faults",
-    "differing",
-    "is_digest",
-    "is_length",
-    "is_moment",
-    "is_possible",
-    "other_format",
-    "root_faults",
-    "root_of",
-    "run_identity",
-]
-
 Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 

@@ -7,8 +7,6 @@ from typing import TypeVar, cast
 
 from trajstore.store.storage.remote_path import Location
 
-__all__ = ["CHECKPOINT", "METADATA_KEY", "block_of", "checkpoint_folder", "chunk_key"]
-
 Place = TypeVar("Place", bound=Location)
 
 METADATA_KEY = "zarr.json"

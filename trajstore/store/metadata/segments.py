@@ -15,16 +15,6 @@ from typing import Any
 from trajstore.errors import FormatError
 from trajstore.strict_json import fits
 
-__all__ = [
-    "SEGMENTS",
-    "Segment",
-    "are_segments",
-    "listed_segments",
-    "recorded_threads",
-    "segments_attribute",
-    "trained_segments",
-]
-
 SEGMENTS = "segments"
 """Name of the attribute."""
 

@@ -23,16 +23,6 @@ from trajstore.store.metadata.fingerprint import CHANGING, COPY, NOTES, Fingerpr
 from trajstore.store.metadata.metadata_form import Status, root_of
 from trajstore.strict_json import fits, utc_now
 
-__all__ = [
-    "CHANGING",
-    "COPY",
-    "OF_THE_STORE",
-    "RunMetadata",
-    "Status",
-    "is_outgrown",
-    "notes_of",
-]
-
 OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that no copy takes over, besides those that every commit sets."""
 

@@ -34,8 +34,6 @@ from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
 
-__all__ = ["StoredArray", "block_form", "skipped_steps", "stored_array"]
-
 Array = npt.NDArray[Any]
 Axes = Sequence[dict[int, Pick]]
 

@@ -38,8 +38,6 @@ from trajstore.store.storage.remote_path import (
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 
-__all__ = ["check_own_metadata", "checked_root", "not_opened", "remedy", "root_metadata"]
-
 _MOST = 1 << 26
 """Values of a coordinate, and rows of a block."""
 

@@ -30,8 +30,6 @@ from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, l
 from trajstore.strict_json import LARGEST_METADATA, too_large
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "is_run", "named_errors", "open_group", "similar_runs", "whole"]
-
 _SHOWN = 5  # runs in a message
 
 

@@ -24,8 +24,6 @@ from trajstore.store.reading.xarray_engine import run_dataset
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.threads import default_threads
 
-__all__ = ["StoredReader", "open_run"]
-
 _MATRIX = 3  # dimensions of the arrays that are read without zarr
 
 

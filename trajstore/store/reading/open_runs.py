@@ -17,8 +17,6 @@ from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_paths import Paths, run_paths
 from trajstore.store.reading.run_settings import differing_settings, setting_text, short_names
 
-__all__ = ["open_runs"]
-
 _SHOWN = 5  # differing names that a message lists
 
 

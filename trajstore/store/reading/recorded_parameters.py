@@ -15,14 +15,6 @@ from trajstore.schema import KEPT, OPTIMIZER_STATE
 from trajstore.values.native_types import native_type
 from trajstore.values.vector_rule import VECTORS
 
-__all__ = [
-    "holds_all_parameters",
-    "own_type",
-    "parameter_dataset",
-    "parameter_entry",
-    "parameter_table",
-]
-
 
 def parameter_table(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Root attribute ``parameters``: an entry for each parameter, in the order of the model.

@@ -20,8 +20,6 @@ from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["information", "object_sizes", "run_status", "stored_bytes"]
-
 
 def information(path: RunPath) -> dict[str, Any]:
     """Facts about a run at its last commit, as JSON values.

@@ -12,8 +12,6 @@ from trajstore.store.metadata.object_keys import METADATA_KEY
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.reading.run_settings import attribute
 
-__all__ = ["Paths", "all_matrix_runs", "matrix_runs", "run_paths"]
-
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 

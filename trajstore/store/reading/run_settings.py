@@ -6,17 +6,6 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "SEED",
-    "UNSET",
-    "attribute",
-    "differing_settings",
-    "run_labels",
-    "setting_text",
-    "settings",
-    "short_names",
-]
-
 SEED = "config.training.seed"
 UNSET = "unset"
 """Text of a setting that is missing or None."""

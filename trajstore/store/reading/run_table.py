@@ -18,8 +18,6 @@ from trajstore.store.reading.run_settings import (
 )
 from trajstore.store.storage.remote_path import RunPath
 
-__all__ = ["final_loss", "run_table"]
-
 _MOST = 4  # columns of settings
 
 

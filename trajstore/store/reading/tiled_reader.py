@@ -33,8 +33,6 @@ from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
-__all__ = ["TiledRun", "TiledVariable", "Where", "open_tiled", "positions"]
-
 Array = npt.NDArray[Any]
 Where = tuple[slice, ...]
 

@@ -25,9 +25,6 @@ from trajstore.store.reading.open_group import ends, is_run, named_errors, open_
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
-__all__ = ["TrajstoreBackend", "run_dataset"]
-
-
 register_accessors()
 
 

@@ -20,24 +20,6 @@ from trajstore.errors import FormatError, InvalidArgument
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.threads import in_parallel
 
-__all__ = [
-    "PARTIAL_SUFFIX",
-    "check_writable",
-    "exchange",
-    "flush",
-    "flush_tree",
-    "inner_links",
-    "is_alive",
-    "leftovers",
-    "link_or_copy",
-    "make_folder",
-    "put",
-    "put_all",
-    "read_only",
-    "refuse_links",
-    "sweep",
-]
-
 PARTIAL_SUFFIX = ".partial"
 
 _HERE = -100  # AT_FDCWD of <fcntl.h>

@@ -13,8 +13,6 @@ from urllib.parse import quote, unquote
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["hub_endpoint", "hub_headers", "hub_url", "split_hub_address"]
-
 _HUB = "https://huggingface.co"
 _KINDS = ("datasets", "spaces")  # all other repositories hold models
 _BRANCH = "main"

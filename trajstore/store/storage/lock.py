@@ -28,9 +28,6 @@ from trajstore.store.storage.remote_lock import RemoteLock, is_renewed, lock_obj
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import utc_now
 
-__all__ = ["RunLock", "check_unlocked", "is_written_to", "lock_left"]
-
-
 _TRIES = 3
 
 _CHECKS = 1000

@@ -13,8 +13,6 @@ from trajstore.codec.block_object import BlockObject, LocalObject
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.strict_json import LARGEST_METADATA, metadata_bytes
 
-__all__ = ["OpenObject", "metadata_in", "opened", "size_of"]
-
 
 class OpenObject(BlockObject, Protocol):
     """An open object.

@@ -14,8 +14,6 @@ from zarr.storage import ObjectStore as ZarrObjectStore
 from trajstore.errors import ObjectStoreError
 from trajstore.extras import needs_extra
 
-__all__ = ["ReadStore", "is_empty_range", "obstore", "readable_errors", "retried_once"]
-
 _EMPTY_RANGE = ("Range Not Satisfiable", "Invalid range", "non-partial")
 """Errors of stores for the last bytes of an empty object."""
 

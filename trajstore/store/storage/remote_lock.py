@@ -24,8 +24,6 @@ from trajstore.store.storage.atomic import is_alive
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.strict_json import utc_now
 
-__all__ = ["RemoteLock", "is_renewed", "lock_object", "owner_of", "taken_over"]
-
 _RENEW = 20.0  # seconds
 _DEAD = timedelta(seconds=120)  # without renewal; clocks must differ by less
 

@@ -27,18 +27,6 @@ from trajstore.store.storage.object_requests import (
 )
 from trajstore.strict_json import too_large
 
-__all__ = [
-    "REMOTE_REQUESTS",
-    "Location",
-    "ObjectReplaced",
-    "RemotePath",
-    "RunPath",
-    "key_within",
-    "local_file",
-    "local_path",
-    "location",
-]
-
 REMOTE_REQUESTS = 16
 """Number of simultaneous requests of a kind."""
 

@@ -28,8 +28,6 @@ from trajstore.store.writing.linked_run import link_run
 from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
 from trajstore.store.writing.resumed_run import check_run, resumed_run
 
-__all__ = ["annotate_run", "check_unlabeled"]
-
 _MEMORY = 1 << 40  # no row is written, so no buffer is made
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.schema import STEP
-from trajstore.store.metadata.zarr_json import Status
+from trajstore.store.metadata.metadata_form import Status
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
 from trajstore.store.writing.block_writer import BlockWriter
@@ -33,8 +33,6 @@ from trajstore.store.writing.commit import Committer, Written
 from trajstore.store.writing.commit_timer import CommitTimer
 from trajstore.store.writing.resumed_run import ResumedRun, remove_past_end
 from trajstore.threads import submit
-
-__all__ = ["BlockCommits"]
 
 
 class BlockCommits:

@@ -30,8 +30,6 @@ from trajstore.store.writing.commit import Written
 from trajstore.threads import in_parallel, submit
 from trajstore.values.native_types import widen
 
-__all__ = ["BlockWriter"]
-
 _UPLOADS = 4  # simultaneous uploads to an object store, each with a whole shard in memory
 
 Block = Mapping[str, npt.NDArray[Any]]

@@ -14,16 +14,14 @@ from functools import partial
 
 from trajstore.errors import RecordingError
 from trajstore.store.metadata.fingerprint import ShardDigest, block_digest
+from trajstore.store.metadata.metadata_form import Status
 from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.store.writing.resumed_run import ResumedRun
 from trajstore.store.writing.token_share import in_all_processes, raise_failure, sentence
 from trajstore.threads import in_parallel
-
-__all__ = ["Committer", "Written"]
 
 Written = tuple[int, Sequence[ShardDigest]]
 """Rows of a block, and its written shards."""

@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["COMMIT_EVERY", "CommitTimer", "check_commit_every"]
-
 COMMIT_EVERY = 10.0
 """Default of the seconds between commits."""
 

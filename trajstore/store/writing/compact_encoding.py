@@ -12,8 +12,6 @@ from trajstore.values.native_types import native_type
 from trajstore.values.optimizer_rule import OptimizerRule
 from trajstore.values.vector_rule import VECTORS, VectorRule
 
-__all__ = ["check_encoding", "compact_rule", "vector_rule"]
-
 logger = logging.getLogger(__name__)
 
 

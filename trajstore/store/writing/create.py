@@ -26,18 +26,6 @@ from trajstore.store.storage.atomic import (
 from trajstore.store.storage.lock import RunLock, check_unlocked
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, local_path, location
 
-__all__ = [
-    "check_file_target",
-    "check_local_target",
-    "check_target",
-    "create_folder",
-    "move_into_place",
-    "remove_folder",
-    "staged_file",
-    "staged_folder",
-    "staged_run",
-]
-
 
 def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
     """Check that a run may be created at a path, and return its place.

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trajstore.store.metadata.metadata_form import run_identity
+from trajstore.store.metadata.metadata_form import Status, run_identity
 from trajstore.store.metadata.object_keys import METADATA_KEY
-from trajstore.store.metadata.zarr_json import RunMetadata, Status
+from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.writing.resumed_run import ResumedRun, block_fingerprints
-
-__all__ = ["link_run"]
 
 
 def link_run(

@@ -42,14 +42,6 @@ from trajstore.store.writing.token_share import TokenShare
 from trajstore.strict_json import utc_now
 from trajstore.version import __version__
 
-__all__ = [
-    "check_variables",
-    "coordinate_objects",
-    "new_run",
-    "parameter_coordinate",
-    "token_coordinates",
-]
-
 
 def token_coordinates(
     token: npt.ArrayLike,

@@ -46,8 +46,6 @@ from trajstore.store.writing.token_share import ALONE, TokenShare, has_tokens
 from trajstore.threads import default_threads, in_parallel
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
-__all__ = ["ResumedRun", "block_fingerprints", "check_run", "remove_past_end", "resumed_run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRun:

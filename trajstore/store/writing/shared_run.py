@@ -25,8 +25,6 @@ from trajstore.store.writing.token_share import (
     in_all_processes,
 )
 
-__all__ = ["announce_run", "joined_run", "plan_shared"]
-
 
 def plan_shared(
     share: TokenShare,

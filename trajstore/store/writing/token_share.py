@@ -17,8 +17,6 @@ from typing import Any
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout
 
-__all__ = ["ALONE", "TokenShare", "has_tokens", "in_all_processes", "raise_failure", "sentence"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShare:

@@ -26,7 +26,7 @@ from trajstore.exact_values import exact_step
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS
-from trajstore.store.metadata.zarr_json import Status
+from trajstore.store.metadata.metadata_form import Status
 from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
@@ -39,8 +39,6 @@ from trajstore.store.writing.resumed_run import ResumedRun, check_run, resumed_r
 from trajstore.store.writing.shared_run import announce_run, joined_run
 from trajstore.store.writing.token_share import ALONE, TokenShare, in_all_processes
 from trajstore.values.native_types import as_bits
-
-__all__ = ["RunWriter"]
 
 
 class RunWriter:
