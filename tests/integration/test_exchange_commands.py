@@ -103,6 +103,7 @@ def test_the_figures_of_1_12f(
 
 def test_a_subset_is_exported_and_imported(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
     options = ["--select", "step=0:30:10,5", "--select", "token=dead", "--variables", "W,loss"]
+    options += ["--memory", "64MiB"]
     written = trajstore_cli("export", run, *options, "-o", tmp_path / "f").stdout
     assert written.startswith(f"Wrote {tmp_path / 'f'}: ")
     assert f"4 rows, {len(DEAD)} tokens." in written
