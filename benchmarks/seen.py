@@ -147,7 +147,9 @@ def alone(model: str, repeats: int = 25) -> list[list[str]]:
     tasks: dict[str, Callable[[], Any]] = {
         "batch": lambda: labels[:, 0].to(torch.float64),
         "example_loss": lambda: example_losses(logits, labels),
-        "hidden_trace, hidden_cosine": lambda: HiddenSpread().add(states.flatten(0, -2).float()),
+        "hidden_trace, hidden_cosine": lambda: HiddenSpread.of(
+            states.flatten(0, -2).float()
+        ).cosine(),
         "hidden_states": lambda: place.copy_(states),
     }
     rows = []

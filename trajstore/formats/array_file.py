@@ -173,7 +173,7 @@ def values_of(file: ArrayFile, key: str) -> Array:
     ------
     FormatError
         If they cannot be read, or need more than 64 MiB. Only labels and tables of tokens are read
-        whole. Also if a byte of a boolean is neither 0 nor 1.
+        whole.
     """
     count, dtype = math.prod(file.shape(key)), file.dtype(key)
     itemsize = 8 if dtype not in NATIVE_TYPES else NATIVE_TYPES[dtype].itemsize
@@ -183,12 +183,24 @@ def values_of(file: ArrayFile, key: str) -> Array:
             f"most {format_bytes(_LARGEST_TABLE)}; omit it with --map ignore={key}"
         )
     values = file.read(key)
-    if dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
-        raise FormatError(f"{file.path}: {key} holds bytes other than 0 and 1")
     if dtype not in NATIVE_TYPES:
         return values
     native = NATIVE_TYPES[dtype]
     return np.asarray(widen(np.atleast_1d(values), native)).reshape(values.shape)
+
+
+def labels_of(file: ArrayFile, key: str) -> Array:
+    """`values_of` for labels, whose booleans have to be true or false.
+
+    Raises
+    ------
+    FormatError
+        As for `values_of`, and if a byte of a boolean is neither 0 nor 1.
+    """
+    values = values_of(file, key)
+    if values.dtype == bool and values.view(np.uint8).max(initial=0) > 1:
+        raise FormatError(f"{file.path}: {key} holds bytes other than 0 and 1")
+    return values
 
 
 def is_number(dtype: str) -> bool:

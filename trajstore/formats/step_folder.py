@@ -173,9 +173,10 @@ class StepFolder(_Folder):
             first = self._entries[0][1].name
             for key in here.keys() | kinds.keys():
                 if (key in here) != (key in kinds) and (row > 1 or key in kinds):
+                    both = (first, path.name) if key in kinds else (path.name, first)
                     raise FormatError(
-                        f"{self.path}: only one of {first} and {path.name} holds {key}, expected "
-                        "the same arrays in all files of a folder"
+                        f"{self.path}: {both[0]} holds {key}, but {both[1]} does not; expected the "
+                        "same arrays in all files of a folder"
                     )
                 if key in here and key in kinds and here[key] != kinds[key][:2]:
                     raise FormatError(

@@ -143,7 +143,7 @@ class OptimizerRule:
                 dampening=float(given.get("dampening") or 0.0),
                 nesterov=bool(given.get("nesterov", False)),
             )
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
             raise InvalidArgument(
                 f"the hyperparameters of {full!r} are not numbers: {given}"
             ) from error

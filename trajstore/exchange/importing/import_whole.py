@@ -21,7 +21,7 @@ from trajstore.exchange.importing.imported_file import (
     reader,
 )
 from trajstore.exchange.layouts import MARKS, Layout, layout_of, text_key
-from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.formats.array_file import ArrayFile, labels_of
 from trajstore.schema import (
     COORDINATES,
     OF_PARAMETERS,
@@ -195,4 +195,4 @@ def _vector(file: ArrayFile, key: str, dtypes: tuple[str, ...], length: int | No
             f"{file.path}: {key} is {dtype} of shape {shape}, expected {' or '.join(dtypes)} of "
             f"shape ({'any' if length is None else length},)"
         )
-    return values_of(file, key)
+    return labels_of(file, key)

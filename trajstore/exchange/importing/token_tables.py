@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.exchange.guessing.detect_arrays import DetectedArray
-from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.formats.array_file import ArrayFile, labels_of
 
 Array = npt.NDArray[Any]
 
@@ -123,7 +123,7 @@ def token_arrays(
     for one in found:
         if one.kind.name not in TOKEN_KINDS:
             continue
-        values = values_of(file, one.key)
+        values = labels_of(file, one.key)
         name = f"{one.key}{of}"
         if values.ndim != 1:
             differs = " (it differs between files)" if file.format == "folder" else ""

@@ -8,6 +8,7 @@ several machines share without sharing locks.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -187,7 +188,9 @@ def check_unlocked(run: Path) -> None:
         If it does.
     """
     if is_written_to(run):
-        owner = owner_of(_lock_file(run).read_bytes)  # the lock may be released meanwhile
+        owner: dict[str, Any] = {}
+        with contextlib.suppress(OSError):  # the lock may be released meanwhile
+            owner = owner_of(_lock_file(run).read_bytes)
         if not _is_here(owner):
             raise RunLocked(_refusal(run, owner))
 

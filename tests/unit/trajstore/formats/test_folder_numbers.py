@@ -11,6 +11,7 @@ from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.formats.open_file import open_file
 
 DEAD = np.array([True, False, False, True])
+FLAGS = np.array([1, 0, 3, 0], "u1").view(bool)  # no labels, so any byte is allowed
 
 
 def test_what_differs_and_what_does_not() -> None:
@@ -42,7 +43,7 @@ def files(path: Path) -> Path:
         np.savez(
             path / f"step_{step:05}.npz",
             W=W, dead_mask=DEAD, vocab_size=4, learning_rate=1e-3, step=step, **loss,
-            odd=np.array([None]),
+            odd=np.array([None]), flags=FLAGS,
         )  # fmt: skip
     np.savez(path / "step_final.npz", W=W)
     (path / "notes_3.md").write_text("mine")
@@ -57,6 +58,7 @@ def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
     assert np.allclose(ds.loss.values, [np.nan, 4, 3], equal_nan=True)
     assert ds.attrs["optimizer"]["hyperparameters"]["initial_lr"] == 1e-3
     left = {line.name: line.why for line in done.table if not line.kind}
+    assert "flags" in left
     assert left["step_final.npz"] == "no step in its name"
     assert left["notes_3.md"] == "not a file of arrays"
     assert "Python objects" in left["odd of step_00000.npz and 2 more files"]
