@@ -77,6 +77,6 @@ def test_many_unread_files_are_counted(tmp_path: Path) -> None:
 def test_masks_that_differ_from_file_to_file(tmp_path: Path) -> None:
     path = files(tmp_path / "steps")
     np.savez(path / "step_00010.npz", W=np.ones((4, 3), "f4"), dead_mask=~DEAD, vocab_size=4,
-             learning_rate=1e-3, step=10, loss=np.float32(1))  # fmt: skip
+             learning_rate=1e-3, step=10, loss=np.float32(1), flags=FLAGS)  # fmt: skip
     with pytest.raises(FormatError, match=r"dead_mask .* differs between files"):
         trajstore.import_file(path, tmp_path / "run.zarr")
