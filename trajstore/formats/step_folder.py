@@ -171,7 +171,7 @@ class StepFolder(_Folder):
             if file.format == "npy":
                 here = {_array_name(path): next(iter(here.values()))}
             first = self._entries[0][1].name
-            for key in here.keys() | kinds.keys():
+            for key in sorted(here.keys() | kinds.keys()):
                 if (key in here) != (key in kinds) and (row > 1 or key in kinds):
                     both = (first, path.name) if key in kinds else (path.name, first)
                     raise FormatError(
