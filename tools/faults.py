@@ -5,6 +5,7 @@ Linux, with a C compiler: `make faults`. TRAJSTORE_FAULTS is the number of tries
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import errno
 import os
@@ -42,6 +43,7 @@ def preloaded() -> Path:
 
 def main() -> int:
     """Run all tries, and print a table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     shim = ctypes.CDLL(str(preloaded()))
     import forked_trials
 

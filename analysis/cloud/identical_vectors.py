@@ -38,7 +38,9 @@ def _hashes(bits: Array) -> npt.NDArray[np.uint64]:
     The hash is the sum of products with random 64-bit numbers, modulo 2⁶⁴. Values are split into
     32-bit halves, so that each bit affects many bits of the product.
     """
-    halves = np.ascontiguousarray(bits).view(np.uint32)
+    # 16 bits are widened: an odd number of them has no halves.
+    wide = bits if bits.itemsize > 2 else bits.astype(np.uint32)
+    halves = np.ascontiguousarray(wide).view(np.uint32)
     numbers = np.random.default_rng(_SEED).integers(1, 1 << 63, halves.shape[1], np.uint64)
     # NumPy multiplies integer matrices column by column, without a copy.
     return np.asarray(halves.astype(np.uint64) @ (2 * numbers + 1))

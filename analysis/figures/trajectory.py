@@ -82,6 +82,10 @@ def _draw_paths(ax: Axes, data: xr.Dataset, look: Look) -> None:
         look.note("names: the outermost token of each part of the plane; +n: more tokens there")
     else:
         look.note("color: number of tokens × steps in a cell, logarithmic")
+    _note_thinning(data, look)
+
+
+def _note_thinning(data: xr.Dataset, look: Look) -> None:
     if data.attrs["every"] > 1:
         look.note(f"1 of every {data.attrs['every']} steps")
 
@@ -177,6 +181,7 @@ def sky(ax: Axes, data: xr.Dataset, look: Look) -> None:
         f"directions of {data.attrs['of']}; north pole: mean of {data.attrs['axis']}; longitude: "
         "in the plane of largest variance across this axis",
     )
+    _note_thinning(data, look)
 
 
 def _unwrapped(longitude: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -15,6 +15,7 @@ from trajstore.trainers.counterfactuals.planned_counterfactual import (
     PlannedCounterfactual,
 )
 from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.replays.recorded_optimizer import RecordedOptimizer
 from trajstore.trainers.replays.recorded_rows import RecordedRow
@@ -127,7 +128,7 @@ class CounterfactualRows:
         )
 
     def _bits(self, tensor: torch.Tensor) -> Array:
-        native = native_type(str(tensor.dtype).removeprefix("torch."))
+        native = native_type(type_name(tensor.dtype))
         return self._planned.placement.bits(tensor, native)
 
     def _values(self, row: RecordedRow, last: torch.Tensor | None) -> dict[str, Array]:

@@ -21,6 +21,7 @@ from trajstore.trainers.counterfactuals.changed_rates import (
     changed_schedule,
 )
 from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.provenance import provenance
 from trajstore.trainers.recording.token_selection import Tokens, select_tokens
 from trajstore.trainers.replays.parameter_placement import Placement, recorded_placement, tensor_of
@@ -290,8 +291,7 @@ def _variables(
         elif name in MOMENTS or name not in VARIABLES:
             kept = name in rows or not settings.keeps_state
             if kept and name in optimizer.starts:
-                dtype = str(optimizer.example[name].dtype).removeprefix("torch.")
-                found[name] = NATIVE_TYPES[dtype]
+                found[name] = NATIVE_TYPES[type_name(optimizer.example[name].dtype)]
         elif name in rows:
             found[name] = rows.natives[name]
     return found

@@ -15,9 +15,10 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that can be recorded."""
 
 
-def type_name(dtype: torch.dtype) -> str:
+@functools.cache  # a recording asks for each number of each step
+def type_name(kind: torch.dtype | type) -> str:
     """Return the name of a type without its module."""
-    return str(dtype).removeprefix("torch.")
+    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
 
 
 def joint_type(types: Sequence[torch.dtype]) -> torch.dtype:

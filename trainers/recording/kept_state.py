@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from trajstore.schema import KEPT, NUMBERS, OPTIMIZER_STATE, VARIABLES, coordinate, kept_as
-from trajstore.trainers.recording.flat_vectors import FLOATS
+from trajstore.trainers.recording.flat_vectors import FLOATS, type_name
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import is_sharded
@@ -96,12 +95,7 @@ def _fits(entry: Entry, parameter: torch.Tensor, value: Any) -> bool:
 
 def _type(value: Any) -> str:
     kind: Any = value.dtype if isinstance(value, torch.Tensor) else type(value)
-    return _name(kind)
-
-
-@functools.cache  # it is asked for each number of each step
-def _name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
+    return type_name(kind)
 
 
 def _is_free(name: object, of: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.replays.findings import UnreplayedSteps, finding_at
 from trajstore.trainers.replays.parameter_placement import recorded_placement, tensor_of
@@ -167,7 +168,7 @@ class StepReplay:
         self.starts = optimizer.starts
         state = [name for name in optimizer.state_names if name in natives]
         for name in state:
-            made = str(optimizer.example[name].dtype).removeprefix("torch.")
+            made = type_name(optimizer.example[name].dtype)
             if natives[name].name != made:
                 raise CannotReplay(
                     f"{name} is {natives[name].name}, but the recorded optimizer keeps it in "

@@ -30,6 +30,7 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_path import Location, local_file
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.replays.parameter_placement import tensor_of
 from trajstore.trainers.rounded_optimizer import RoundedSGD
@@ -329,7 +330,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _description(tensor: torch.Tensor) -> dict[str, Any]:
     data = tensor.reshape(-1).view(torch.uint8).numpy()
     return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": type_name(tensor.dtype),
         "shape": list(tensor.shape),
         "crc32c": google_crc32c.value(data.tobytes()),
     }

@@ -14,6 +14,7 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.recording.flat_vectors import type_name
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.parameters import find_group
 from trajstore.trainers.recording.provenance import group_attributes
@@ -145,7 +146,7 @@ def _check_types(stored: RunParameters, model: torch.nn.Module) -> None:
     """Check that the parameters have the recorded types, before anything changes."""
     recorded = {one.name: one.native.name for one in stored.parameters}
     for name, tensor in model.named_parameters():
-        kind = str(tensor.dtype).removeprefix("torch.")
+        kind = type_name(tensor.dtype)
         if recorded.get(name, kind) != kind:
             raise InvalidArgument(
                 f"{name} is {kind} in the model and {recorded[name]} in {stored.run}; build the "

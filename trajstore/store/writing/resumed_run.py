@@ -310,8 +310,8 @@ def _unfinished(
 ) -> tuple[ShardDigest, ...]:
     """Shards of the last block of the first `rows` rows; empty if it is full.
 
-    If the stored block holds more rows, after a cut or the death of a writer, these are encoded
-    again.
+    If the stored block holds more rows, after a cut or the death of a writer, the kept ones are
+    encoded again.
     """
     number, rest = divmod(rows, layout.block_rows)
     return _shards(arrays, number, rest) if rest else ()

@@ -110,6 +110,14 @@ def test_vectors_that_only_share_their_hash_are_distinguished(
     xr.testing.assert_identical(analysis.clusters(ds).compute(), expected)
 
 
+def test_an_odd_number_of_16_bit_values() -> None:
+    W = np.zeros((1, 3, 5), np.float16)
+    W[0, 2, 4] = 1
+    found = analysis.clusters(xr.Dataset({"W": (("step", "token", "hidden"), W)}, {"step": [0]}))
+    assert found.groups.values.tolist() == [[1]]
+    assert found.singles.values.tolist() == [[1]]
+
+
 def test_vectors_that_differ_in_signs_are_distinct() -> None:
     W = np.array(list(itertools.product([1.0, -1.0], repeat=8)))
     assert identical_vectors.divide(W)[0].size == 256

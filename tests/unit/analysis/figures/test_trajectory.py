@@ -44,6 +44,8 @@ def test_the_note_counts_omitted_steps(run, monkeypatch):
     ax = FIGURES["trajectory"](run, Canvas().subplots())
     assert "1 of every 3 steps" in ax.get_legend().get_title().get_text()
     assert len(ax.collections[0].get_paths()[0].vertices) == 8
+    sky = FIGURES["sky"](run, Canvas().add_subplot(projection="mollweide"))
+    assert "1 of every" in sky.get_legend().get_title().get_text()
 
 
 def test_the_outermost_token_of_each_part_is_named(run):
