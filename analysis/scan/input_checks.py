@@ -12,7 +12,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import OF_EXAMPLES, OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.values.optimizer_rule import ADAM, OptimizerRule
+from trajstore.values.optimizer_rule import ADAM, NUMBERS, OptimizerRule
 
 RUN = "run"
 """Name of the dimension of several runs."""
@@ -127,8 +127,17 @@ def _recording_of(names: Sequence[str]) -> str:
     return ",".join([tier if len(by_name) < len(names) else "matrix", *by_name])
 
 
-def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
+def adam_rule(
+    ds: xr.Dataset, given: Mapping[str, Any] | None
+) -> tuple[OptimizerRule, npt.NDArray[np.void]]:
     """Rule of the optimizer of these rows: as given, or as recorded in the run.
+
+    Returns
+    -------
+    rule : OptimizerRule
+    numbers : ndarray of `NUMBERS`, (step,)
+        Numbers of the step of each row, for `OptimizerRule.at`; those of the rule for a first row
+        without a step.
 
     Raises
     ------
@@ -150,7 +159,17 @@ def adam_rule(ds: xr.Dataset, given: Mapping[str, Any] | None) -> OptimizerRule:
             f"got the optimizer {optimizer.get('class')!r}, expected one of Adam, AdamW, "
             "RoundedAdam, RoundedAdamW"
         )
-    return OptimizerRule.of(optimizer)
+    rule = OptimizerRule.of(optimizer)
+    numbers = np.empty(ds.sizes["step"], NUMBERS)
+    for number in NUMBERS.names or ():
+        numbers[number] = getattr(rule, number)
+    if not given and "hyperparameters" in ds:
+        recorded = ds["hyperparameters"].transpose("step", "hyperparameter").values
+        for number, values in zip(ds["hyperparameter"].values, recorded.T, strict=True):
+            if number in NUMBERS.names:
+                known = ~np.isnan(values) | (np.arange(values.size) > 0)
+                numbers[number][known] = values[known]
+    return rule, numbers
 
 
 def _recorded_optimizer(ds: xr.Dataset) -> Mapping[str, Any] | None:

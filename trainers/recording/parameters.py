@@ -13,6 +13,10 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
+from trajstore.values.hyperparameters import numbers_of
+
+Settings = dict[str, float]
+"""Numbers and flags of a parameter group, by their names in a run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,6 +164,23 @@ def find_group(
         if any(tensor is weight for tensor in group["params"]):
             return group
     return None
+
+
+def declared_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings:
+    """Return the numbers and flags of a group that the optimizer's class declares."""
+    declared = [(key, group[key]) for key in optimizer.defaults if key in group]
+    for place, (key, value) in enumerate(declared):
+        if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+            declared[place] = key, value.item()
+    return numbers_of(declared) | {key: one for key, one in declared if isinstance(one, bool)}
+
+
+def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
+    """Return the names of the numbers, apart from the rate, that a parameter is stepped with."""
+    if parameter.optimizer is None:
+        return ()
+    settings = declared_settings(parameter.optimizer, parameter.group)
+    return tuple(key for key, one in settings.items() if key != "lr" and not isinstance(one, bool))
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

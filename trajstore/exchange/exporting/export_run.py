@@ -82,7 +82,7 @@ def write_run(
         on_note=on_note,
         attributes={name: run.attributes[name] for name in run.attributes if name not in dropped},
         populations={name: selection.coordinates[name] for name in populations},
-        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
+        **{name: [str(one) for one in values] for name, values in run.names.items()},
         **coordinates,
     ) as new:
         _copy(selection, new, parse_bytes(memory) - new.layout.memory, on_progress)

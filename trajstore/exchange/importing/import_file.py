@@ -313,7 +313,7 @@ def _writer(place: Path, run: ImportedRun, origin: dict[str, Any], **options: An
         hidden=run.hidden,
         variables=_types(run),
         **row_lengths({held.variable: held.row_shape for held in run.variables}),
-        parameter=run.parameters,
+        **run.names,
         populations=run.populations,
         attributes=run.attributes | {"imported": origin},
         buffers=1,
