@@ -220,9 +220,7 @@ class OptimizerRule:
             return _corrections(*inputs.tolist())
         each, place = np.unique(inputs.reshape(-1, 3), axis=0, return_inverse=True)
         pairs = np.array([_corrections(*one) for one in each.tolist()]).reshape(-1, 2)
-        first, second = pairs[place.reshape(inputs.shape[:-1])].transpose(
-            -1, *range(inputs.ndim - 1)
-        )
+        first, second = np.moveaxis(pairs[place.reshape(inputs.shape[:-1])], -1, 0)
         return first, second
 
     @np.errstate(all="ignore")  # NaN and infinity are results
