@@ -53,7 +53,7 @@ _CHANGED = (
 )
 _CHANGED_ELSEWHERE = (
     "{keys} of parameter groups without the recorded parameter changed between steps; the run "
-    "holds the first value, which restore sets; set the later one yourself to continue"
+    "holds the first value; to continue from a step of the run, set the later one yourself"
 )
 
 

@@ -180,7 +180,8 @@ def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
     if parameter.optimizer is None:
         return ()
     settings = declared_settings(parameter.optimizer, parameter.group)
-    return tuple(key for key, one in settings.items() if key != "lr" and not isinstance(one, bool))
+    others = ("lr", "rounding_seed")
+    return tuple(k for k, one in settings.items() if k not in others and not isinstance(one, bool))
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
