@@ -160,15 +160,18 @@ def adam_rule(
             "RoundedAdam, RoundedAdamW"
         )
     rule = OptimizerRule.of(optimizer)
+    recorded = {}
+    if not given and {"step", "hyperparameter"} == {
+        *ds.get("hyperparameters", xr.DataArray()).dims
+    }:
+        values = ds["hyperparameters"].transpose("hyperparameter", "step").values
+        recorded = dict(zip(ds["hyperparameter"].values.tolist(), values, strict=True))
     numbers = np.empty(ds.sizes["step"], NUMBERS)
-    for number in NUMBERS.names or ():
-        numbers[number] = getattr(rule, number)
-    if not given and "hyperparameters" in ds:
-        recorded = ds["hyperparameters"].transpose("step", "hyperparameter").values
-        for number, values in zip(ds["hyperparameter"].values, recorded.T, strict=True):
-            if number in NUMBERS.names:
-                known = ~np.isnan(values) | (np.arange(values.size) > 0)
-                numbers[number][known] = values[known]
+    for name in NUMBERS.names or ():
+        of_rule = getattr(rule, name)
+        numbers[name] = recorded.get(name, of_rule)
+        if np.isnan(numbers[name][:1]).any():
+            numbers[name][0] = of_rule
     return rule, numbers
 
 

@@ -184,7 +184,8 @@ class OptimizerRule:
         """
         if numbers.ndim and (numbers == numbers.flat[0]).all():
             numbers = numbers.flat[0]
-        return replace(self, **{name: numbers[name] for name in NUMBERS.names or ()})
+        given: dict[str, Any] = {name: numbers[name] for name in NUMBERS.names or ()}
+        return replace(self, **given)
 
     @property
     def state(self) -> tuple[str, ...]:
