@@ -63,7 +63,7 @@ class CounterfactualRows:
         values = self._values(row, None) | recorded
         if "hyperparameters" in values:
             before = self._rows.hyperparameters(first)
-            known = [before.get(name, math.nan) for name in self._planned.optimizer.numbers]
+            known = [before.get(name, math.nan) for name in self._planned.numbers[first]]
             values["hyperparameters"] = np.array(known).view(np.uint64)
         if "W_ulp_l1" in values and self._variables["W"] != self._rows.natives["W"]:
             # The motion before this row was counted in spacings of another type.

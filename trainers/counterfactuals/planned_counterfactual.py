@@ -131,14 +131,12 @@ class PlannedCounterfactual:
             _check_numbers(rows, self.recorded, rows.hyperparameters, range(1, first + 1))
         self.lr = changed_learning_rates(rows, source.attributes, settings)
         self.clip_coef = changed_clip_coefs(rows, settings)
-        own = self.optimizer.numbers
+        own, recorded = self.optimizer.numbers, rows.hyperparameters(0)
+        # In the order of the run, with which the new one is compared.
+        own = {name: own[name] for name in (*recorded, *own) if name in own}
+        kept = settings.kept & own.keys()
         self.numbers = [
-            own
-            | {
-                n: one
-                for n, one in rows.hyperparameters(row).items()
-                if n in own.keys() & settings.kept
-            }
+            own | {n: one for n, one in rows.hyperparameters(row).items() if n in kept}
             for row in range(len(rows))
         ]
         _check_known(rows, self.lr, self.clip_coef, range(first + 1, len(rows)))

@@ -6,6 +6,7 @@ that were changed outside the step are detected.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from trajstore.trainers.recording.parameters import (
     declared_settings,
     find_group,
     rate_of,
+    settings_of,
 )
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
@@ -111,15 +113,17 @@ class FollowedMatrices:
         whole = self._recording.state is not None
         held = {id(rows.parameter.group): {*rows.hyperparameters, "lr"} for rows in self._rows}
         self._before = [
-            declared_settings(optimizer, group) if whole or id(group) in held else None
+            settings_of(group) if whole or id(group) in held else None
             for group in optimizer.param_groups
         ]
         first = self._first.setdefault(optimizer, self._before)
         for old, new, group in zip(first, self._before, optimizer.param_groups, strict=False):
             known = held.get(id(group), {"lr"}) | self._own
-            if changed := sorted(_changed(old, new) - known):
+            if changed := _changed(old, new) - known:
+                changed &= declared_settings(optimizer, group).keys()
+            if changed:
                 note = _CHANGED if id(group) in held else _CHANGED_ELSEWHERE
-                self._on_note(note.format(keys=", ".join(changed)))
+                self._on_note(note.format(keys=", ".join(sorted(changed))))
 
     def _find_again(self, rows: ParameterRows) -> None:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -153,17 +157,23 @@ class FollowedMatrices:
         for before, group in zip(self._before, optimizer.param_groups, strict=False):
             if before is None:
                 continue
-            now = declared_settings(optimizer, group)
+            now = settings_of(group)
             changed = _changed(before, now)
             odd = set() if may_change else changed
             self._rates[id(group)] = unknown if again or "lr" in odd else rate_of(group)
             self._stepped[id(group)] = now | dict.fromkeys(now if again else odd, math.nan)
             if "lr" in odd:
                 self._on_note(_RATE)
-            if own := sorted(changed - {"lr"}):
-                self._own.update(own)
+            own = changed - {"lr"}
+            self._own |= own
+            if self._recording.state is None:
+                held = (
+                    rows.hyperparameters for rows in self._rows if rows.parameter.group is group
+                )
+                own &= {*itertools.chain(*held)}
+            if own:
                 note = _IN_STEP if self._recording.state is None else _OF_GROUPS
-                self._on_note(note.format(keys=", ".join(own)))
+                self._on_note(note.format(keys=", ".join(sorted(own))))
 
     def set_rates(self) -> None:
         """Set the settings of the step; for a group that was not stepped, the present ones."""
@@ -191,7 +201,7 @@ class FollowedMatrices:
         group, owner = rows.parameter.group, rows.parameter.optimizer
         settings = self._stepped.get(id(group))
         if settings is None:
-            settings = {} if owner is None else declared_settings(owner, group)
+            settings = {} if owner is None else settings_of(group)
         last, vector = self._vectors.get(rows, (None, None))
         missing = [name for name in rows.hyperparameters if name not in settings]
         if missing and settings:

@@ -18,6 +18,9 @@ from trajstore.values.hyperparameters import numbers_of
 Settings = dict[str, float]
 """Numbers and flags of a parameter group, by their names in a run."""
 
+NO_NUMBERS = ("lr", "rounding_seed")
+"""Numbers of a parameter group that are no hyperparameters of a row."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedParameter:
@@ -166,13 +169,21 @@ def find_group(
     return None
 
 
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """Return the numbers and flags of a parameter group."""
+    found = numbers_of(group.items())
+    for key, value in group.items():
+        if isinstance(value, bool):
+            found[key] = value
+        elif isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+            found[key] = value.item()
+    return found
+
+
 def declared_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings:
-    """Return the numbers and flags of a group that the optimizer's class declares."""
-    declared = [(key, group[key]) for key in optimizer.defaults if key in group]
-    for place, (key, value) in enumerate(declared):
-        if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
-            declared[place] = key, value.item()
-    return numbers_of(declared) | {key: one for key, one in declared if isinstance(one, bool)}
+    """Return those of `settings_of` that the optimizer's class declares."""
+    declared = getattr(optimizer, "defaults", group)  # wrappers of optimizers may have none
+    return settings_of({key: group[key] for key in declared if key in group})
 
 
 def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
@@ -180,8 +191,7 @@ def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
     if parameter.optimizer is None:
         return ()
     settings = declared_settings(parameter.optimizer, parameter.group)
-    others = ("lr", "rounding_seed")
-    return tuple(k for k, one in settings.items() if k not in others and not isinstance(one, bool))
+    return tuple(k for k, one in settings.items() if k not in NO_NUMBERS and type(one) is not bool)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

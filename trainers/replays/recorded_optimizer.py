@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.parameters import NO_NUMBERS
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
@@ -83,8 +84,9 @@ class RecordedOptimizer:
     @property
     def numbers(self) -> dict[str, float]:
         """Its numbers, apart from the rate, by the names in the rows of a run."""
-        declared = self._optimizer.defaults.keys() - {"lr"}
-        return numbers_of(item for item in self.hyperparameters.items() if item[0] in declared)
+        names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
+        found = numbers_of((name, self.hyperparameters[name]) for name in names)
+        return {name: number for name, number in found.items() if name not in NO_NUMBERS}
 
     def unknown(self, numbers: Mapping[str, float]) -> list[str]:
         """Return which of its numbers are NaN in a row."""

@@ -182,7 +182,7 @@ class OptimizerRule:
         numbers : ndarray of `NUMBERS`, or one element
             Broadcasts like the learning rate.
         """
-        if numbers.ndim and (numbers == numbers.flat[0]).all():
+        if numbers.size > 1 and (numbers == numbers.flat[0]).all():
             numbers = numbers.flat[0]
         given: dict[str, Any] = {name: numbers[name] for name in NUMBERS.names or ()}
         return replace(self, **given)
