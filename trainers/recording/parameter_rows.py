@@ -151,7 +151,8 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
-        self.writer.notes = self._notes.resumed(self.writer.notes)
+        first_step = self._planned.recording.loop.first_step
+        self.writer.notes = self._notes.resumed(self.writer.notes, first_step)
         self._existing = None
         with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
