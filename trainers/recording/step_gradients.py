@@ -55,7 +55,7 @@ _ASSIGNED_AND_CHANGED = (
     "the gradient of {name} in a step was assigned and changed in place; grad is what the optimizer "
     "got, clip_coef and grad_norm are NaN"
 )
-_AGAIN = "a step uses the gradient of {name} of the step before again"
+_AGAIN = "a step uses again the gradient of {name} of the step before"
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -140,7 +140,7 @@ class StepGradients:
         self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
         self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
         self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
-        self._before, self._settled = self._settled or self._before, {}  # when they were compared
+        self._before, self._settled = self._settled or self._before, {}  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
         self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
         self._was_inside = False  # the gradients were compared inside the step
@@ -220,12 +220,12 @@ class StepGradients:
         consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
         unscale = 1.0 if scale is None else 1.0 / scale
         self._scaled &= others
-        self._settled = {}
         self._taken = {
             p: self._taken[p] if p in kept and p in self._taken else mark
             for p, mark in marks.items()
         }
         for parameter in marks.keys() - kept:
+            self._settled.pop(parameter, None)
             self._clippings.pop(parameter, None)
             self._replaced.discard(parameter)
         gradients = [g for g in map(gradient_of, marks) if g is not None]
@@ -349,17 +349,12 @@ class StepGradients:
             self._take_scaled(optimizer, scale_in_step(optimizer))
         for rows in self._rows_of(optimizer):
             self._settle(rows)
-        if inside:
-            self._settled |= {
-                rows.parameter.tensor: _Mark.of(gradient)
-                for rows in self._rows_of(optimizer)
-                if (gradient := rows.parameter.tensor.grad) is not None
-            }
-            self._was_inside = True
-            return
-        self._settled = now = self.marks()
-        if self._optimizer.turns:
+            if (gradient := rows.parameter.tensor.grad) is not None:
+                self._settled[rows.parameter.tensor] = _Mark.of(gradient)
+        self._was_inside |= inside
+        if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
+        now = self.marks()
         same = now.keys() == self._taken.keys() and all(
             self._taken[p].is_tensor(p.grad) for p in now
         )
@@ -422,7 +417,9 @@ class StepGradients:
         seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
         clipping = None if inside else self._clippings.get(parameter)
         is_clipped = clipping is not None and clipping.after.is_still(parameter.grad)
-        if raw is None:
+        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
+        is_elsewhere = raw is not None and raw.device != seen.device
+        if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
             is_still = self._taken[parameter].is_still(parameter.grad)
             known = self._factor(clipping) if is_clipped else torch.ones_like(total)
             unknown = torch.full_like(total, float("nan"))
@@ -433,8 +430,9 @@ class StepGradients:
         if parameter in self._replaced:
             rows.replace_gradient(seen)
             return
-        raw = raw.to(seen.device)  # the first row of a training on a device is on the host
-        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
+        if is_elsewhere:
+            seen = seen.cpu()
+            on_host = not is_sharded(parameter)
         lost = seen.isnan()
         candidates: Any = [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
         factors, matches = [], []
