@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of
 from trajstore.trainers.recording.planned_run import Recording
@@ -25,6 +26,7 @@ _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
 )
+_WRAPPED = "{wrapper} changed {name} itself, beside the step of the optimizer that it wraps"
 _WRITTEN = (
     "{name} was written outside optimizer.step() after the step before; whether its values changed "
     "was not read from the device"
@@ -66,6 +68,7 @@ class FollowedMatrices:
         self._before: list[dict[str, Any]] = []  # groups before the step of an optimizer
         self._own: set[str] = set()  # settings that a step itself changes
         self._first: dict[Optimizer, list[dict[str, Any]]] = {}  # groups before the first step
+        self._inside: dict[torch.Tensor, torch.Tensor] = {}  # weights after an inner step
         self._rates: dict[int, torch.Tensor | None] = {}  # that the groups were stepped with
         self.begin_step()
 
@@ -192,6 +195,20 @@ class FollowedMatrices:
                 self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=not quick)
             elif counted and not quick and parameter.device.type != "cpu":
                 self._on_note(_WRITTEN.format(name=rows.parameter.name), unproven=True)
+
+    def end_inner_step(self) -> None:
+        """Copy the weights that the step of a wrapped optimizer has left."""
+        for rows in self._rows:
+            self._inside[rows.parameter.tensor] = rows.own_W().clone()
+
+    def check_inner_step(self, wrapper: str) -> None:
+        """Note weights that a wrapper changes before or after the step of the inner optimizer."""
+        for rows in self._rows:
+            inside = self._inside.pop(rows.parameter.tensor, None)
+            same = rows.is_W_unchanged() if inside is None else same_bits(inside, rows.own_W())
+            if not same:
+                sentence = _WRAPPED.format(wrapper=wrapper, name=rows.parameter.name)
+                self._on_note(sentence, unproven=True)
 
     def check_last(self) -> None:
         """Note if W is not that of the last row."""

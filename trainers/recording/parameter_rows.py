@@ -400,6 +400,8 @@ class ParameterRows:
         options = self._planned.recording.options
         kept = find_kept(self._planned.recording.optimizer) if options.whole_state else []
         for name, empty in self._expected(kept).items():
+            if name not in last and VARIABLES[name].row0 != "zero":
+                self._notes.add(f"a step has no {name}, recorded as NaN; {_remedy([name])}")
             last.setdefault(name, empty)
         left_out = [name for name in self.variables if name not in last]
         self.variables = tuple(name for name in self.variables if name in last)
@@ -538,7 +540,7 @@ def _remedy(unseen: list[str]) -> str:
 _REMEDIES = (
     (
         {"loss"},
-        "no backward() of one number gave the gradient; pass the loss in every step with "
+        "the gradient is not known to be that of one number; pass the loss in every step with "
         "observe(loss=…)",
     ),
     ({"logits"}, "pass the logits in every step with observe(logits=…)"),
