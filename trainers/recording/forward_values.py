@@ -429,7 +429,7 @@ class StepLoss:
         self._quotients = 0
 
     def observed(self, loss: torch.Tensor) -> Callable[[], None]:
-        """Return a function that uses the loss of a micro-batch in place of those from the hooks."""
+        """Return a function that uses the loss of a micro-batch in place of the hooks'."""
         kept = loss.detach().clone().reshape(())
         is_quotient = loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
 
