@@ -60,6 +60,8 @@ class ParameterRows:
         Variables that this process records.
     watched : tuple of str
         Variables that all processes record together.
+    hyperparameters : tuple of str
+        Names of the numbers of the optimizer's group that the rows hold.
     writer : RunWriter or ComparedRun or None
         None until the run is created.
     rows : int
@@ -109,6 +111,8 @@ class ParameterRows:
             existing.check(self._initial_W)
             self.watched = existing.variables
             self.variables = own_variables(planned.share, self.watched)
+        names = planned.hyperparameters if existing is None else existing.hyperparameters
+        self.hyperparameters = names if "hyperparameters" in self.watched else ()
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
