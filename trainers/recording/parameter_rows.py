@@ -31,6 +31,7 @@ from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, t
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
 from trajstore.trainers.recording.model_state import OF_ADAM
+from trajstore.trainers.recording.parameters import as_dense
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import CannotFollow
@@ -139,7 +140,9 @@ class ParameterRows:
         """Return the tensors of the parameter's shape that the optimizer keeps, by their names."""
         own = self.parameter.tensor
         kept = self._planned.recording.optimizer.state.get(own, {})
-        return {name: value for name, value in kept.items() if is_element(name, own, value)}
+        return {
+            name: as_dense(value) for name, value in kept.items() if is_element(name, own, value)
+        }
 
     def resume(self) -> None:
         """Open the run to resume after its last row; a new run is created later.

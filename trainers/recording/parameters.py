@@ -21,6 +21,9 @@ Settings = dict[str, float]
 NO_NUMBERS = ("lr", "rounding_seed")
 """Numbers of a parameter group that are no hyperparameters of a row."""
 
+COALESCING = (torch.optim.SparseAdam, torch.optim.Adagrad)
+"""Optimizers that first add the rows of a sparse gradient."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedParameter:
@@ -196,8 +199,36 @@ def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of a parameter; a sparse one as a dense tensor."""
-    gradient = parameter.grad
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+    return None if parameter.grad is None else as_dense(parameter.grad)
+
+
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or the dense tensor of a sparse one.
+
+    Rows that a sparse tensor holds several times are added in the order of `coalesce`, as in
+    `torch.optim.SparseAdam` and `Adagrad`; `to_dense` alone may use another order.
+    """
+    return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
+
+
+def unordered_sum(optimizer: Optimizer, gradient: torch.Tensor) -> str | None:
+    """Return a sentence if a step does not follow from the sum of a gradient's rows.
+
+    `torch.optim.SGD` adds each row of a sparse gradient to the parameter by itself.
+    """
+    if not gradient.is_sparse or isinstance(optimizer, COALESCING):
+        return None
+    keeps_rows = any(group.get("momentum") for group in optimizer.param_groups)
+    is_unique = gradient.is_coalesced() or (
+        # A device would have to be waited for.
+        gradient.device.type == "cpu" and gradient.coalesce()._nnz() == gradient._nnz()
+    )
+    if is_unique and not keeps_rows:
+        return None
+    return (
+        f"{type(optimizer).__name__} adds the rows of a sparse gradient one by one; grad holds their "
+        "sum, so a step does not follow from it bit for bit"
+    )
 
 
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:

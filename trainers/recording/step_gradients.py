@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of
+from trajstore.trainers.recording.parameters import gradient_of, unordered_sum
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm, whole
 from trajstore.trainers.recording.torch_internals import counts_versions, scale_in_step, version
@@ -412,6 +412,10 @@ class StepGradients:
         if before is not None and before.is_still(parameter.grad):
             if not inside or taken is None or not self._has_changed(rows, gradient):
                 return
+        if rows.parameter.optimizer is not None and parameter.grad is not None:
+            sentence = unordered_sum(rows.parameter.optimizer, parameter.grad)
+            if sentence is not None:
+                self._on_note(sentence, unproven=True)
         if taken is None:
             self._set(rows, own_rows(gradient))
             again = self._before.get(parameter)

@@ -347,4 +347,4 @@ def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (
         "Problem: step 0, token 3, hidden 1: grad differs from the state before training." in shown
     )
-    assert "Not checked: 3 steps from 2 to 6 were not replayed: the row of the step before" in shown
+    assert "Not proven: 3 steps from 2 to 6 were not replayed: the row of the step before" in shown
