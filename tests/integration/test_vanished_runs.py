@@ -37,10 +37,24 @@ def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path
         append(run, 40)
         run.close()
 
-    with pytest.raises(OSError, match="No such file or directory") as failure:
+    with pytest.raises(OSError, match="was moved, removed or replaced") as failure:
         go_on()
     assert str(folder) in str(failure.value)
     assert not folder.exists()
+
+
+def test_a_writer_leaves_another_run_at_its_path_alone(tmp_path: Path) -> None:
+    path = tmp_path / "experiment" / "run.zarr"
+    run = create(path)
+    append(run, 3)
+    path.parent.rename(tmp_path / "experiment-1")
+    with create(path) as other:
+        append(other, 2)
+
+    with pytest.raises(RunNotFound, match="was moved, removed or replaced"):
+        run.close()
+    assert verify(path).clean
+    assert open_run(path).sizes["step"] == 2
 
 
 def test_what_is_read_of_a_run_that_has_gone_says_so(whole: Path) -> None:

@@ -175,8 +175,10 @@ class TrajectoryCallback(TrainerCallback):
     ) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
         self.close(complete=True)
-        if self.prints_end and self.recorder is not None and state.is_world_process_zero:
-            for path, rows in self.recorder.recorded_rows():
+        recorder = self.recorder
+        printed = self.prints_end and state.is_world_process_zero
+        if printed and recorder is not None and not recorder.has_failed:
+            for path, rows in recorder.recorded_rows():
                 print(f"Recorded {rows:,} rows to {path}")
 
     def close(self, *, complete: bool = False) -> None:

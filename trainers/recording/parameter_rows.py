@@ -8,7 +8,6 @@ created. From there on a `Transfer` copies each value directly to its place.
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
 from trajstore.trainers.recording.model_state import OF_ADAM
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.run_notes import CannotFollow
+from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
 from trajstore.trainers.recording.sharding import own_rows, own_variables
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.values.native_types import NATIVE_TYPES
@@ -109,6 +108,12 @@ class ParameterRows:
             existing.check(self._initial_W)
             self.watched = existing.variables
             self.variables = own_variables(planned.share, self.watched)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the run exists, and no other process would wait for the rows of this one."""
+        share = self._planned.share
+        return self.writer is not None and (share is None or share.count == 1)
 
     def take_initial(self, *, with_moments: bool = True) -> None:
         """Copy the state before the first step."""
@@ -505,11 +510,8 @@ class ParameterRows:
         try:
             yield
         except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__
-            writer = self.writer
-            full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause, writer = file_error(error), self.writer
+            full = cause is not None and cause.errno in FULL
             if writer is None or not full or not isinstance(writer.path, Path):
                 raise
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)

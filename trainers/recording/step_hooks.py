@@ -16,7 +16,7 @@ step post-hook of the optimizer           the learning rate, W and the moments, 
 ========================================  ===================================================
 
 Group, rate, state, scaler and parameter are found again in each step. An error in a hook ends the
-recording, not the training, unless it is an interruption or the disk has failed.
+recording, not the training, unless it is an interruption or the disk is full or has failed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from trajstore.trainers.recording.optimizer_hooks import OuterStep, watch_steps
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import RecordedParameter
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients
@@ -306,12 +305,17 @@ class Recorder:
         self._handles.clear()
         BACKWARD.ignore(self._on_backward)
         SCALER_STEP.ignore(self._on_scaler_step)
-        with contextlib.ExitStack() as closing:  # closes each, also if another fails
-            closing.callback(self._release)
-            for rows in reversed(self._parameters):
-                closing.callback(rows.close, complete=complete)
-            closing.callback(self._gradients.last_note)
-            closing.callback(self._matrices.check_last)
+        try:
+            with contextlib.ExitStack() as closing:  # closes each, also if another fails
+                closing.callback(self._release)
+                for rows in reversed(self._parameters):
+                    closing.callback(rows.close, complete=complete)
+                closing.callback(self._gradients.last_note)
+                closing.callback(self._matrices.check_last)
+        except Exception as error:
+            if self.has_failed or self._ends_training(error):
+                raise
+            self._mention_end(error)
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
@@ -324,20 +328,27 @@ class Recorder:
     def _fail(self, error: BaseException) -> None:
         """End the recording after an error in a hook; raise it if the training has to know it.
 
-        That is so for an interruption, a failed disk, and every error if `strict` is set.
+        See `RunNotes.ends_training`.
         """
+        ends_training = self._ends_training(error)
+        self._mention_end(error)
+        try:
+            self.close(complete=False)
+        except Exception as failure:
+            error.add_note(f"The recording ended with: {failure}")
+        if ends_training:
+            raise error
+
+    def _ends_training(self, error: BaseException) -> bool:
+        has_begun = all(rows.has_begun for rows in self._parameters)
+        return self._notes.ends_training(error, has_begun=has_begun)
+
+    def _mention_end(self, error: BaseException) -> None:
         self.has_failed = True
         shown = str(error) or type(error).__name__
         self._notes.mention(
             f"the recording ended in step {self.step + 1}: {shown}; the run keeps its complete rows"
         )
-        try:
-            self.close(complete=False)
-        except Exception as failure:
-            error.add_note(f"The recording ended with: {failure}")
-        own = isinstance(error, RecordingError | OSError) and not isinstance(error, CannotFollow)
-        if own or not isinstance(error, Exception) or self._notes.strict:
-            raise error
 
     # Backward passes -----------------------------------------------------------------------------
 
