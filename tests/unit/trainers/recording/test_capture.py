@@ -493,8 +493,8 @@ def test_a_training_goes_on_when_the_folder_of_its_run_is_renamed(
 
 def step_of_end(notes: list[str]) -> int:
     """Return the step of the only note about the end of a recording."""
-    (step,) = [int(found[1]) for note in notes
-               if (found := re.match(r"the recording ended in step (\d+): .* was moved", note))]  # fmt: skip
+    ends = [re.match(r"the recording ended in step (\d+): .* was moved", note) for note in notes]
+    (step,) = [int(end[1]) for end in ends if end]
     return step
 
 
