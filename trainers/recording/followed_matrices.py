@@ -6,7 +6,6 @@ that were changed outside the step are detected.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,13 +17,17 @@ from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_group, rate_of
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.run_notes import CannotFollow
-from trajstore.trainers.recording.torch_internals import version
+from trajstore.trainers.recording.torch_internals import name_outside_compile, version
 
 _PLAIN = (int, float, tuple, list)
 
 _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
+)
+_WRITTEN = (
+    "{name} was written outside optimizer.step() after the step before; whether its values changed "
+    "was not read from the device"
 )
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
@@ -76,19 +79,31 @@ class FollowedMatrices:
         self._versions.clear()
         self._rows = ()
 
-    def find_again(self) -> None:
+    def find_again(self) -> bool:
         """Find the matrices and their groups before a step; check the weights.
+
+        Returns
+        -------
+        bool
+            True if a matrix is another tensor now.
 
         Raises
         ------
         CannotFollow
-            If a matrix has another shape or type.
+            If a matrix has another shape or type, or is no parameter any more.
         """
-        for rows in self._rows:
-            self._find_again(rows)
-        if self._has_no_rows and self._versions != self._present_versions():
-            self._take_again()
+        replaced = [self._find_again(rows) for rows in self._rows]
         self.check_weights()
+        return any(replaced)
+
+    def take_initial_again(self) -> None:
+        """Take the state before the first step again if the loop has loaded another one."""
+        if self._has_no_rows and self._versions != self._present_versions():
+            if self._recording.state is not None:
+                self._recording.state.take_initial()
+            for rows in self._rows:
+                rows.take_initial()
+            self._versions = self._present_versions()
 
     def begin_turn(self, optimizer: Optimizer) -> None:
         """Look at the groups before the step of an optimizer."""
@@ -97,13 +112,14 @@ class FollowedMatrices:
         if changed := sorted(_changed(first, self._before) - self._own):
             self._on_note(_CHANGED.format(keys=", ".join(changed)))
 
-    def _find_again(self, rows: ParameterRows) -> None:
+    def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
         parameter = rows.parameter
+        found = parameter.tensor
         try:
-            found = operator.attrgetter(parameter.name)(self._model)
-        except AttributeError:  # the name of a compiled submodule has another prefix
-            found = parameter.tensor
+            found = self._model.get_parameter(parameter.name)
+        except AttributeError:  # another name, as in a compiled submodule or a parametrization
+            self._find_by_tensor(rows)
         if found is not parameter.tensor:
             before, now = parameter.tensor, found
             if now.shape != before.shape or now.dtype != before.dtype:
@@ -111,13 +127,26 @@ class FollowedMatrices:
                     f"{parameter.name} is now {now.dtype} of shape {tuple(now.shape)}, but was "
                     f"{before.dtype} of shape {tuple(before.shape)}; record a new run for it"
                 )
-            self._on_note(f"{parameter.name} is another tensor from this step on")
+            self._on_note(f"{parameter.name} is another tensor from this step on", unproven=True)
         group = find_group(self._optimizer, found)
         if group is None:
             self._on_note(f"{parameter.name} is not in the optimizer in a step; lr is NaN")
         group = group or {}
         owner = self._optimizer.owner(group)
         rows.parameter = replace(parameter, tensor=found, group=group, optimizer=owner)
+        return found is not parameter.tensor
+
+    def _find_by_tensor(self, rows: ParameterRows) -> None:
+        """Find the new name of a parameter, from which the model computes that of the old name."""
+        name, tensor = rows.parameter.name, rows.parameter.tensor
+        names = (name_outside_compile(n) for n, p in self._model.named_parameters() if p is tensor)
+        now = next(names, None)
+        if now is None:
+            raise CannotFollow(f"the model has no parameter {name} any more; record a new run")
+        if now != name:
+            self._on_note(
+                f"the model computes {name} from {now} from this step on; the run holds {now}"
+            )
 
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the rates of a step; they `may_change` in a closure, before they are used."""
@@ -156,10 +185,13 @@ class FollowedMatrices:
         """Note if W has changed since the last row; `quick` looks at versions only at first."""
         for rows in self._rows:
             parameter = rows.parameter.tensor
-            if quick and version(parameter) == self._versions.get(parameter):
+            counted = version(parameter) != self._versions.get(parameter)
+            if quick and not counted:
                 continue
             if not rows.is_W_unchanged():
-                self._on_note(_OUTSIDE.format(name=rows.parameter.name))
+                self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=not quick)
+            elif counted and not quick and parameter.device.type != "cpu":
+                self._on_note(_WRITTEN.format(name=rows.parameter.name), unproven=True)
 
     def check_last(self) -> None:
         """Note if W is not that of the last row."""
@@ -176,13 +208,6 @@ class FollowedMatrices:
         recorded = [rows.parameter.tensor for rows in self._rows]
         watched = self._model.parameters() if self._has_no_rows else recorded
         return {parameter: version(parameter) for parameter in watched}
-
-    def _take_again(self) -> None:
-        """Take the state before the first step again: the loop has loaded another one."""
-        if self._recording.state is not None:
-            self._recording.state.take_initial()
-        for rows in self._rows:
-            rows.take_initial()
 
 
 def _changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> set[str]:

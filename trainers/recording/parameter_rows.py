@@ -156,7 +156,8 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
-        self.writer.notes = self._notes.resumed(self.writer.notes)
+        first_step = self._planned.recording.loop.first_step
+        self.writer.notes = self._notes.resumed(self.writer.notes, first_step)
         self._existing = None
         with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
@@ -262,9 +263,10 @@ class ParameterRows:
 
         A device would have to be waited for. Without `waits`, True is returned for it.
         """
-        if self._written_W is None or (self.parameter.tensor.device.type != "cpu" and not waits):
+        before = self._initial_W if self._written_W is None else self._written_W
+        if not before.numel() or (self.parameter.tensor.device.type != "cpu" and not waits):
             return True
-        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), self._written_W.cpu())
+        return same_bits(self.recorded_tokens(self.parameter.tensor).cpu(), before.cpu())
 
     def end_row(self, step: int, *, had_effect: bool) -> None:
         """Complete the row of `step`, and store it if `every` selects it.
@@ -311,7 +313,9 @@ class ParameterRows:
         """Set what the step lacks: moments that do not exist yet to 0, all others to NaN."""
         missing = [name for name in self.variables if name not in self._row]
         for name in missing:
-            self._put(name, self._without(name, _start(name)), None)
+            unknown = self.parameter.optimizer is None and VARIABLES[name].row0 == "zero"
+            value = float("nan") if unknown else _start(name)
+            self._put(name, self._without(name, value), None)
         if lost := [name for name in missing if VARIABLES[name].row0 != "zero"]:
             self._notes.add(f"a step has no {', '.join(lost)}, recorded as NaN; {_remedy(lost)}")
 

@@ -1,9 +1,9 @@
 """The gradients of a step: as the backward passes left them, and as the optimizer consumed them.
 
 A gradient is known by its tensor and the tensor's version, so unchanged gradients are recognized
-without a read. The raw gradient is taken at the end of each backward pass, because the loop may
-clip it afterwards. The gradient that the optimizer consumes decides: the recorded `grad` times
-`clip_coef` is that gradient, or `grad` is that gradient itself.
+without a read. The raw gradient is taken after the backward pass and the scaler's `unscale_`, because
+the loop may clip it afterwards. The gradient that the innermost step gets decides: the recorded
+`grad` times `clip_coef` is that gradient in every bit, or `grad` is that gradient itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -19,12 +19,24 @@ from torch.optim import Optimizer
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
-from trajstore.trainers.recording.torch_internals import counts_versions, version
+from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm, whole
+from trajstore.trainers.recording.torch_internals import counts_versions, scale_in_step, version
 
 _CHANGED = (
     "the gradient of {name} changed between the backward pass and the optimizer's step, and not by "
     "one factor; grad is what the optimizer got, clip_coef is NaN"
+)
+_UNSEEN = (
+    "the gradient of {name} changed between the backward pass and the optimizer's step; without "
+    "grad, only the factor of clip_grad_norm_ is known, so clip_coef is NaN"
+)
+_SCALED = (
+    "the loop changed the gradient of {name} while it was scaled; grad is that after the change, "
+    "clip_coef is NaN"
+)
+_INSIDE = (
+    "the gradient of {name} changed while optimizer.step() ran, and not by one factor; grad is that "
+    "at the beginning of step(), clip_coef is NaN"
 )
 _NORM = (
     "gradients were replaced or removed, and others changed, between the backward pass and the "
@@ -39,6 +51,11 @@ _ASSIGNED = (
     "the gradient of {name} in a step is not that of a backward pass that ended before the step; "
     "grad is what the optimizer got, and clipping before cannot be seen"
 )
+_ASSIGNED_AND_CHANGED = (
+    "the gradient of {name} in a step was assigned and changed in place; grad is what the optimizer "
+    "got, clip_coef and grad_norm are NaN"
+)
+_AGAIN = "a step uses the gradient of {name} of the step before again"
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -61,6 +78,10 @@ class _Mark(NamedTuple):
     gradient: weakref.ref[torch.Tensor]
     version: int
 
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Mark:
+        return cls(weakref.ref(gradient), version(gradient))
+
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         if gradient is None or not self.is_tensor(gradient):
             return False
@@ -68,6 +89,14 @@ class _Mark(NamedTuple):
 
     def is_tensor(self, gradient: torch.Tensor | None) -> bool:
         return self.gradient() is gradient
+
+
+class _Clipping(NamedTuple):
+    """A call of `clip_grad_norm_` that changed a gradient which was as it had been taken."""
+
+    max_norm: float
+    total_norm: torch.Tensor
+    after: _Mark
 
 
 Marks = dict[torch.Tensor, _Mark]
@@ -99,43 +128,68 @@ class StepGradients:
         self._changed: torch.Tensor | int = 0  # steps on a device with a changed gradient
         types = {p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()}
         self._norm_type = functools.reduce(torch.promote_types, types, torch.bool)
+        self._before: Marks = {}
+        self._settled: Marks = {}
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the gradients so far: a step begins, or the loop has discarded them."""
         self.total_norm: torch.Tensor | None = None
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}  # of the raw gradients
-        self._taken: Marks = {}  # all gradients at the end of the last backward pass
-        self._settled: Marks = {}  # all gradients when they were compared
-        self._reached: dict[torch.Tensor, None] = {}  # parameters whose gradients it changed
+        self._norms: dict[Optimizer, torch.Tensor] = {}  # of the gradients of each optimizer
+        self._taken: Marks = {}  # all gradients when they were taken
+        self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
+        self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
+        self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
+        self._before, self._settled = self._settled or self._before, {}  # when they were compared
+        self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
+        self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
         self._was_inside = False  # the gradients were compared inside the step
 
     # Backward passes -----------------------------------------------------------------------------
+
+    def find_parameters(self) -> None:
+        """Find the parameters of the model and of the optimizer again."""
+        trained = self._optimizer.parameters(*self._optimizer.members)
+        self._of_optimizer = len(trained)
+        self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
 
     def marks(self) -> Marks:
         """Return the present gradient of each parameter of the model and of the optimizer."""
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._of_optimizer:
-            self._of_optimizer = count
-            trained = self._optimizer.parameters(*self._optimizer.members)
-            self._parameters = tuple(dict.fromkeys([*self._model.parameters(), *trained]))
+            self.find_parameters()
         return {
-            parameter: _Mark(weakref.ref(parameter.grad), version(parameter.grad))
+            parameter: _Mark.of(gradient)
             for parameter in self._parameters
-            if parameter.grad is not None
+            if (gradient := parameter.grad) is not None
         }
 
-    def are_changed_since(self, before: Marks) -> bool:
-        """Return True if a backward pass has changed a gradient since some marks were taken."""
-        reached = {
-            parameter: None
-            for parameter in self.marks()
-            if parameter not in before or not before[parameter].is_still(parameter.grad)
-        }
+    def end_backward(self, before: Marks, *, is_scaled: bool) -> Set[torch.Tensor]:
+        """Take the gradients of a backward pass, before the loop can change them.
+
+        Parameters
+        ----------
+        before : mapping
+            Marks before the pass.
+        is_scaled : bool
+            A gradient scaler has multiplied the loss; the gradients are taken when it divides them.
+
+        Returns
+        -------
+        set of tensor
+            Parameters whose gradients have changed; empty if the pass trains something else.
+        """
+        now = self.marks()
+        reached = {p for p in now if p not in before or not before[p].is_still(p.grad)}
         if self._trained().isdisjoint(reached):
-            return False  # it trains something else
+            return frozenset()
         self._reached = reached
-        return True
+        if is_scaled:
+            self._taken = now
+            self._scaled = {*self._optimizer.members}
+        else:
+            self._take(now)
+        return self._reached
 
     def _trained(self) -> set[torch.Tensor]:
         """Return the parameters of the optimizer."""
@@ -157,27 +211,48 @@ class StepGradients:
         on_host = gradient.device.type == "cpu"
         return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
 
-    def take(self, unscale: float) -> None:
-        """Take all gradients before they can be clipped; `unscale` multiplies them."""
-        self._taken = self.marks()
-        gradients = [g for g in map(gradient_of, self._taken) if g is not None]
+    def _take(
+        self, marks: Marks, *, only: Optimizer | None = None, scale: torch.Tensor | None = None
+    ) -> None:
+        """Take the gradients of all optimizers, or of `only` one, divided by `scale`."""
+        others = {*self._optimizer.members} - {only} if only is not None else set()
+        kept = {*self._optimizer.parameters(*others)}
+        consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
+        unscale = 1.0 if scale is None else 1.0 / scale
+        self._scaled &= others
+        self._settled = {}
+        self._taken = {
+            p: self._taken[p] if p in kept and p in self._taken else mark
+            for p, mark in marks.items()
+        }
+        for parameter in marks.keys() - kept:
+            self._clippings.pop(parameter, None)
+            self._replaced.discard(parameter)
+        gradients = [g for g in map(gradient_of, marks) if g is not None]
         if not gradients:
             return
-        consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
         self._take_of_others(unscale, consumed)
         for rows in self._rows:
-            gradient = gradient_of(rows.parameter.tensor)
-            if gradient is not None and rows.parameter.tensor not in consumed:
-                gradient = own_rows(gradient)
-                norm = torch.linalg.vector_norm(gradient) * unscale
-                self._norms[rows.parameter.tensor] = norm
-                self._set(rows, gradient, unscale)
+            parameter = rows.parameter
+            gradient = gradient_of(parameter.tensor)
+            if gradient is None or parameter.tensor in consumed or parameter.optimizer in others:
+                continue
+            self._set(rows, own_rows(gradient), unscale)
+        if only is not None and others:
+            own = [g for p in marks if p not in kept and (g := gradient_of(p)) is not None]
+            if own:
+                self._norms[only] = total_norm(own) * unscale
+            norms = list(self._norms.values())
+            self.total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+            return
         self.total_norm = total_norm(gradients) * unscale
         if consumed:
             self.total_norm = torch.full_like(self.total_norm, float("nan"))
             self._on_note(_BETWEEN)
 
-    def _take_of_others(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
+    def _take_of_others(
+        self, unscale: float | torch.Tensor, consumed: Set[torch.Tensor] = frozenset()
+    ) -> None:
         if (state := self._recording.state) is not None:
             for rows in self._rows:
                 before = rows.copy_of("params_grad")
@@ -193,23 +268,95 @@ class StepGradients:
             return []
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
 
-    def _set(self, rows: ParameterRows, gradient: torch.Tensor, unscale: float = 1.0) -> None:
-        raw = gradient if unscale == 1.0 else gradient * unscale
+    def _set(
+        self, rows: ParameterRows, gradient: torch.Tensor, unscale: float | torch.Tensor = 1.0
+    ) -> None:
+        raw = gradient if isinstance(unscale, float) else gradient * unscale
         rows.set("grad", raw)
         rows.set_gradient_norms(raw)
 
+    # Changes that torch makes --------------------------------------------------------------------
+
+    def are_still(self, optimizer: Optimizer) -> bool:
+        """Return True if no recorded gradient of an optimizer has changed since it was taken."""
+        return all(
+            mark is None or mark.is_still(rows.parameter.tensor.grad)
+            for rows in self._rows_of(optimizer)
+            for mark in [self._taken.get(rows.parameter.tensor)]
+        )
+
+    def after_unscale(self, optimizer: Optimizer, *, were_still: bool) -> None:
+        """Take the gradients that a gradient scaler has divided."""
+        for rows in self._rows_of(optimizer):
+            if not were_still:
+                self._doubtful[rows.parameter.tensor] = _SCALED
+        self._take(self.marks(), only=optimizer)
+
+    def before_clipping(self) -> None:
+        """Take gradients that no backward pass has left, before they are clipped."""
+        waiting = [one for one in self._optimizer.members if one in self._scaled]
+        assigned = [
+            rows.parameter.tensor
+            for rows in self._rows
+            if rows.parameter.tensor.grad is not None and rows.parameter.tensor not in self._taken
+        ]
+        if waiting and not self._optimizer.turns:
+            for one in waiting:
+                self._take_scaled(one)
+        elif assigned and not self._optimizer.turns:
+            for parameter in assigned:
+                if self._is_assigned_and_changed(parameter):
+                    self._doubtful[parameter] = _ASSIGNED_AND_CHANGED
+            self._take(self.marks())
+        self._before_clipping = {
+            rows.parameter.tensor: mark is not None and mark.is_still(rows.parameter.tensor.grad)
+            for rows in self._rows
+            for mark in [self._taken.get(rows.parameter.tensor)]
+        }
+
+    def after_clipping(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Remember the factor of a call of `clip_grad_norm_`."""
+        for parameter, was_still in self._before_clipping.items():
+            mark, gradient = self._taken.get(parameter), parameter.grad
+            if mark is None or gradient is None or mark.is_still(gradient):
+                continue  # the call was about others
+            known = was_still and parameter not in self._clippings
+            self._clippings[parameter] = (
+                _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
+            )
+
+    def _take_scaled(self, optimizer: Optimizer, scale: torch.Tensor | None = None) -> None:
+        """Take gradients of a scaled loss that the scaler has not divided."""
+        if not self.are_still(optimizer):
+            for rows in self._rows_of(optimizer):
+                self._doubtful[rows.parameter.tensor] = _SCALED
+        self._take(self.marks(), only=optimizer, scale=scale)
+
+    def _is_assigned_and_changed(self, parameter: torch.Tensor) -> bool:
+        mark = self._before.get(parameter)
+        is_again = mark is not None and mark.is_still(parameter.grad)
+        gradient = parameter.grad
+        return gradient is not None and version(gradient) > 0 and not is_again
+
     # The optimizer's step ------------------------------------------------------------------------
 
-    def settle(
-        self, optimizer: Optimizer, unscale: float = 1.0, *, may_be_assigned: bool = True
-    ) -> None:
-        """Compare the gradients with those that an optimizer consumes, and set `clip_coef`.
+    def settle(self, optimizer: Optimizer, *, inside: bool = False) -> None:
+        """Compare the gradients with those that an optimizer gets, and set `clip_coef`.
 
-        `unscale` multiplies gradients that no backward pass was seen to produce. They are noted if
-        they `may_be_assigned`.
+        It is called at the beginning of a step, and at that of each step `inside` it.
         """
+        if optimizer in self._scaled:
+            self._take_scaled(optimizer, scale_in_step(optimizer))
         for rows in self._rows_of(optimizer):
-            self._settle(rows, unscale, noted=may_be_assigned)
+            self._settle(rows)
+        if inside:
+            self._settled |= {
+                rows.parameter.tensor: _Mark.of(gradient)
+                for rows in self._rows_of(optimizer)
+                if (gradient := rows.parameter.tensor.grad) is not None
+            }
+            self._was_inside = True
+            return
         self._settled = now = self.marks()
         if self._optimizer.turns:
             return  # another optimizer has consumed gradients
@@ -217,112 +364,134 @@ class StepGradients:
             self._taken[p].is_tensor(p.grad) for p in now
         )
         if not same and now:
-            gradients = [g for g in map(gradient_of, now) if g is not None]
-            norm = total_norm(gradients) * unscale
+            norm = total_norm([g for g in map(gradient_of, now) if g is not None])
             unchanged = all(self._taken[p].is_still(p.grad) for p in now if p in self._taken)
-            self.total_norm = norm if unchanged else torch.full_like(norm, float("nan"))
+            known = unchanged and _ASSIGNED_AND_CHANGED not in self._doubtful.values()
+            self.total_norm = norm if known else torch.full_like(norm, float("nan"))
             if not unchanged:
                 self._on_note(_NORM)
             else:
-                self._take_of_others(unscale)
+                self._take_of_others(1.0)
 
-    def _settle(self, rows: ParameterRows, unscale: float, *, noted: bool) -> None:
+    def skip(self, optimizer: Optimizer) -> None:
+        """Leave the gradients of a step that a gradient scaler skips as they were taken."""
+        if optimizer in self._scaled:
+            self._take_scaled(optimizer)
+        for rows in self._rows_of(optimizer):
+            if rows.parameter.tensor.grad is None:
+                rows.forget("grad", "grad_token_norm")
+        self.set_unknown_factor(optimizer)
+
+    def _settle(self, rows: ParameterRows) -> None:
         parameter = rows.parameter.tensor
-        taken = self._taken.get(parameter)
+        before, taken = self._settled.get(parameter), self._taken.get(parameter)
         gradient = gradient_of(parameter)
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
             return
+        if before is not None and before.is_still(parameter.grad):
+            return
         if taken is None:
-            self._set(rows, own_rows(gradient), unscale)
-            if noted:
-                self._note(_ASSIGNED, rows)
+            self._set(rows, own_rows(gradient))
+            if self._is_assigned_and_changed(parameter):
+                self._doubtful[parameter] = _ASSIGNED_AND_CHANGED
+            else:
+                again = self._before.get(parameter)
+                is_again = again is not None and again.is_still(parameter.grad)
+                self._note(_AGAIN if is_again else _ASSIGNED, rows)
         elif is_sharded(parameter) or not taken.is_still(parameter.grad):
             # If several processes hold the gradient, all compare, and the result has to agree.
             self._compare(rows, own_rows(gradient))
-            return
-        rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
+            if parameter not in self._doubtful:
+                return
+        if sentence := self._doubtful.get(parameter):
+            rows.set("clip_coef", self.as_norm(gradient.new_full((), float("nan"))))
+            self._note(sentence, rows)
+        else:
+            rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
 
     def _compare(
-        self, rows: ParameterRows, consumed: torch.Tensor, *, only_factor: bool = False
+        self, rows: ParameterRows, consumed: torch.Tensor, *, inside: bool = False
     ) -> None:
-        """Set the factor between the raw and the consumed gradient, or the latter itself."""
+        """Set the factor between the raw and the consumed gradient, or the latter itself.
+
+        `inside` the step, changes may be the optimizer's own, so `grad` stays.
+        """
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
         seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
-        if raw is not None and raw.device != seen.device:
-            raw = None  # the first row of a training on a device is on the host
+        clipping = None if inside else self._clippings.get(parameter)
+        is_clipped = clipping is not None and clipping.after.is_still(parameter.grad)
+        if raw is None:
+            is_still = self._taken[parameter].is_still(parameter.grad)
+            known = self._factor(clipping) if is_clipped else torch.ones_like(total)
+            unknown = torch.full_like(total, float("nan"))
+            rows.set("clip_coef", self.as_norm(known if is_clipped or is_still else unknown))
+            if not (is_clipped or is_still):
+                self._note(_UNSEEN, rows)
+            return
+        if parameter in self._replaced:
+            rows.replace_gradient(seen)
+            return
+        raw = raw.to(seen.device)  # the first row of a training on a device is on the host
         on_host = seen.device.type == "cpu" and not is_sharded(parameter)
-        wide = torch.promote_types(total.dtype, torch.float32)
         lost = seen.isnan()
+        candidates: Any = [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
         factors, matches = [], []
-        for candidate, tolerance in self._candidates(total, raw, seen):
-            if raw is not None:
-                scaled = raw * candidate
-                if tolerance:
-                    same = torch.isclose(scaled, seen, rtol=tolerance, atol=0)
-                else:
-                    same = scaled == seen
-                same = (same | (scaled.isnan() & lost)).all()
-            else:
-                after = torch.linalg.vector_norm(consumed).float()
-                before = self._norms[parameter].float() * candidate.float()
-                same = torch.isclose(after, before, rtol=1e-2, atol=0)
-            same = agreed(same, parameter)
-            factors.append(candidate.to(wide))
+        for candidate in candidates:
+            factor = self.as_norm(candidate.to(total.dtype))
+            scaled = raw * factor
+            same = agreed(((scaled == seen) | (scaled.isnan() & lost)).all(), parameter)
+            factors.append(factor)
             matches.append(same)
             if on_host and same:
                 break
         found = torch.stack(matches).any()
         first = torch.stack(matches).to(torch.uint8).argmax().reshape(1)
         factor = torch.stack(factors).gather(0, first).reshape(()).where(found, float("nan"))
-        if only_factor and on_host and not found:
-            return
-        rows.set("clip_coef", self.as_norm(factor.to(total.dtype)))
-        if raw is None or only_factor:
-            return
+        rows.set("clip_coef", factor)
         if on_host and not found:
-            rows.replace_gradient(seen)
-            self._note(_CHANGED, rows)
+            self._note(_INSIDE if inside else _CHANGED, rows)
+            if not inside:
+                rows.replace_gradient(seen)
+                self._replaced.add(parameter)
         elif not on_host:  # without a wait for the device
-            rows.replace_gradient(torch.where(found, raw, seen))
             self._changed = (~found).to(torch.int64) + self._changed
+            if not inside:
+                rows.replace_gradient(torch.where(found, raw, seen))
+
+    def _factor(self, clipping: _Clipping | None) -> torch.Tensor:
+        assert clipping is not None
+        return clip_coefficient(whole(clipping.total_norm), clipping.max_norm)
 
     def _candidates(
-        self, total: torch.Tensor, raw: torch.Tensor | None, seen: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, float]]:
-        """Yield possible factors, and the relative error to allow; the likeliest first."""
-        yield torch.ones_like(total), 0
+        self, total: torch.Tensor, raw: torch.Tensor, seen: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yield possible factors; the likeliest first."""
+        yield torch.ones_like(total)
         if self._max_grad_norm > 0:
-            yield clip_coefficient(total, self._max_grad_norm), 0
-        if raw is None:
-            return
+            yield clip_coefficient(total, self._max_grad_norm)
         # The best factor by least squares, and its neighbors in the type of a clipping factor.
         before, after = raw.double(), seen.double()
         best = (before * after).sum() / before.square().sum()
-        best = torch.where(best > 0, best, float("nan")).float()
-        near = best.to(total.dtype)
-        yield from ((one, 0) for one in (near, *_neighbors(near), best))
-        yield best, 2 * torch.finfo(seen.dtype).eps
+        near = self.as_norm(torch.where(best > 0, best, float("nan")).to(total.dtype))
+        yield near
+        yield from _neighbors(near)
 
-    def compare_again(self, optimizer: Optimizer, *, inside: bool = False) -> None:
-        """Find the factor of gradients that changed after `settle`, in a later hook of the step.
-
-        Other changes are the optimizer's own. It is called after the step, and before the step of
-        a base class, `inside` that of the optimizer.
-        """
+    def compare_again(self, optimizer: Optimizer) -> None:
+        """Find the factor of gradients that a step has changed before it used them."""
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
             mark = self._settled.get(parameter)
-            if mark is None or mark.is_still(parameter.grad) or parameter not in self._taken:
+            if mark is None or mark.is_still(parameter.grad) or parameter in self._doubtful:
                 continue
             gradient = gradient_of(parameter)
             if gradient is not None:
-                self._compare(rows, own_rows(gradient), only_factor=True)
+                if parameter in self._taken and parameter not in self._replaced:
+                    self._compare(rows, own_rows(gradient), inside=True)
             elif not self._was_inside:
                 self.set_unknown_factor(optimizer)
                 self._note(_REMOVED, rows)
-        self._was_inside = inside
 
     def set_unknown_factor(self, optimizer: Optimizer) -> None:
         """Set `clip_coef` of the matrices of an optimizer to NaN."""
@@ -334,7 +503,7 @@ class StepGradients:
     def release(self) -> None:
         """Release all tensors."""
         self.begin_step()
-        self._parameters, self._rows = (), ()
+        self._parameters, self._rows, self._before = (), (), {}
 
     def last_note(self) -> None:
         """Report what was found on a device, where each step would have had to wait for it."""
