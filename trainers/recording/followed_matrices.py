@@ -159,7 +159,7 @@ class FollowedMatrices:
         if not known:
             self._on_note(_RATE)
         known = known and optimizer not in self._optimizer.turns  # two steps have no single rate
-        unknown = torch.tensor(float("nan"), dtype=torch.float64)
+        unknown = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
         for group in optimizer.param_groups:
             self._rates[id(group)] = rate_of(group) if known else unknown
 
@@ -173,7 +173,7 @@ class FollowedMatrices:
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
                     "number; lr is NaN"
                 )
-                rate = torch.tensor(float("nan"), dtype=torch.float64)
+                rate = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
             rows.set("lr", rate)
             if self._recording.state is not None:
                 rows.set("params_lr", self._recording.state.rates(rates))

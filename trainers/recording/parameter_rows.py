@@ -323,7 +323,8 @@ class ParameterRows:
         """Return what the array of a variable holds where a step has no value."""
         assert self.writer is not None
         array = self.writer.layout.arrays[name]
-        return torch.full(array.row, value, dtype=getattr(torch, array.native.name))
+        dtype = getattr(torch, array.native.name)
+        return torch.full(array.row, value, dtype=dtype, device="cpu")
 
     def own_W(self) -> torch.Tensor:
         """Return the parameter, or this process's tokens of it."""
@@ -458,8 +459,8 @@ class ParameterRows:
         state = {} if owner is None else owner.state
         found = {
             "grad": torch.full_like(W, float("nan")),
-            "loss": torch.tensor(float("nan"), dtype=torch.float64),  # holds a loss of any type
-            "grad_token_norm": torch.full(W.shape[:1], float("nan")),
+            "loss": W.new_full((), float("nan"), dtype=torch.float64),  # holds a loss of any type
+            "grad_token_norm": W.new_full(W.shape[:1], float("nan"), dtype=torch.float32),
         }
         names = [*MOMENTS]
         if not state.get(self.parameter.tensor):  # it had no gradient yet

@@ -106,6 +106,8 @@ _LOOSE = (
     "of the step are not known; pass them with observe()"
 )
 
+_NAN = torch.tensor(float("nan"), device="cpu")
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,7 +163,7 @@ class Recorder:
     ) -> None:
         options, loop, notes = recording.options, recording.loop, recording.notes
         self.step = loop.first_step
-        self.loss = torch.tensor(float("nan"))
+        self.loss = _NAN
         self._recording = recording
         self._optimizer = recording.optimizer
         self._parameters = tuple(parameters)
@@ -700,12 +702,13 @@ class Recorder:
             scalars |= self._recording.summaries.after_step()
         logits = scalars.pop("logits")
         found = {name: whole(value) for name, value in scalars.items() if value is not None}
-        self.loss = found.get("loss", torch.tensor(float("nan")))
+        self.loss = found.get("loss", _NAN)
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
             if self._has_scaler or self._optimizer.ends_step is not None:
-                rows.set("skipped", torch.tensor({0: 1.0, 1: 0.0}.get(taken, float("nan"))))
+                skipped = {0: 1.0, 1: 0.0}.get(taken, float("nan"))
+                rows.set("skipped", torch.tensor(skipped, device="cpu"))
                 if not taken and "skipped" not in rows.variables:
                     self._notes.mention(_LATE_SCALER)
             rows.set("W", parameter)

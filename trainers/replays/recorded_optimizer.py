@@ -64,7 +64,9 @@ class RecordedOptimizer:
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
         made = {name: float(value) for name, value in self._state().items()}
-        self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"])
+        self.step(
+            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"]
+        )
         self.example = self._state()
         self.starts = {
             name: made.get(name, 0.0) for name in self.state_names if self.example[name].ndim
@@ -205,7 +207,9 @@ def _optimizer_class(path: str) -> type[Optimizer]:
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.0, **added)
+    optimizer = optimizer_class(
+        [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=0.0, **added
+    )
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters
     return {name for name, value in group.items() if not isinstance(value, flags)}

@@ -498,6 +498,48 @@ def step_of_end(notes: list[str]) -> int:
     return step
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variables": "everything"},
+        {"variables": ["W", "W_step_norm", "W_ulp_l1", "grad_token_norm", "cells", "skipped",
+                       "batch", "example_loss"], "tokens": [1, 5], "every": 2},
+        {"variables": "norms"},
+    ],
+)  # fmt: skip
+def test_the_default_device_of_torch_changes_nothing(options: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    models = {device: TinyModel() for device in ("meta", "cpu")}
+    models["cpu"].load_state_dict(models["meta"].state_dict())
+    recorded = []
+    for device, model in models.items():
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+        model(**batches(1)[0])["loss"].backward()
+        adam.step()  # its own number of steps would be on the default device
+        data = batches(5)
+        with capture(
+            model, adam, tmp_path / f"{device}.zarr", scaler=scaler, first_step=1, **options
+        ) as run:
+            torch.set_default_device(device)
+            try:
+                for batch in data:
+                    adam.zero_grad()
+                    loss = model(**batch)["loss"]
+                    run.observe(loss=loss, batch=[3, 1, 4], example_loss=[0.5, loss.item(), 2])
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(adam)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.step(adam)
+                    scaler.update()
+            finally:
+                torch.set_default_device(None)
+        assert not run.has_failed
+        recorded.append(open_run(tmp_path / f"{device}.zarr"))
+    assert recorded[0].sizes == recorded[1].sizes
+    xr.testing.assert_identical(*(ds.load().drop_attrs() for ds in recorded))
+
+
 def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
