@@ -429,7 +429,7 @@ class StepLoss:
         self._quotients = 0
 
     def observed(self, loss: torch.Tensor) -> Callable[[], None]:
-        """Return a function that uses the loss of a micro-batch in place of those from the hooks."""
+        """Return a function that uses the loss of a micro-batch in place of the hooks'."""
         kept = loss.detach().clone().reshape(())
         is_quotient = loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
 
@@ -467,7 +467,8 @@ class StepLoss:
             return losses[0]
         total = roots[0] if len(roots) == 1 else torch.stack(roots).sum()
         if len(losses) < len(roots):
-            self.summands = 0 if all(one.is_quotient for one in counted) else len(roots)
+            if len(roots) > 1 and not all(one.is_quotient for one in counted):
+                self.summands = len(roots)
             return total
         factors = torch.stack(roots).float() / torch.stack(losses).float()
         spread = factors.max() - factors.min()

@@ -42,8 +42,10 @@ def _inner(optimizer: Any) -> Any:
         if not isinstance(value, Optimizer) or value is optimizer:
             continue
         groups = value.param_groups
-        same = own is None or own is groups or (
-            len(own) == len(groups) and all(a is b for a, b in zip(own, groups, strict=True))
+        same = (
+            own is None
+            or own is groups
+            or (len(own) == len(groups) and all(a is b for a, b in zip(own, groups, strict=True)))
         )
         if same:
             return value

@@ -35,8 +35,8 @@ class StepCalls:
     before, after : callable
         Called with the innermost optimizer, args and kwargs of the outermost step.
     inside : callable
-        Called with the innermost optimizer when a step inside a step begins, and with ``ended=True``
-        when it has ended.
+        Called with the innermost optimizer when a step inside a step begins, and with
+        ``ended=True`` when it has ended.
 
     Attributes
     ----------

@@ -59,6 +59,8 @@ class ParameterRows:
         Variables that this process records.
     watched : tuple of str
         Variables that all processes record together.
+    hyperparameters : tuple of str
+        Names of the numbers of the optimizer's group that the rows hold.
     writer : RunWriter or ComparedRun or None
         None until the run is created.
     rows : int
@@ -109,6 +111,8 @@ class ParameterRows:
             existing.check(self._initial_W)
             self.watched = existing.variables
             self.variables = own_variables(planned.share, self.watched)
+        names = planned.hyperparameters if existing is None else existing.hyperparameters
+        self.hyperparameters = names if "hyperparameters" in self.watched else ()
 
     @property
     def has_begun(self) -> bool:
@@ -414,6 +418,8 @@ class ParameterRows:
         other = [entry["name"] for entry in kept if entry["of"] == "other"]
         self._other_state.update(other)
         for name, empty in self._expected(kept).items():
+            if name not in last and VARIABLES[name].row0 != "zero":
+                self._notes.add(f"a step has no {name}, recorded as NaN; {_remedy([name])}")
             last.setdefault(name, empty)
         left_out = [name for name in self.variables if name not in last]
         of_run = variables_of(state_attribute(optimizer, kept))
@@ -549,7 +555,7 @@ def _remedy(unseen: list[str]) -> str:
 _REMEDIES = (
     (
         {"loss"},
-        "no backward() of one number gave the gradient; pass the loss in every step with "
+        "the gradient is not known to be that of one number; pass the loss in every step with "
         "observe(loss=…)",
     ),
     ({"logits"}, "pass the logits in every step with observe(logits=…)"),

@@ -13,6 +13,13 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
+from trajstore.values.hyperparameters import numbers_of
+
+Settings = dict[str, float]
+"""Numbers and flags of a parameter group, by their names in a run."""
+
+NO_NUMBERS = ("lr", "rounding_seed")
+"""Numbers of a parameter group that are no hyperparameters of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,6 +167,31 @@ def find_group(
         if any(tensor is weight for tensor in group["params"]):
             return group
     return None
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """Return the numbers and flags of a parameter group."""
+    found = numbers_of(group.items())
+    for key, value in group.items():
+        if isinstance(value, bool):
+            found[key] = value
+        elif isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
+            found[key] = value.item()
+    return found
+
+
+def declared_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Settings:
+    """Return those of `settings_of` that the optimizer's class declares."""
+    declared = getattr(optimizer, "defaults", group)  # wrappers of optimizers may have none
+    return settings_of({key: group[key] for key in declared if key in group})
+
+
+def hyperparameter_names(parameter: RecordedParameter) -> tuple[str, ...]:
+    """Return the names of the numbers, apart from the rate, that a parameter is stepped with."""
+    if parameter.optimizer is None:
+        return ()
+    settings = declared_settings(parameter.optimizer, parameter.group)
+    return tuple(k for k, one in settings.items() if k not in NO_NUMBERS and type(one) is not bool)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from trajstore.trainers.recording.kept_state import Entry, state_attribute
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.model_state import ModelState
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
-from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.parameters import RecordedParameter, hyperparameter_names
 from trajstore.trainers.recording.provenance import (
     group_attributes,
     optimizer_attributes,
@@ -93,6 +93,8 @@ class PlannedRun:
         Masks of the recorded tokens, by the names of their coordinates.
     share : TokenShare or None
         Share of this process in the run, if the parameter is sharded.
+    hyperparameters : tuple of str
+        Names of the numbers of its parameter group, apart from the learning rate.
     """
 
     path: Location
@@ -103,6 +105,7 @@ class PlannedRun:
     recording: Recording
     populations: dict[str, npt.NDArray[np.bool_]]
     share: TokenShare | None
+    hyperparameters: tuple[str, ...]
 
     @property
     def notes(self) -> list[str]:
@@ -179,6 +182,7 @@ class PlannedRun:
             hidden=self.parameter.tensor.shape[1],
             variables=types,
             parameter=self.parameter_names,
+            hyperparameter=self.hyperparameters,
             populations=self.populations,
             config=options.config,
             attributes=self._attributes(kept),
@@ -258,6 +262,7 @@ def plan_runs(
                     name: mask if ids is None else mask[ids] for name, mask in masks.items()
                 },
                 share=share,
+                hyperparameters=hyperparameter_names(parameter),
             )
         )
     return planned

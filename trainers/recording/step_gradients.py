@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import gradient_of
 from trajstore.trainers.recording.planned_run import Recording
@@ -32,11 +33,18 @@ _UNSEEN = (
 )
 _SCALED = (
     "the loop changed the gradient of {name} while it was scaled; grad is that after the change, "
-    "clip_coef is NaN"
+    "clip_coef and grad_norm are NaN"
 )
 _INSIDE = (
-    "the gradient of {name} changed while optimizer.step() ran, and not by one factor; grad is that "
-    "at the beginning of step(), clip_coef is NaN"
+    "the gradient of {name} changed while optimizer.step() ran; grad is that at the beginning of "
+    "step(), clip_coef is NaN"
+)
+_KEPT = (
+    "calls of optimizer.step() before may have kept gradients of {name} without a change of "
+    "parameters; what the step used is not known, so grad and clip_coef are NaN"
+)
+_OTHER_LIMIT = (
+    "clipping did not follow from max_grad_norm={limit}; clip_coef is what the loop applied"
 )
 _NORM = (
     "gradients were replaced or removed, and others changed, between the backward pass and the "
@@ -49,13 +57,10 @@ _REMOVED = (
 _BETWEEN = "a backward pass ran between the steps of the optimizers in a step, so grad_norm is NaN"
 _ASSIGNED = (
     "the gradient of {name} in a step is not that of a backward pass that ended before the step; "
-    "grad is what the optimizer got, and clipping before cannot be seen"
+    "grad is what the optimizer got, and clipping before cannot be seen, so clip_coef and grad_norm "
+    "are NaN"
 )
-_ASSIGNED_AND_CHANGED = (
-    "the gradient of {name} in a step was assigned and changed in place; grad is what the optimizer "
-    "got, clip_coef and grad_norm are NaN"
-)
-_AGAIN = "a step uses the gradient of {name} of the step before again"
+_AGAIN = "a step uses again the gradient of {name} of the step before"
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -140,10 +145,14 @@ class StepGradients:
         self._scaled: set[Optimizer] = set()  # whose gradients are to be taken after unscale_
         self._doubtful: dict[torch.Tensor, str] = {}  # parameters with a note in place of a factor
         self._clippings: dict[torch.Tensor, _Clipping | None] = {}  # None: not the only change
-        self._before, self._settled = self._settled or self._before, {}  # when they were compared
+        self._before, self._settled = (
+            self._settled or self._before,
+            {},
+        )  # of the matrices when compared
         self._replaced: set[torch.Tensor] = set()  # whose `grad` is not the raw gradient
+        self._divided: set[torch.Tensor] = set()  # whose gradients the step divides by a scale
+        self._results: list[weakref.ref[torch.Tensor]] = []  # of `torch.autograd.grad`
         self._reached: Set[torch.Tensor] = frozenset()  # whose gradients the last pass changed
-        self._was_inside = False  # the gradients were compared inside the step
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -191,6 +200,10 @@ class StepGradients:
             self._take(now)
         return self._reached
 
+    def remember_results(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Remember the results of `torch.autograd.grad`, which the loop may assign."""
+        self._results += (weakref.ref(one) for one in gradients if one is not None)
+
     def _trained(self) -> set[torch.Tensor]:
         """Return the parameters of the optimizer."""
         return {*self._optimizer.parameters(*self._optimizer.members)}
@@ -220,12 +233,12 @@ class StepGradients:
         consumed = {*self._optimizer.parameters(*self._optimizer.turns)}
         unscale = 1.0 if scale is None else 1.0 / scale
         self._scaled &= others
-        self._settled = {}
         self._taken = {
             p: self._taken[p] if p in kept and p in self._taken else mark
             for p, mark in marks.items()
         }
         for parameter in marks.keys() - kept:
+            self._settled.pop(parameter, None)
             self._clippings.pop(parameter, None)
             self._replaced.discard(parameter)
         gradients = [g for g in map(gradient_of, marks) if g is not None]
@@ -237,7 +250,9 @@ class StepGradients:
             gradient = gradient_of(parameter.tensor)
             if gradient is None or parameter.tensor in consumed or parameter.optimizer in others:
                 continue
-            self._set(rows, own_rows(gradient), unscale)
+            self._set(rows, own_rows(gradient), scale)
+            if scale is not None:
+                self._divided.add(parameter.tensor)
         if only is not None and others:
             own = [g for p in marks if p not in kept and (g := gradient_of(p)) is not None]
             if own:
@@ -269,9 +284,9 @@ class StepGradients:
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
 
     def _set(
-        self, rows: ParameterRows, gradient: torch.Tensor, unscale: float | torch.Tensor = 1.0
+        self, rows: ParameterRows, gradient: torch.Tensor, scale: torch.Tensor | None = None
     ) -> None:
-        raw = gradient if isinstance(unscale, float) else gradient * unscale
+        raw = gradient if scale is None else gradient / scale
         rows.set("grad", raw)
         rows.set_gradient_norms(raw)
 
@@ -285,38 +300,55 @@ class StepGradients:
             for mark in [self._taken.get(rows.parameter.tensor)]
         )
 
-    def after_unscale(self, optimizer: Optimizer, *, were_still: bool) -> None:
+    def after_unscale(
+        self, optimizer: Optimizer, *, were_still: bool, is_scaled_by_hand: bool = False
+    ) -> None:
         """Take the gradients that a gradient scaler has divided."""
-        for rows in self._rows_of(optimizer):
-            if not were_still:
-                self._doubtful[rows.parameter.tensor] = _SCALED
+        if optimizer not in self._scaled and not is_scaled_by_hand:
+            self._take_assigned()
+            return
         self._take(self.marks(), only=optimizer)
+        if not were_still:
+            self._doubt(self._rows_of(optimizer), _SCALED)
 
     def before_clipping(self) -> None:
         """Take gradients that no backward pass has left, before they are clipped."""
-        waiting = [one for one in self._optimizer.members if one in self._scaled]
-        assigned = [
-            rows.parameter.tensor
-            for rows in self._rows
-            if rows.parameter.tensor.grad is not None and rows.parameter.tensor not in self._taken
-        ]
-        if waiting and not self._optimizer.turns:
-            for one in waiting:
-                self._take_scaled(one)
-        elif assigned and not self._optimizer.turns:
-            for parameter in assigned:
-                if self._is_assigned_and_changed(parameter):
-                    self._doubtful[parameter] = _ASSIGNED_AND_CHANGED
-            self._take(self.marks())
-        self._before_clipping = {
+        if not (self._optimizer.turns or self._scaled):
+            self._take_assigned()
+        self._were_still = {
             rows.parameter.tensor: mark is not None and mark.is_still(rows.parameter.tensor.grad)
             for rows in self._rows
             for mark in [self._taken.get(rows.parameter.tensor)]
         }
 
+    def _take_assigned(self) -> None:
+        """Take gradients that no backward pass has left, if there are some."""
+        rows = [one for one in self._rows if one.parameter.tensor not in self._taken]
+        rows = [one for one in rows if one.parameter.tensor.grad is not None]
+        if rows:
+            self._take(self.marks())
+            unknown = [one for one in rows if not self._is_known(one.parameter.tensor.grad)]
+            self._doubt(unknown, _ASSIGNED)
+
+    def _is_known(self, gradient: torch.Tensor | None) -> bool:
+        """Return True for an unchanged result of `torch.autograd.grad`."""
+        results = (one() for one in self._results)
+        return (
+            gradient is not None
+            and not version(gradient)
+            and any(one is gradient for one in results)
+        )
+
+    def _doubt(self, rows: Sequence[ParameterRows], sentence: str) -> None:
+        """Use a note in place of the factor of clipping, and of the norm before it."""
+        for one in rows:
+            self._doubtful[one.parameter.tensor] = sentence
+        if rows and self.total_norm is not None:
+            self.total_norm = torch.full_like(self.total_norm, float("nan"))
+
     def after_clipping(self, max_norm: float, norm: torch.Tensor) -> None:
         """Remember the factor of a call of `clip_grad_norm_`."""
-        for parameter, was_still in self._before_clipping.items():
+        for parameter, was_still in self._were_still.items():
             mark, gradient = self._taken.get(parameter), parameter.grad
             if mark is None or gradient is None or mark.is_still(gradient):
                 continue  # the call was about others
@@ -327,16 +359,10 @@ class StepGradients:
 
     def _take_scaled(self, optimizer: Optimizer, scale: torch.Tensor | None = None) -> None:
         """Take gradients of a scaled loss that the scaler has not divided."""
-        if not self.are_still(optimizer):
-            for rows in self._rows_of(optimizer):
-                self._doubtful[rows.parameter.tensor] = _SCALED
+        were_still = self.are_still(optimizer)
         self._take(self.marks(), only=optimizer, scale=scale)
-
-    def _is_assigned_and_changed(self, parameter: torch.Tensor) -> bool:
-        mark = self._before.get(parameter)
-        is_again = mark is not None and mark.is_still(parameter.grad)
-        gradient = parameter.grad
-        return gradient is not None and version(gradient) > 0 and not is_again
+        if not were_still:
+            self._doubt(self._rows_of(optimizer), _SCALED)
 
     # The optimizer's step ------------------------------------------------------------------------
 
@@ -348,25 +374,19 @@ class StepGradients:
         if optimizer in self._scaled:
             self._take_scaled(optimizer, scale_in_step(optimizer))
         for rows in self._rows_of(optimizer):
-            self._settle(rows)
-        if inside:
-            self._settled |= {
-                rows.parameter.tensor: _Mark.of(gradient)
-                for rows in self._rows_of(optimizer)
-                if (gradient := rows.parameter.tensor.grad) is not None
-            }
-            self._was_inside = True
-            return
-        self._settled = now = self.marks()
-        if self._optimizer.turns:
+            self._settle(rows, inside=inside)
+            if (gradient := rows.parameter.tensor.grad) is not None:
+                self._settled[rows.parameter.tensor] = _Mark.of(gradient)
+        if inside or self._optimizer.turns:
             return  # another optimizer has consumed gradients
+        now = self.marks()
         same = now.keys() == self._taken.keys() and all(
             self._taken[p].is_tensor(p.grad) for p in now
         )
         if not same and now:
             norm = total_norm([g for g in map(gradient_of, now) if g is not None])
             unchanged = all(self._taken[p].is_still(p.grad) for p in now if p in self._taken)
-            known = unchanged and _ASSIGNED_AND_CHANGED not in self._doubtful.values()
+            known = unchanged and not self._doubtful
             self.total_norm = norm if known else torch.full_like(norm, float("nan"))
             if not unchanged:
                 self._on_note(_NORM)
@@ -382,7 +402,7 @@ class StepGradients:
                 rows.forget("grad", "grad_token_norm")
         self.set_unknown_factor(optimizer)
 
-    def _settle(self, rows: ParameterRows) -> None:
+    def _settle(self, rows: ParameterRows, *, inside: bool) -> None:
         parameter = rows.parameter.tensor
         before, taken = self._settled.get(parameter), self._taken.get(parameter)
         gradient = gradient_of(parameter)
@@ -390,16 +410,16 @@ class StepGradients:
             rows.forget("grad", "grad_token_norm", "clip_coef")
             return
         if before is not None and before.is_still(parameter.grad):
-            return
+            if not inside or taken is None or not self._has_changed(rows, gradient):
+                return
         if taken is None:
             self._set(rows, own_rows(gradient))
-            if self._is_assigned_and_changed(parameter):
-                self._doubtful[parameter] = _ASSIGNED_AND_CHANGED
-            else:
-                again = self._before.get(parameter)
-                is_again = again is not None and again.is_still(parameter.grad)
-                self._note(_AGAIN if is_again else _ASSIGNED, rows)
-        elif is_sharded(parameter) or not taken.is_still(parameter.grad):
+            again = self._before.get(parameter)
+            if again is not None and again.is_still(parameter.grad):
+                self._note(_AGAIN, rows)
+            elif not self._is_known(parameter.grad):
+                self._doubt([rows], _ASSIGNED)
+        elif is_sharded(parameter) or self._has_changed(rows, gradient):
             # If several processes hold the gradient, all compare, and the result has to agree.
             self._compare(rows, own_rows(gradient))
             if parameter not in self._doubtful:
@@ -410,19 +430,31 @@ class StepGradients:
         else:
             rows.set("clip_coef", self.as_norm(gradient.new_ones(())))
 
-    def _compare(
-        self, rows: ParameterRows, consumed: torch.Tensor, *, inside: bool = False
-    ) -> None:
-        """Set the factor between the raw and the consumed gradient, or the latter itself.
+    def _has_changed(self, rows: ParameterRows, gradient: torch.Tensor) -> bool:
+        """Return True if a gradient has changed since it was taken.
 
-        `inside` the step, changes may be the optimizer's own, so `grad` stays.
+        A change of its `Tensor.data` is not counted, so on the CPU the bits are compared.
         """
+        parameter = rows.parameter.tensor
+        if not self._taken[parameter].is_still(parameter.grad):
+            return True
+        raw = rows.copy_of("grad")
+        if raw is None or gradient.device.type != "cpu" or raw.dtype != gradient.dtype:
+            return False
+        if parameter in self._divided:
+            return False
+        return not same_bits(raw, rows.recorded_tokens(gradient))
+
+    def _compare(self, rows: ParameterRows, consumed: torch.Tensor) -> None:
+        """Set the factor between the raw and the consumed gradient, or the latter itself."""
         parameter, total = rows.parameter.tensor, self.total_norm
         assert total is not None
         seen, raw = rows.recorded_tokens(consumed), rows.copy_of("grad")
-        clipping = None if inside else self._clippings.get(parameter)
+        clipping = self._clippings.get(parameter)
         is_clipped = clipping is not None and clipping.after.is_still(parameter.grad)
-        if raw is None:
+        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
+        is_elsewhere = raw is not None and raw.device != seen.device
+        if raw is None or (is_elsewhere and is_clipped):  # without a wait for the device
             is_still = self._taken[parameter].is_still(parameter.grad)
             known = self._factor(clipping) if is_clipped else torch.ones_like(total)
             unknown = torch.full_like(total, float("nan"))
@@ -433,10 +465,13 @@ class StepGradients:
         if parameter in self._replaced:
             rows.replace_gradient(seen)
             return
-        raw = raw.to(seen.device)  # the first row of a training on a device is on the host
-        on_host = seen.device.type == "cpu" and not is_sharded(parameter)
+        if is_elsewhere:
+            seen = seen.cpu()
+            on_host = not is_sharded(parameter)
         lost = seen.isnan()
-        candidates: Any = [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
+        candidates: Any = (
+            [self._factor(clipping)] if is_clipped else self._candidates(total, raw, seen)
+        )
         factors, matches = [], []
         for candidate in candidates:
             factor = self.as_norm(candidate.to(total.dtype))
@@ -450,15 +485,26 @@ class StepGradients:
         first = torch.stack(matches).to(torch.uint8).argmax().reshape(1)
         factor = torch.stack(factors).gather(0, first).reshape(()).where(found, float("nan"))
         rows.set("clip_coef", factor)
-        if on_host and not found:
-            self._note(_INSIDE if inside else _CHANGED, rows)
-            if not inside:
-                rows.replace_gradient(seen)
-                self._replaced.add(parameter)
-        elif not on_host:  # without a wait for the device
+        if not on_host:  # without a wait for the device
             self._changed = (~found).to(torch.int64) + self._changed
-            if not inside:
-                rows.replace_gradient(torch.where(found, raw, seen))
+            rows.replace_gradient(torch.where(found, raw, seen))
+        elif found:
+            self._check_limit(rows, total, factor)
+        else:
+            self._note(_CHANGED, rows)
+            rows.replace_gradient(seen)
+            self._replaced.add(parameter)
+
+    def _check_limit(self, rows: ParameterRows, total: torch.Tensor, factor: torch.Tensor) -> None:
+        """Note a factor of clipping that does not follow from the recorded limit."""
+        limit = self._recording.loop.schedule.get("max_grad_norm") or 0.0
+        expected = self.as_norm(clip_coefficient(total, limit))
+        if limit <= 0 or factor == 1 or factor == expected:
+            return
+        is_new = rows.writer is None
+        if is_new and isinstance(self._recording.loop.schedule, dict):
+            self._recording.loop.schedule["max_grad_norm"] = 0.0  # the run has no limit
+        self._on_note(_OTHER_LIMIT.format(limit=limit), unproven=not is_new)
 
     def _factor(self, clipping: _Clipping | None) -> torch.Tensor:
         assert clipping is not None
@@ -478,20 +524,35 @@ class StepGradients:
         yield near
         yield from _neighbors(near)
 
-    def compare_again(self, optimizer: Optimizer) -> None:
-        """Find the factor of gradients that a step has changed before it used them."""
+    def compare_again(self, optimizer: Optimizer, *, has_kept: bool = False) -> None:
+        """Look at gradients that a step has changed; its use of them is not known.
+
+        `has_kept` says that empty calls of the step may have kept gradients before.
+        """
         for rows in self._rows_of(optimizer):
             parameter = rows.parameter.tensor
-            mark = self._settled.get(parameter)
-            if mark is None or mark.is_still(parameter.grad) or parameter in self._doubtful:
+            mark, gradient = self._settled.get(parameter), gradient_of(parameter)
+            if mark is None or parameter in self._doubtful:
                 continue
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                if parameter in self._taken and parameter not in self._replaced:
-                    self._compare(rows, own_rows(gradient), inside=True)
-            elif not self._was_inside:
-                self.set_unknown_factor(optimizer)
+            if has_kept:
+                rows.replace_gradient(torch.full_like(rows.own_W(), float("nan")))
+                self._note(_KEPT, rows)
+            elif mark.is_still(parameter.grad):
+                continue
+            elif gradient is not None:
+                clipping, raw = self._clippings.get(parameter), rows.copy_of("grad")
+                if clipping is not None and clipping.after.is_still(parameter.grad):
+                    rows.set("clip_coef", self.as_norm(self._factor(clipping)))
+                    continue
+                if raw is not None and parameter in self._divided:
+                    seen = rows.recorded_tokens(own_rows(gradient))
+                    if seen.device.type == "cpu" and not same_bits(raw, seen):
+                        rows.replace_gradient(seen)  # it divides with other roundings
+                    continue
+                self._note(_INSIDE, rows)
+            else:
                 self._note(_REMOVED, rows)
+            self.set_unknown_factor(optimizer)
 
     def set_unknown_factor(self, optimizer: Optimizer) -> None:
         """Set `clip_coef` of the matrices of an optimizer to NaN."""

@@ -41,6 +41,7 @@ from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
+from trajstore.trainers.recording.flat_vectors import bit_sums
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
 from trajstore.trainers.recording.forward_values import (
     BackwardPass,
@@ -95,11 +96,14 @@ _LATE_SCALER = (
     "the GradScaler skipped a step, which the run cannot mark, because no scaler was used in the "
     "first step; pass it: capture(…, scaler=scaler)"
 )
+_SCALED_BY_HAND = (
+    "the GradScaler divides the gradients of a loss that the loop has multiplied itself, so loss is "
+    "NaN; pass it with observe(loss=…)"
+)
 _NO_STEP = (
     "{count} backward passes have ended without a step of {names}; a row is recorded when its step() "
     "is called"
 )
-_WRAPPED = "{wrapper} changed {name} outside the step of {inner}, which it wraps"
 _DROPPED, _ACCUMULATED = 20, 64  # backward passes without a step, before there is a note
 _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
@@ -190,9 +194,13 @@ class Recorder:
         self._calls: dict[Optimizer, StepCalls] = {}
         self._has_closure = self._in_step = False
         self._begun = 0  # steps of all optimizers
+        self._has_begun = False  # a backward pass or a step has begun
+        self._has_gradients = True  # when a step began
+        self._backwards_before = 0  # passes when a step began
         self._summands = 0  # of the loss, in the first step that adds some
         self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
-        self._uses_data: set[Optimizer] = set()  # which do not count their changes
+        self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
+        self._before: list[tuple[int, int]] | None = None  # sums of the parameters then
         self._watched: list[tuple[WatchedCall, Callable[..., Any]]] = [
             (BACKWARD, self._on_backward),
             (SCALE, self._on_scale),
@@ -414,7 +422,11 @@ class Recorder:
         """Surround a call of autograd's engine; `torch.autograd.grad` accumulates nothing."""
         thread = threading.get_ident()
         begun = None
-        if kwargs.get("accumulate_grad", True) and thread not in self._passes:
+        if not kwargs.get("accumulate_grad", True):
+            result = run(tensors, grad_tensors, *args, **kwargs)
+            self._remember_results(result)
+            return result
+        if thread not in self._passes:
             begun = self._begin_backward(tensors, grad_tensors)
         if begun is None:  # checkpointing calls it inside
             return run(tensors, grad_tensors, *args, **kwargs)
@@ -428,6 +440,10 @@ class Recorder:
         return result
 
     @_guarded
+    def _remember_results(self, gradients: Any) -> None:
+        self._gradients.remember_results(gradients)
+
+    @_guarded
     @torch.no_grad()
     def _begin_backward(self, tensors: Any, grad_tensors: Any) -> Any:
         """Return a new pass and the gradients before it; None if the step does not use it."""
@@ -435,7 +451,7 @@ class Recorder:
         if self._in_step and not self._is_stepping:
             self._in_step = False  # an exception has ended the step
         if self._gradients.are_discarded():
-            if self._in_step and self._backwards:
+            if self._in_step and len(self._backwards) > self._backwards_before:
                 self._is_several = True
             elif not self._optimizer.turns:
                 self._drop_backwards()
@@ -444,8 +460,9 @@ class Recorder:
                 calls.call_last()
             if self._backwards:
                 self._matrices.check_weights(quick=True)
-            else:
+            elif not self._has_begun:
                 self._matrices.take_initial_again()
+            self._has_begun = True
         if self._is_several:
             return None
         single = isinstance(tensors, torch.Tensor)
@@ -472,6 +489,7 @@ class Recorder:
     def _drop_backwards(self) -> None:
         """Forget the backward passes whose gradients the loop has discarded."""
         self._dropped += len(self._backwards)
+        self._has_dropped = True
         self._backwards.clear()
         self._gradients.begin_step()
         if self._dropped >= _DROPPED:
@@ -515,11 +533,21 @@ class Recorder:
     @_guarded
     @torch.no_grad()
     def _after_unscale(self, optimizer: Optimizer, were_still: bool) -> None:
-        self._gradients.after_unscale(optimizer, were_still=were_still)
+        by_hand = [one for one in self._backwards if one.scale is None and one.is_quotient]
+        for one in by_hand:
+            if one.loss is None:
+                one.root = None
+                self._notes.mention(_SCALED_BY_HAND)
+        self._gradients.after_unscale(
+            optimizer, were_still=were_still, is_scaled_by_hand=bool(by_hand)
+        )
 
     def _on_clip(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the factor of a call of `clip_grad_norm_`, and gradients that it is about to clip."""
-        named = {**dict(zip(("parameters", "max_norm", "total_norm"), args, strict=False)), **kwargs}
+        named = {
+            **dict(zip(("parameters", "max_norm", "total_norm"), args, strict=False)),
+            **kwargs,
+        }
         self._before_clipping()
         result = run(*args, **kwargs)
         self._after_clipping(named["max_norm"], named["total_norm"])
@@ -565,17 +593,21 @@ class Recorder:
             if self._parameters:
                 self._first_step.begin(optimizer.param_groups)
         self._in_step, self._is_skipped = True, False
+        self._backwards_before = len(self._backwards)
+        self._has_gradients = any(p.grad is not None for p in self._optimizer.parameters(optimizer))
         self._has_closure = len(args) > 1 or kwargs.get("closure") is not None
         if not self._calls[optimizer].is_plain:
             self._versions = self._present_versions(optimizer)
+            self._before = self._sums(optimizer)
         if not self._has_closure:
             self._settle(optimizer)
 
     def _begin_turn(self, optimizer: Optimizer) -> None:
         self._notes.step = self.step + 1
         if not self._optimizer.turns:
-            if not self._backwards:
+            if not self._has_begun:
                 self._matrices.take_initial_again()
+            self._has_begun = True
             if self._matrices.find_again():
                 self._gradients.find_parameters()
         self._matrices.begin_turn(optimizer)
@@ -584,28 +616,16 @@ class Recorder:
     @torch.no_grad()
     def _inside_step(self, optimizer: Optimizer, *, ended: bool = False) -> None:
         """Compare the gradient that an inner step gets; look at weights that its wrapper changes."""
-        if ended:
-            self._versions_inside = self._present_versions(optimizer)
-            return
         if self._calls[optimizer].wrapper is not None:
-            self._check_wrapper(optimizer, self._versions)
-        if not self._has_closure:
+            if ended:
+                self._matrices.end_inner_step()
+                return
+            self._matrices.check_inner_step(self._calls[optimizer].wrapper)
+        if not (self._has_closure or ended):
             self._gradients.settle(optimizer, inside=True)
 
     def _present_versions(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:
         return {p: version(p) for p in self._optimizer.parameters(optimizer)}
-
-    def _check_wrapper(self, optimizer: Optimizer, before: dict[torch.Tensor, int]) -> None:
-        """Note a matrix that a wrapper of the optimizer changes by itself."""
-        for rows in self._parameters:
-            parameter = rows.parameter.tensor
-            if before.get(parameter, version(parameter)) != version(parameter):
-                sentence = _WRAPPED.format(
-                    wrapper=self._calls[optimizer].wrapper,
-                    name=rows.parameter.name,
-                    inner=type(optimizer).__name__,
-                )
-                self._notes.mention(sentence, unproven=True)
 
     def _settle(self, optimizer: Optimizer) -> None:
         if not self._optimizer.turns and self._gradients.are_discarded():
@@ -626,37 +646,46 @@ class Recorder:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
         calls = self._calls[optimizer]
+        if self._is_empty(optimizer):
+            self._in_step, self._has_kept = False, True
+            return
+        skipped = self._is_skipped or found_overflow(optimizer)
         if self._is_several:
             self._gradients.set_unknown_factor(optimizer)
             self._notes.mention(_SEVERAL)
         elif self._has_closure:
             self._settle(optimizer)
-        elif not calls.has_reached:
-            if self._is_empty(optimizer):
-                self._in_step = False
-                return
-            self._gradients.compare_again(optimizer)
-        if calls.wrapper is not None and self._versions_inside:
-            self._check_wrapper(optimizer, self._versions_inside)
-        skipped = self._is_skipped or found_overflow(optimizer)
+        elif not skipped and (calls.is_plain or not calls.has_reached):
+            has_kept = self._has_kept and self._has_dropped and not calls.is_plain
+            self._gradients.compare_again(optimizer, has_kept=has_kept)
+        if calls.wrapper is not None:
+            self._matrices.check_inner_step(calls.wrapper)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
 
     def _is_empty(self, optimizer: Optimizer) -> bool:
-        """Return True if a call of `step` has changed no parameter, so that it is no step.
-
-        An optimizer that changes `Tensor.data` does not count its changes. It is known by its
-        first change of a matrix, and its calls are steps from there on.
-        """
-        if self._is_skipped or not counts_versions():
+        """Return True if a call of `step` has changed no parameter, so that it is no step."""
+        if self._is_skipped or len(self._optimizer.members) > 1:
             return False
+        if self._calls[optimizer].has_reached:
+            return not (self._has_gradients or self._has_closure)
+        if not counts_versions():
+            return False
+        before, self._before = self._before, None
         if self._versions != self._present_versions(optimizer):
+            self._counting.add(optimizer)
             return False
-        rows = [one for one in self._parameters if one.parameter.optimizer is optimizer]
-        if not all(one.is_W_unchanged(waits=True) for one in rows):
-            self._uses_data.add(optimizer)
-        return optimizer not in self._uses_data
+        return before == self._sums(optimizer)
+
+    def _sums(self, optimizer: Optimizer) -> list[tuple[int, int]] | None:
+        """Return sums over the bits of the parameters; None for an optimizer that counts changes.
+
+        One that writes to `Tensor.data` does not.
+        """
+        if optimizer in self._counting:
+            return None
+        return bit_sums(self._optimizer.parameters(optimizer))
 
     @_guarded
     @torch.no_grad()
@@ -747,7 +776,7 @@ class Recorder:
         self._loose = BackwardPass()
         self._roots, self._new_roots = self._new_roots, []
         self._matrices.begin_step()
-        self._versions_inside: dict[torch.Tensor, int] = {}  # when the inner step ended
+        self._has_kept = self._has_dropped = False  # calls of a step were empty; after discards
         self._dropped = 0
         self._is_idle = True
         self._in_step = self._is_several = self._is_skipped = False

@@ -6,15 +6,18 @@ If its state has a separate type, it is a class of `rounded_optimizer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from trajstore.trainers.recording.parameters import NO_NUMBERS
 from trajstore.trainers.replays.parameter_placement import Placement
 from trajstore.trainers.replays.replay_result import CannotReplay
 from trajstore.trainers.rounded_optimizer import OPTIMIZERS
+from trajstore.values.hyperparameters import numbers_of, with_numbers
 
 State = dict[str, torch.Tensor]
 """State that an optimizer keeps for a parameter, as ``optimizer.state[parameter]``."""
@@ -40,6 +43,8 @@ class RecordedOptimizer:
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    largest : mapping of str to float
+        The largest number of any step, by the names in the rows.
 
     Attributes
     ----------
@@ -56,16 +61,17 @@ class RecordedOptimizer:
         hyperparameters: dict[str, Any],
         dtype: torch.dtype,
         device: torch.device,
+        largest: Mapping[str, float],
     ) -> None:
         self.hyperparameters = hyperparameters
         self._class: Callable[..., Optimizer] = optimizer_class
-        self._taken = _taken(optimizer_class, hyperparameters)
+        self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
         self._dtype = dtype
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
         made = {name: float(value) for name, value in self._state().items()}
         self.step(
-            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"]
+            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"], {}
         )
         self.example = self._state()
         self.starts = {
@@ -76,6 +82,17 @@ class RecordedOptimizer:
     def state_names(self) -> tuple[str, ...]:
         """Names of the state without the number of steps, such as ``exp_avg``."""
         return tuple(name for name in self.example if name != _STEP)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its numbers, apart from the rate, by the names in the rows of a run."""
+        names = [name for name in self._optimizer.defaults if name in self.hyperparameters]
+        found = numbers_of((name, self.hyperparameters[name]) for name in names)
+        return {name: number for name, number in found.items() if name not in NO_NUMBERS}
+
+    def unknown(self, numbers: Mapping[str, float]) -> list[str]:
+        """Return which of its numbers are NaN in a row."""
+        return [name for name in self.numbers if math.isnan(numbers.get(name, 0.0))]
 
     @property
     def counts_steps(self) -> bool:
@@ -118,7 +135,13 @@ class RecordedOptimizer:
             held[_STEP] = torch.full_like(self.example[_STEP], steps_taken)
         self._optimizer.state[self._parameter] = held
 
-    def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
+    def step(
+        self,
+        gradient: torch.Tensor,
+        clip_coef: torch.Tensor,
+        lr: float,
+        numbers: Mapping[str, float],
+    ) -> None:
         """Take one step.
 
         Parameters
@@ -128,12 +151,15 @@ class RecordedOptimizer:
         clip_coef : tensor, ()
             Factor of clipping.
         lr : float
+        numbers : mapping of str to float
+            Other hyperparameters that the step used.
         """
         # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
         # number would be rounded to the type of the gradient first.
         gradient = gradient.to(self._dtype).mul_(clip_coef.to(gradient.device))
         self._parameter.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = lr
+        group = self._optimizer.param_groups[0]
+        group |= with_numbers(group, numbers) | {"lr": lr}
         self._optimizer.step()
 
     def value(self, name: str) -> torch.Tensor:
@@ -145,13 +171,20 @@ class RecordedOptimizer:
             return state[name]
         return torch.zeros_like(self._parameter, dtype=self.example[name].dtype)
 
+    def kept(self, names: Collection[str]) -> State:
+        """Return the states of some names that the parameter has so far."""
+        return {name: value for name, value in self._state().items() if name in names}
+
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def recorded_optimizer(
-    attributes: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    largest: Mapping[str, float],
 ) -> RecordedOptimizer:
     """Return the optimizer of the attribute ``optimizer`` of a run.
 
@@ -164,6 +197,8 @@ def recorded_optimizer(
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    largest : mapping of str to float
+        `RecordedRows.largest_hyperparameters`.
 
     Raises
     ------
@@ -184,7 +219,7 @@ def recorded_optimizer(
         # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
-        return RecordedOptimizer(optimizer_class, hyperparameters, dtype, device)
+        return RecordedOptimizer(optimizer_class, hyperparameters, dtype, device, largest)
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise CannotReplay(
             f"{path} in this version of torch refuses the recorded hyperparameters ({error})"

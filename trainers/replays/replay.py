@@ -162,7 +162,9 @@ class StepReplay:
                 "gradient of the parameter's type"
             )
         weights = getattr(torch, natives["W"].name)
-        self._optimizer = optimizer = recorded_optimizer(attributes, weights, device.device)
+        self._optimizer = optimizer = recorded_optimizer(
+            attributes, weights, device.device, rows.largest_hyperparameters
+        )
         self._placement = recorded_placement(source, device.device)
         optimizer.check_whole(self._placement)
         self.starts = optimizer.starts
@@ -254,8 +256,9 @@ class StepReplay:
             # Recorders that do not know the factor store the gradient that the optimizer got.
             factor = torch.ones_like(factor)
         gradient = place.parameter(row.bits["grad"], natives["grad"])
-        self._optimizer.step(gradient, factor, rows.value("lr", row.number))
-        self._carried = {name: self._optimizer.value(name) for name in self.rebuilt}
+        numbers = rows.hyperparameters(row.number)
+        self._optimizer.step(gradient, factor, rows.value("lr", row.number), numbers)
+        self._carried = self._optimizer.kept(self.rebuilt)
         return {
             name: place.bits(self._optimizer.value(name), natives[name]) for name in self.recorded
         }
@@ -287,6 +290,8 @@ class StepReplay:
         rate = rows.value("lr", row.number)
         if np.isnan(rate):
             raise CannotReplay("the learning rate is NaN, so it is unknown")
+        if unknown := self._optimizer.unknown(rows.hyperparameters(row.number)):
+            raise CannotReplay(f"{', '.join(unknown)} of hyperparameters is NaN, so it is unknown")
         if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
             self._checks.findings.append(
                 Finding(kind="invalid", variable="lr", step=row.step, tokens=0)
