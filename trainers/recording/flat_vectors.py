@@ -79,7 +79,7 @@ class JoinedVector:
 
     def on_host(self) -> torch.Tensor:
         """Return a new vector on the CPU."""
-        vector = torch.empty(self.shape, dtype=self.dtype)
+        vector = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.copy_to(vector)
         return vector
 

@@ -185,7 +185,7 @@ class FollowedMatrices:
     def end_turn(self, optimizer: Optimizer, *, may_change: bool) -> None:
         """Take the settings of a step; they `may_change` in a closure, before they are used."""
         again = optimizer in self._optimizer.turns  # two steps have no single rate
-        unknown = torch.tensor(float("nan"), dtype=torch.float64)
+        unknown = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
         for before, group in zip(self._before, optimizer.param_groups, strict=False):
             if before is None:
                 continue
@@ -220,7 +220,7 @@ class FollowedMatrices:
                     f"the optimizer's group of {rows.parameter.name} has no rate lr that is one "
                     "number; lr is NaN"
                 )
-                rate = torch.tensor(float("nan"), dtype=torch.float64)
+                rate = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
             rows.set("lr", rate)
             if self._recording.state is not None:
                 rows.set("params_lr", self._recording.state.rates(rates))
@@ -243,7 +243,7 @@ class FollowedMatrices:
             )
         if vector is None or settings != last:
             values = [settings.get(name, math.nan) for name in rows.hyperparameters]
-            vector = torch.tensor(values, dtype=torch.float64)
+            vector = torch.tensor(values, dtype=torch.float64, device="cpu")
             self._vectors[rows] = settings, vector
         return vector
 

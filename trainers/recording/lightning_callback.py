@@ -109,8 +109,9 @@ class LightningCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
         self._recording.close()
-        if self.recorder is not None and trainer.is_global_zero:
-            for path, rows in self.recorder.recorded_rows():
+        recorder = self.recorder
+        if recorder is not None and trainer.is_global_zero and not recorder.has_failed:
+            for path, rows in recorder.recorded_rows():
                 print(f"Recorded {rows:,} rows to {path}")
 
     def on_exception(

@@ -234,7 +234,7 @@ def unordered_sum(optimizer: Optimizer, gradient: torch.Tensor) -> str | None:
 def as_float64(number: float | torch.Tensor) -> torch.Tensor:
     """Return a copy of numbers in float64 on their device; on the CPU for MPS, which has none."""
     if not isinstance(number, torch.Tensor):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
     number = number.detach()
     return (number.cpu() if number.device.type == "mps" else number).to(torch.float64, copy=True)
 

@@ -205,9 +205,10 @@ def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def _observed(name: str, given: Any) -> torch.Tensor:
     """Return values from the loop, which the type of the variable holds exactly."""
     try:
-        values = torch.as_tensor(given).detach()
+        values = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
+        values = values.detach()
         if values.is_floating_point() and not hasattr(given, "dtype"):
-            values = torch.as_tensor(given, dtype=torch.float64)  # as Python's floats
+            values = torch.as_tensor(given, dtype=torch.float64, device="cpu")  # as Python's floats
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgument(
             f"{name}: got {reprlib.repr(given)}, expected one number for each example"

@@ -19,7 +19,7 @@ step post-hook of the optimizer           the learning rate, W and the moments, 
 ========================================  ===================================================
 
 Group, rate, state, scaler and parameter are found again in each step. An error in a hook ends the
-recording, not the training, unless it is an interruption or the disk has failed.
+recording, not the training, unless it is an interruption or the disk is full or has failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import functools
 import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
@@ -55,7 +55,6 @@ from trajstore.trainers.recording.optimizer_hooks import StepCalls
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import RecordedParameter, as_float64
 from trajstore.trainers.recording.planned_run import Recording
-from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import own_logits, whole
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_gradients import StepGradients
@@ -110,6 +109,8 @@ _LOOSE = (
     "gradients were assigned after several forward passes, so logits, hidden states and examples "
     "of the step are not known; pass them with observe()"
 )
+
+_NAN = torch.tensor(float("nan"), device="cpu")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -166,7 +167,7 @@ class Recorder:
     ) -> None:
         options, loop, notes = recording.options, recording.loop, recording.notes
         self.step = loop.first_step
-        self.loss = torch.tensor(float("nan"))
+        self.loss = _NAN
         self._recording = recording
         self._optimizer = recording.optimizer
         self._parameters = tuple(parameters)
@@ -353,12 +354,17 @@ class Recorder:
         self._handles.clear()
         for watched, listener in self._watched:
             watched.ignore(listener)
-        with contextlib.ExitStack() as closing:  # closes each, also if another fails
-            closing.callback(self._release)
-            for rows in reversed(self._parameters):
-                closing.callback(rows.close, complete=complete)
-            closing.callback(self._gradients.last_note)
-            closing.callback(self._matrices.check_last)
+        try:
+            with contextlib.ExitStack() as closing:  # closes each, also if another fails
+                closing.callback(self._release)
+                for rows in reversed(self._parameters):
+                    closing.callback(rows.close, complete=complete)
+                closing.callback(self._gradients.last_note)
+                closing.callback(self._matrices.check_last)
+        except Exception as error:
+            if self.has_failed or self._ends_training(error):
+                raise
+            self._mention_end(error)
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
@@ -371,20 +377,27 @@ class Recorder:
     def _fail(self, error: BaseException) -> None:
         """End the recording after an error in a hook; raise it if the training has to know it.
 
-        That is so for an interruption, a failed disk, and every error if `strict` is set.
+        See `RunNotes.ends_training`.
         """
+        ends_training = self._ends_training(error)
+        self._mention_end(error)
+        try:
+            self.close(complete=False)
+        except Exception as failure:
+            error.add_note(f"The recording ended with: {failure}")
+        if ends_training:
+            raise error
+
+    def _ends_training(self, error: BaseException) -> bool:
+        has_begun = all(rows.has_begun for rows in self._parameters)
+        return self._notes.ends_training(error, has_begun=has_begun)
+
+    def _mention_end(self, error: BaseException) -> None:
         self.has_failed = True
         shown = str(error) or type(error).__name__
         self._notes.mention(
             f"the recording ended in step {self.step + 1}: {shown}; the run keeps its complete rows"
         )
-        try:
-            self.close(complete=False)
-        except Exception as failure:
-            error.add_note(f"The recording ended with: {failure}")
-        own = isinstance(error, RecordingError | OSError) and not isinstance(error, CannotFollow)
-        if own or not isinstance(error, Exception) or self._notes.strict:
-            raise error
 
     # Backward passes -----------------------------------------------------------------------------
 
@@ -718,12 +731,13 @@ class Recorder:
             scalars |= self._recording.summaries.after_step()
         logits = scalars.pop("logits")
         found = {name: whole(value) for name, value in scalars.items() if value is not None}
-        self.loss = found.get("loss", torch.tensor(float("nan")))
+        self.loss = found.get("loss", _NAN)
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             taken = self._optimizer.steps_of(rows.parameter.optimizer)
             if self._has_scaler or self._optimizer.ends_step is not None:
-                rows.set("skipped", torch.tensor({0: 1.0, 1: 0.0}.get(taken, float("nan"))))
+                skipped = {0: 1.0, 1: 0.0}.get(taken, float("nan"))
+                rows.set("skipped", torch.tensor(skipped, device="cpu"))
                 if not taken and "skipped" not in rows.variables:
                     self._notes.mention(_LATE_SCALER)
             rows.set("W", parameter)

@@ -81,7 +81,9 @@ class RecordedOptimizer:
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
         made = {name: float(value) for name, value in self._state().items()}
-        self.step(torch.ones(1, 1, device=device), torch.ones(()), hyperparameters["lr"], {})
+        self.step(
+            torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"], {}
+        )
         self._count_type = type(self._optimizer.state[self._parameter].get(_STEP))
         self.example = self._state()
         self.starts = {
@@ -265,7 +267,9 @@ def _optimizer_class(path: str) -> type[Optimizer]:
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0, **added)
+    optimizer = optimizer_class(
+        [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=1.0, **added
+    )
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters
     return {name for name, value in group.items() if not isinstance(value, flags)}

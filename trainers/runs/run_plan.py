@@ -308,7 +308,7 @@ def plan(
         "hyperparameters": config.optimizer.model_dump(),
     }
     attributes = {"optimizer": optimizer, "recording": {"every": every}}
-    real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1)], lr=0.0)
+    real = OPTIMIZERS[config.optimizer.name].real_class([torch.zeros(1, device="cpu")], lr=0.0)
     hyperparameters = len(numbers_of(real.defaults.items()).keys() - {"lr"})
     rule = compact_rule(attributes, types, remarks.append)
     computes = recording.encoding == "compact"

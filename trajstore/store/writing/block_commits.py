@@ -222,7 +222,11 @@ class BlockCommits:
             wait([before])
         self.check()
         try:
-            self._commit(change, None if place is None else self._written(*place))
+            try:
+                self._commit(change, None if place is None else self._written(*place))
+            except FileNotFoundError:
+                self._committer.check_place()  # its error is clearer if the run is gone
+                raise
         except BaseException as error:
             self._failure = error
             self._shards.forget()
@@ -230,6 +234,7 @@ class BlockCommits:
 
     def _written(self, number: int, rows: int) -> Written:
         try:
+            self._committer.check_place()
             return self._shards.write(number, rows)
         except BaseException as error:
             self._committer.fail(error)
