@@ -77,7 +77,8 @@ def attach(
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
-    parameters = find_parameters(model, joined, options.parameter)
+    announce = (lambda sentence: None) if options.resume else notes.mention
+    parameters = find_parameters(model, joined, options.parameter, announce)
     advice = optimizer_advice(parameters)
     if options.strict_numerics:
         require_sound(advice)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.parameters import last_layers, makes_logits
 from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
 
 LogitsMode = Literal["last", "mean"]
@@ -31,6 +33,12 @@ _KEEPING = ("Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Reshape", "Squeez
 
 _SAME_FACTOR = 1e-2  # the quotients of losses of 16 bits differ by their rounding
 _LONGEST_WAY = 32  # nodes from the root of a backward pass to the model's loss
+_MOST_NODES = 256  # between the output of a model and its logits
+
+_OF_LAYERS = re.compile(
+    r"mmBackward|mvBackward|dot|linear|convolution|rnn|attention|norm|backward$", re.IGNORECASE
+)
+"""Found in the names of nodes of layers, and of any code: no logits enter them."""
 
 
 class ForwardPass:
@@ -41,6 +49,8 @@ class ForwardPass:
         self.head_calls = 0
         self.head_inputs = 0
         self.head_logits: torch.Tensor | None = None
+        self.last_layer: torch.nn.Module | None = None
+        self.last_node: torch.autograd.graph.Node | None = None
         self._kept: list[Callable[[], None]] = []
 
     def keep(self, deliver: Callable[..., None], *values: Any) -> None:
@@ -148,8 +158,13 @@ class ForwardPasses:
         variables : set of str
         """
         self._variables = frozenset(variables)
-        if head is not None and "logits" in variables and _makes_logits(model, head):
+        if "logits" not in variables:
+            return
+        if head is not None and makes_logits(model, head):
             hooks.after(head, self._on_head_output)
+            return
+        for layer in last_layers(model, self._vocabularies):
+            hooks.after(layer, self._on_layer_output)
 
     def watch_model(self, hooks: ModuleHooks, model: torch.nn.Module) -> None:
         """Add the hooks that begin and end a pass; those of others lie between them."""
@@ -242,6 +257,8 @@ class ForwardPasses:
         if loss is not None and loss.grad_fn is not None and not is_share:
             kept = loss.detach().clone().reshape(())  # the loop may divide it in place
             _metadata(loss.grad_fn)[_LOSS_OF] = kept, loss.output_nr
+        if one.last_layer is not None and not _ends_in(output, one.last_node):
+            one.head_calls = 0
         if one.head_calls == 1 and one.head_logits is not None:
             self._keep_logits(one, one.head_logits)
         elif logits is not None and self._are_of_a_vocabulary(logits):
@@ -252,7 +269,7 @@ class ForwardPasses:
                 f"{one.head_calls} times in a forward pass; pass them with observe(logits=…, "
                 "hidden=…)"
             )
-        one.head_logits = None
+        one.head_logits = one.last_layer = one.last_node = None
 
     def _on_head_output(
         self, head: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor
@@ -265,6 +282,18 @@ class ForwardPasses:
                 one.head_logits = output.detach()
             else:
                 self._keep_logits(one, output)
+
+    def _on_layer_output(self, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Remember the output of the last layer that may make logits; `_end` decides."""
+        one = None if _is_no_pass() else self.current
+        if (
+            one is not None
+            and isinstance(output, torch.Tensor)
+            and self._are_of_a_vocabulary(output)
+        ):
+            one.head_calls = one.head_calls + 1 if layer is one.last_layer else 1
+            one.last_layer, one.last_node = layer, output.grad_fn
+            one.head_logits = output.detach()
 
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
         one.keep(self._add_logits, *self._logits.part(logits))
@@ -445,14 +474,18 @@ def _metadata(node: torch.autograd.graph.Node) -> dict[str, tuple[torch.Tensor, 
     return found
 
 
-def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
-    """Return True if a module is the output embedding of the model or tied to an embedding."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is head:
-        return True
-    return any(
-        isinstance(module, torch.nn.Embedding) and module.weight is getattr(head, "weight", None)
-        for module in model.modules()
-    )
+def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:
+    """Return True if the output of a model follows from that of a node without another layer."""
+    nodes = [tensor.grad_fn for tensor in _tensors_of(output)]
+    seen: set[torch.autograd.graph.Node] = set()
+    while nodes and node is not None and len(seen) < _MOST_NODES:
+        one = nodes.pop()
+        if one is node:
+            return True
+        if one is not None and one not in seen and not _OF_LAYERS.search(one.name()):
+            seen.add(one)
+            nodes += [before for before, _ in one.next_functions]
+    return False
 
 
 def _tensors_of(output: Any) -> Iterator[torch.Tensor]:

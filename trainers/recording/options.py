@@ -45,7 +45,8 @@ class RecordingOptions:
         Variables, or tiers of them: ``weights``, ``weights+grads``, ``matrix``, ``norms``,
         ``everything``.
     parameter : str or sequence of str, optional
-        Names of matrices (token, hidden); default: the model's unembedding. Several matrices have
+        Names of matrices (token, hidden). Default: the weight of ``get_output_embeddings()``, else
+        of a tied embedding, else of the embedding with the most rows. Several matrices have
         separate runs, ``NAME.<parameter>.zarr``, because a run has one token dimension.
     every : int
         Steps from one row to the next; the last step is always recorded.

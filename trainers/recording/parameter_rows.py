@@ -31,6 +31,7 @@ from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, t
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element
 from trajstore.trainers.recording.model_state import OF_ADAM
+from trajstore.trainers.recording.parameters import last_layers, makes_logits
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import CannotFollow
@@ -403,9 +404,13 @@ class ParameterRows:
         if lost := [name for name in left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
         state = self._planned.recording.state
-        needless = {"random_state"} if state is not None and state.draws_nothing else set()
-        if any(name not in VARIABLES for name in self.variables):
-            needless.update((*MOMENTS, *OF_ADAM))
+        needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
+        if state is not None and state.draws_nothing:
+            needless.add("random_state")
+        model, head = self._planned.recording.model, self.parameter.head
+        is_unembedded = head is None and last_layers(model, [len(self.parameter.tensor)])
+        if not makes_logits(model, head) and not is_unembedded:
+            needless.add("logits")
         if other := [entry["name"] for entry in kept if entry["of"] == "other"]:
             self._notes.mention(
                 f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "
