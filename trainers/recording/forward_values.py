@@ -260,9 +260,9 @@ class ForwardPasses:
         if one.last_layer is not None and not _ends_in(output, one.last_node):
             one.head_calls = 0
         if one.head_calls == 1 and one.head_logits is not None:
-            self._keep_logits(one, one.head_logits)
+            self._keep_logits(one, _by_sequence(one.head_logits, (args, kwargs)))
         elif logits is not None and self._are_of_a_vocabulary(logits):
-            self._keep_logits(one, logits)
+            self._keep_logits(one, _by_sequence(logits, (args, kwargs)))
         elif one.head_calls > 1:
             self._on_note(
                 f"logits and hidden states are not recorded: the model calls its unembedding "
@@ -486,6 +486,15 @@ def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:
             seen.add(one)
             nodes += [before for before, _ in one.next_functions]
     return False
+
+
+def _by_sequence(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """Return logits as (batch, position, token) if the model has flattened its positions."""
+    matrices = (one for one in _tensors_of(inputs) if one.ndim == 2 and not one.is_floating_point())
+    ids = next(matrices, None)
+    if logits.ndim == 2 and ids is not None and len(logits) == ids.numel():
+        return logits.unflatten(0, ids.shape)
+    return logits
 
 
 def _tensors_of(output: Any) -> Iterator[torch.Tensor]:

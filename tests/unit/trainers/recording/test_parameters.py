@@ -44,6 +44,8 @@ class OwnModel(nn.Module):
             logits = x @ self.embedding.weight.T
         elif self.unembed == "chunks":
             logits = torch.cat([self.head(part) for part in x.split(2)])
+        elif self.unembed == "flat":
+            logits = self.head(x.flatten(0, 1)).unflatten(0, input_ids.shape)
         else:
             logits = self.head(x)
         self.logits = logits.detach()
@@ -78,6 +80,7 @@ def train(
     [
         ("tied", True, "W is embedding.weight (17 × 8), and not pos_emb.weight (34 × 8), inner.0"),
         ("untied", True, "(34 × 8), inner.0.weight (17 × 8), head.weight (17 × 8)"),
+        ("flat", True, "head.weight (17 × 8)"),
         ("functional", False, "W is embedding.weight (17 × 8)"),
         ("chunks", False, "the model calls its unembedding 2 times in a forward pass"),
     ],
