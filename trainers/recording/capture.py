@@ -73,7 +73,7 @@ def attach(
     RunNotFound
         If there is no run to resume.
     NothingToResume
-        If the existing run lacks the step of the training, or has other weights.
+        If the existing run begins after the step of the training, or has other weights there.
     """
     joined = optimizer if isinstance(optimizer, JoinedOptimizer) else JoinedOptimizer(optimizer)
     notes = RunNotes(functools.partial(_report, on_note), strict=options.strict)
@@ -210,7 +210,7 @@ def capture(
     RunExists
         If `path` exists, and neither `resume` nor `overwrite` is set.
     NothingToResume
-        If `resume` is set, and the run lacks `first_step` or has other weights there.
+        If `resume` is set, and the run begins after `first_step` or has other weights there.
     InvalidArgument
         If an option is impossible.
     ConfigError

@@ -170,6 +170,11 @@ class TrajectoryCallback(TrainerCallback):
         _recording.add(self)
         _at_end_of_cell(self, register=True)
 
+    def on_save(self, *_: Any, **kwargs: Any) -> None:
+        """Commit all rows up to a checkpoint of the Trainer."""
+        if self.recorder is not None:
+            self.recorder.commit()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:

@@ -106,6 +106,13 @@ class LightningCallback(Callback):
         )
         self.recorder = self._recording.enter_context(recording)
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Commit all rows up to a checkpoint, before it is written."""
+        if self.recorder is not None:
+            self.recorder.commit()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the remaining rows, mark the run complete, and print its path."""
         self._recording.close()

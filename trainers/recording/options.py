@@ -76,6 +76,7 @@ class RecordingOptions:
         Replace an existing run.
     resume : bool
         Resume the existing run after the step that the training has taken; later rows are dropped.
+        If the run ends before that step, the rows between stay missing, with a note.
     commit_every : float, optional
         Maximum seconds between commits, also of an incomplete block. A killed process loses at most
         this much. None commits complete blocks only, as do several processes that record a sharded

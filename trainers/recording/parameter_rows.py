@@ -152,7 +152,10 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
-        self.writer.notes = self._notes.resumed(self.writer.notes)
+        last_step = existing.last_step
+        self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
+        if missing := existing.missing_steps:
+            self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
         with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
@@ -288,6 +291,13 @@ class ParameterRows:
         self._whole_step = step
         if due:
             self._store_row(step)
+
+    def commit(self) -> None:
+        """Commit all rows, and wait until they are stored."""
+        if self.writer is not None:
+            with self._disk_errors():
+                self._transfer.flush()
+                self.writer.commit()
 
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""

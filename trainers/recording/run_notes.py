@@ -7,6 +7,8 @@ from typing import Any
 
 from trajstore.errors import RecordingError
 
+_MISSING = "there are no rows of steps"
+
 
 class CannotFollow(RecordingError):
     """The training has changed so that no row of the run can hold its steps."""
@@ -58,8 +60,25 @@ class RunNotes:
         self.entries.append({"note": sentence, **steps})
         self._report(sentence)
 
-    def resumed(self, before: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Begin with the notes of a run so far, and return all."""
+    def add_missing(self, matrix: str, steps: range) -> None:
+        """Note that a run has no rows of some steps, from which the training continues."""
+        self.step = steps[-1]
+        self.mention(
+            f"{_MISSING} {steps[0]} to {steps[-1]} of {matrix}: an earlier recording ended before "
+            "they were committed, so the weights at the resumed step were not compared either"
+        )
+        self.entries[-1] |= {"first_step": steps[0], "count": len(steps)}
+
+    def resumed(self, before: Iterable[Mapping[str, Any]], last_step: int) -> list[dict[str, Any]]:
+        """Begin with the notes of a run so far, and return all.
+
+        Those about rows that are missing after `last_step` are left out.
+        """
         known = {entry["note"] for entry in self.entries}
-        self.entries[:0] = [dict(entry) for entry in before if entry["note"] not in known]
+        self.entries[:0] = [
+            dict(entry)
+            for entry in before
+            if entry["note"] not in known
+            and not (entry["note"].startswith(_MISSING) and entry["last_step"] > last_step)
+        ]
         return self.entries

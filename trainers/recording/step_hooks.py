@@ -296,6 +296,21 @@ class Recorder:
         self._forward.observe(loss=loss, logits=logits)
         self._examples.observe(batch=batch, example_loss=example_loss)
 
+    @_guarded
+    def commit(self) -> None:
+        """Commit all rows so far, and return when they are on the disk, flushed if `fsync` is set.
+
+        Call it before you save a checkpoint, in every process of a sharded training. Then the run
+        has all rows up to the checkpoint, whatever ends the process.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full.
+        """
+        for rows in self._parameters:
+            rows.commit()
+
     def close(self, *, complete: bool) -> None:
         """Remove all hooks and commit all complete rows; further calls have no effect."""
         if not self._handles:
