@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.capture import attach
+from trajstore.trainers.recording.capture import open_recorder
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
@@ -151,7 +151,7 @@ class TrajectoryCallback(TrainerCallback):
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
         )
-        self.recorder = attach(
+        self.recorder = open_recorder(
             model,
             optimizer,
             self._path,

@@ -35,7 +35,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError
-from trajstore.store.storage.remote_path import Location
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
 from trajstore.trainers.recording.followed_matrices import FollowedMatrices
@@ -100,7 +100,7 @@ def _guarded(method: F) -> F:
 class Recorder:
     """Records parameters of a model while an optimizer trains it.
 
-    `trainers.capture` or the callback of a Trainer creates it.
+    `attach`, `capture` or the callback of a Trainer creates it.
 
     Parameters
     ----------
@@ -112,6 +112,8 @@ class Recorder:
         Matrix whose module gets the hidden states.
     on_step : callable, optional
         Called with the recorder after every step.
+    must_write : path-like, optional
+        Path of the run, if it is an error to complete the recording without a step.
 
     Attributes
     ----------
@@ -130,6 +132,7 @@ class Recorder:
         multiplied: RecordedParameter,
         *,
         on_step: Callable[[Recorder], None] | None = None,
+        must_write: RunPath | None = None,
     ) -> None:
         options, loop, notes = recording.options, recording.loop, recording.notes
         self.step = loop.first_step
@@ -139,6 +142,7 @@ class Recorder:
         self._parameters = tuple(parameters)
         self._notes = notes
         self._on_step = on_step
+        self._must_write = must_write
         self._forward = ForwardPasses(
             logits_mode=options.logits_mode,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
@@ -311,8 +315,19 @@ class Recorder:
         for rows in self._parameters:
             rows.commit()
 
-    def close(self, *, complete: bool) -> None:
-        """Remove all hooks and commit all complete rows; further calls have no effect."""
+    def close(self, *, complete: bool = True) -> None:
+        """End the recording, and commit all complete rows; further calls have no effect.
+
+        Parameters
+        ----------
+        complete : bool
+            Mark the run ``complete``, or ``interrupted``.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full, or a complete recording has no step.
+        """
         if not self._handles:
             return
         atexit.unregister(self.close)
@@ -327,6 +342,12 @@ class Recorder:
                 closing.callback(rows.close, complete=complete)
             closing.callback(self._gradients.last_note)
             closing.callback(self._matrices.check_last)
+        if complete and self._must_write is not None and self._parameters and self.writer is None:
+            raise RecordingError(
+                f"no step of {self._optimizer.named(self._optimizer.waiting)} was taken, so "
+                f"{self._must_write} was not written; call the step() of each given optimizer "
+                "while the recorder is open, or give those that step"
+            )
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
