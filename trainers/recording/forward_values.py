@@ -493,7 +493,7 @@ def _by_sequence(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
     matrices = (one for one in _tensors_of(inputs) if one.ndim == 2 and not one.is_floating_point())
     ids = next(matrices, None)
     if logits.ndim == 2 and ids is not None and len(logits) == ids.numel():
-        return logits.unflatten(0, ids.shape)
+        return logits.reshape(*ids.shape, -1)
     return logits
 
 

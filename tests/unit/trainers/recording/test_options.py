@@ -89,6 +89,10 @@ def test_what_is_impossible_is_refused_where_it_is_written(wrong: Any, message: 
         RecordingOptions(**wrong)
 
 
+def test_a_whole_float_is_a_count() -> None:
+    assert range(RecordingOptions(every=2.0).every) == range(2)  # type: ignore[arg-type]
+
+
 def test_named_variables_are_required_and_those_of_tiers_optional() -> None:
     options = RecordingOptions(variables="weights, W_ulp_l1")
     assert options.required == {"W_ulp_l1"}
