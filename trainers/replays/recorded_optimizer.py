@@ -144,7 +144,7 @@ class RecordedOptimizer:
             if name in state
         }
         if self.counts_steps:
-            count = torch.full_like(self.example[_STEP], steps_taken)
+            count: Any = torch.full_like(self.example[_STEP], steps_taken)
             held[_STEP] = count if self._count_type is torch.Tensor else count.item()
         self._optimizer.state[self._parameter] = held
 

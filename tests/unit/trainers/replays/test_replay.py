@@ -243,7 +243,7 @@ def test_runs_without_a_scalar(missing: str, tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_late(tmp_path: Path) -> None:
-    from trajstore.trainers.recording.capture import attach
+    from trajstore.trainers.recording.capture import open_recorder
     from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 
     torch.manual_seed(1)
@@ -253,7 +253,7 @@ def test_runs_that_begin_late(tmp_path: Path) -> None:
     for number, batch in enumerate(batches(12)):
         if number == 5:
             options, loop = RecordingOptions(), TrainingLoop(first_step=5)
-            recorder = attach(model, optimizer, tmp_path / "run.zarr", options, loop)
+            recorder = open_recorder(model, optimizer, tmp_path / "run.zarr", options, loop)
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
         optimizer.step()
