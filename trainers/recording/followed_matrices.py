@@ -264,11 +264,14 @@ class FollowedMatrices:
         for rows in self._rows:
             self._inside[rows.parameter.tensor] = rows.own_W().clone()
 
-    def check_inner_step(self, wrapper: str | None) -> None:
+    def check_inner_step(self, wrapper: str | None, *, begins: bool) -> None:
         """Note weights that a wrapper changes before or after the step of the inner optimizer."""
         for rows in self._rows:
             inside = self._inside.pop(rows.parameter.tensor, None)
-            same = rows.is_W_unchanged() if inside is None else same_bits(inside, rows.own_W())
+            if begins:
+                same = rows.is_W_unchanged()
+            else:  # without a copy, the loop has called the inner step itself
+                same = inside is None or same_bits(inside, rows.own_W())
             if not same:
                 sentence = _WRAPPED.format(wrapper=wrapper, name=rows.parameter.name)
                 self._on_note(sentence, unproven=True)

@@ -657,7 +657,7 @@ class Recorder:
             if ended:
                 self._matrices.end_inner_step()
                 return
-            self._matrices.check_inner_step(self._calls[optimizer].wrapper)
+            self._matrices.check_inner_step(self._calls[optimizer].wrapper, begins=True)
         if not (self._has_closure or ended):
             self._gradients.settle(optimizer, inside=True)
 
@@ -696,7 +696,7 @@ class Recorder:
             has_kept = self._has_kept and self._has_dropped and not calls.is_plain
             self._gradients.compare_again(optimizer, has_kept=has_kept)
         if calls.wrapper is not None:
-            self._matrices.check_inner_step(calls.wrapper)
+            self._matrices.check_inner_step(calls.wrapper, begins=False)
         if skipped:
             self._gradients.set_unknown_factor(optimizer)
         self._end_turn(optimizer, skipped=skipped)
