@@ -118,7 +118,7 @@ class CounterfactualRows:
         self, optimizer: RecordedOptimizer, row: RecordedRow, rate: float, clip_coef: Array
     ) -> None:
         """Take the step of a row, unless it was skipped."""
-        if not self._rows.skipped[row.number]:
+        if not self._rows.idle[row.number]:
             factor = tensor_of(clip_coef, self._rows.natives["clip_coef"])
             optimizer.step(self._parameter("grad", row), factor, rate)
 

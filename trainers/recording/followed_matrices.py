@@ -26,6 +26,7 @@ _OUTSIDE = (
     "{name} was changed outside optimizer.step() after the step before; a row holds the weights at "
     "the end of optimizer.step()"
 )
+_STATE = "the optimizer's state of {name} before a step is not that of the row before"
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
     "code has changed it since"
@@ -95,7 +96,7 @@ class FollowedMatrices:
         self._before = [dict(group) for group in optimizer.param_groups]
         first = self._first.setdefault(optimizer, self._before)
         if changed := sorted(_changed(first, self._before) - self._own):
-            self._on_note(_CHANGED.format(keys=", ".join(changed)))
+            self._on_note(_CHANGED.format(keys=", ".join(changed)), unproven=True)
 
     def _find_again(self, rows: ParameterRows) -> None:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -159,7 +160,9 @@ class FollowedMatrices:
             if quick and version(parameter) == self._versions.get(parameter):
                 continue
             if not rows.is_W_unchanged():
-                self._on_note(_OUTSIDE.format(name=rows.parameter.name))
+                self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=True)
+            if not quick and not rows.is_state_unchanged():
+                self._on_note(_STATE.format(name=rows.parameter.name), unproven=True)
 
     def check_last(self) -> None:
         """Note if W is not that of the last row."""

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of, unordered_sum
+from trajstore.trainers.recording.parameters import gradient_of, why_unproven
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import agreed, is_sharded, own_rows, total_norm
 from trajstore.trainers.recording.torch_internals import counts_versions, version
@@ -233,10 +233,9 @@ class StepGradients:
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
             return
-        if rows.parameter.optimizer is not None and parameter.grad is not None:
-            sentence = unordered_sum(rows.parameter.optimizer, parameter.grad)
-            if sentence is not None:
-                self._on_note(sentence, unproven=True)
+        owner = rows.parameter.optimizer
+        if owner is not None and (sentence := why_unproven(owner, parameter)) is not None:
+            self._on_note(sentence, unproven=True)
         if taken is None:
             self._set(rows, own_rows(gradient), unscale)
             if noted:

@@ -41,6 +41,8 @@ class RecordedOptimizer:
     dtype : torch.dtype
         Type of the parameter.
     device : torch.device
+    tensors : mapping of str to str, optional
+        Types of the hyperparameters that are tensors, with which torch computes.
     sparse : bool
         True if the gradient is a sparse tensor, for which some optimizers have another rule.
 
@@ -62,15 +64,18 @@ class RecordedOptimizer:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        tensors: Mapping[str, str] | None = None,
         sparse: bool = False,
     ) -> None:
         self.hyperparameters = hyperparameters
+        self._tensors = {} if tensors is None else tensors
         self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
         self._is_sparse = sparse or self.steps_some_rows
         self._class: Callable[..., Optimizer] = optimizer_class
         self._taken = _taken(optimizer_class, hyperparameters)
         if not self._taken["lr"]:  # each step sets it, but SparseAdam refuses 0, as of a warm-up
             self._taken["lr"] = 1.0
+        self._taken = {name: self._of_type(name, value) for name, value in self._taken.items()}
         self._dtype = dtype
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
@@ -126,7 +131,8 @@ class RecordedOptimizer:
         }
         if self.counts_steps:
             count = torch.full_like(self.example[_STEP], steps_taken)
-            held[_STEP] = count if self._count_type is torch.Tensor else count.item()
+            as_kept: Any = count if self._count_type is torch.Tensor else count.item()
+            held[_STEP] = as_kept
         self._optimizer.state[self._parameter] = held
 
     def step(self, gradient: torch.Tensor, clip_coef: torch.Tensor, lr: float) -> None:
@@ -137,19 +143,23 @@ class RecordedOptimizer:
         gradient : tensor, (vocabulary, hidden)
             Before clipping; converted to the type of the parameter.
         clip_coef : tensor, ()
-            Factor of clipping.
+            Factor of clipping; NaN if the gradient is the one that the optimizer got.
         lr : float
         """
         # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
         # number would be rounded to the type of the gradient first.
-        gradient = gradient.to(self._dtype).mul_(clip_coef.to(gradient.device))
+        gradient = gradient.to(self._dtype)
+        if not clip_coef.isnan():
+            gradient.mul_(clip_coef.to(gradient.device))
         if self.steps_some_rows:  # all of them; it takes no other gradient
             rows = torch.arange(len(gradient), device=gradient.device)
-            gradient = torch.sparse_coo_tensor(rows[None], gradient, gradient.shape)
+            gradient = torch.sparse_coo_tensor(
+                rows[None], gradient, gradient.shape, check_invariants=True
+            )
         elif self._is_sparse:
             gradient = gradient.to_sparse(1)
         self._parameter.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.param_groups[0]["lr"] = self._of_type("lr", lr)
         self._optimizer.step()
 
     def value(self, name: str) -> torch.Tensor:
@@ -160,6 +170,14 @@ class RecordedOptimizer:
         if name in state:
             return state[name]
         return torch.zeros_like(self._parameter, dtype=self.example[name].dtype)
+
+    def _of_type(self, name: str, value: Any) -> Any:
+        """Return a hyperparameter as a tensor, if it was one."""
+        if name not in self._tensors:
+            return value
+        if isinstance(value, tuple):
+            return tuple(self._of_type(name, one) for one in value)
+        return torch.tensor(value, dtype=getattr(torch, self._tensors[name]))
 
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]
@@ -204,9 +222,17 @@ def recorded_optimizer(
         # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
-        sparse = recorded.get("sparse_gradient") is True
-        return RecordedOptimizer(optimizer_class, hyperparameters, dtype, device, sparse=sparse)
-    except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+        return RecordedOptimizer(
+            optimizer_class,
+            hyperparameters,
+            dtype,
+            device,
+            tensors=recorded.get("tensors"),
+            sparse=recorded.get("sparse_gradient") is True,
+        )
+    except (
+        TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError,
+    ) as error:  # fmt: skip
         raise CannotReplay(
             f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
         ) from error
