@@ -324,7 +324,7 @@ class StepGradients:
                 self._compare(rows, own_rows(gradient), only_factor=True)
             elif not self._was_inside:
                 self.set_unknown_factor(optimizer)
-                self._note(_REMOVED, rows)
+                self._note(_REMOVED, rows, unproven=True)
         self._was_inside = inside
 
     def set_unknown_factor(self, optimizer: Optimizer) -> None:
@@ -351,8 +351,8 @@ class StepGradients:
         """
         return value.to(torch.promote_types(value.dtype, self._norm_type))
 
-    def _note(self, sentence: str, rows: ParameterRows) -> None:
-        self._on_note(sentence.format(name=rows.parameter.name))
+    def _note(self, sentence: str, rows: ParameterRows, *, unproven: bool = False) -> None:
+        self._on_note(sentence.format(name=rows.parameter.name), unproven=unproven)
 
 
 def _neighbors(value: torch.Tensor) -> list[torch.Tensor]:

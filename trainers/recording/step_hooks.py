@@ -500,7 +500,7 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._is_several:
             self._gradients.set_unknown_factor(optimizer)
-            self._notes.mention(_SEVERAL)
+            self._notes.mention(_SEVERAL, unproven=True)
         elif self._has_closure:
             self._settle(optimizer)
         else:
