@@ -16,8 +16,8 @@ from trajstore.cli.tables import (
     out,
     print_json,
     print_notes,
-    recorded_notes,
     print_table,
+    recorded_notes,
     table,
     without_tokens,
 )
