@@ -37,6 +37,7 @@ _WRITTEN = (
     "{name} was written outside optimizer.step() after the step before; whether its values changed "
     "was not read from the device"
 )
+_STATE = "the optimizer's state of {name} before a step is not that of the row before"
 _AT_END = (
     "{name} is not that of the last row at the end of the recording; another optimizer or other "
     "code has changed it since"
@@ -141,7 +142,8 @@ class FollowedMatrices:
                 changed &= declared_settings(optimizer, group).keys()
             if changed:
                 note = _CHANGED if id(group) in held else _CHANGED_ELSEWHERE
-                self._on_note(note.format(keys=", ".join(sorted(changed))))
+                sentence = note.format(keys=", ".join(sorted(changed)))
+                self._on_note(sentence, unproven=id(group) in held)
 
     def _find_again(self, rows: ParameterRows) -> bool:
         """Find the parameter and its group, which the loop may have replaced."""
@@ -258,6 +260,8 @@ class FollowedMatrices:
                 self._on_note(_OUTSIDE.format(name=rows.parameter.name), unproven=not quick)
             elif counted and not quick and parameter.device.type != "cpu":
                 self._on_note(_WRITTEN.format(name=rows.parameter.name), unproven=True)
+            if not quick and not rows.is_state_unchanged():
+                self._on_note(_STATE.format(name=rows.parameter.name), unproven=True)
 
     def end_inner_step(self) -> None:
         """Copy the weights that the step of a wrapped optimizer has left."""

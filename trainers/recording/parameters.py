@@ -286,13 +286,19 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
 
 
-def unordered_sum(optimizer: Optimizer, gradient: torch.Tensor) -> str | None:
-    """Return a sentence if a step does not follow from the sum of a gradient's rows.
-
-    `torch.optim.SGD` adds each row of a sparse gradient to the parameter by itself.
-    """
-    if not gradient.is_sparse or isinstance(optimizer, COALESCING):
+def why_unproven(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
+    """Return a sentence if a step does not follow bit for bit from the recorded gradient."""
+    gradient = parameter.grad
+    if gradient is None or isinstance(optimizer, COALESCING):
         return None
+    if not gradient.is_sparse:
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if not is_fused or (parameter.is_contiguous() and gradient.is_contiguous()):
+            return None
+        return (
+            "a fused optimizer steps a matrix that is not contiguous in memory, where it rounds "
+            "otherwise; a step does not follow bit for bit"
+        )
     keeps_rows = any(group.get("momentum") for group in optimizer.param_groups)
     is_unique = gradient.is_coalesced() or (
         # A device would have to be waited for.

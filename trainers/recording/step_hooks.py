@@ -689,7 +689,7 @@ class Recorder:
         skipped = self._is_skipped or found_overflow(optimizer)
         if self._is_several:
             self._gradients.set_unknown_factor(optimizer)
-            self._notes.mention(_SEVERAL)
+            self._notes.mention(_SEVERAL, unproven=True)
         elif self._has_closure:
             self._settle(optimizer)
         elif not skipped and (calls.is_plain or not calls.has_reached):
