@@ -197,7 +197,7 @@ class Recurrence:
         if moment not in self.scan.ds:
             raise VariableNotRecorded(
                 f"the rows start at step {self.scan.steps[0]}, and {moment} is not recorded there; "
-                "include all steps from 0, or record it with --variables matrix"
+                "include all steps from 0, or record it with variables='matrix'"
             )
         return self.recorded(moment)[:1]
 

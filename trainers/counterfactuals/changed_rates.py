@@ -82,7 +82,7 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     if "grad_norm" not in rows:
         raise CannotReplay(
             "clipping needs the norm of all gradients, but grad_norm was not recorded; record any "
-            "tier, such as --variables matrix"
+            "tier, such as variables='matrix'"
         )
     norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
     largest = float(settings.given["training.max_grad_norm"])

@@ -106,7 +106,7 @@ class CounterfactualRows:
         if state and row.number == 0 and not any(value.any() for value in state.values()):
             raise CannotReplay(
                 f"the optimizer's state at step {row.step} was not recorded, because recording "
-                "began there; start a step later (--at)"
+                "began there; start a step later (at=…)"
             )
         planned.optimizer.begin(self._parameter("W", row), state, taken)
 

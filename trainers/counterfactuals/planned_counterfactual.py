@@ -124,7 +124,7 @@ class PlannedCounterfactual:
         if rows.steps[begin] < forked_at:
             raise CannotReplay(
                 f"another optimizer took the steps up to {forked_at}, before the run was forked; "
-                f"start at the fork (--at {forked_at}), or use the source of the fork"
+                f"start at the fork (at={forked_at}), or use the source of the fork"
             )
         if first and rebuilt:
             _check_known(rows, rows.rates, rows.clip_coefs, range(1, first + 1))
@@ -208,7 +208,7 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
     if step is None:
         return 0
     if step == rows.steps[-1]:
-        raise CannotReplay(f"{step} is the last step of the run; give an earlier one with --at")
+        raise CannotReplay(f"{step} is the last step of the run; give an earlier one: at=…")
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
@@ -233,7 +233,7 @@ def _check_state(
         name = settings.optimizer["class"].rpartition(".")[2]
         raise CannotReplay(
             f"{name} with these settings has no state at step {step}, because the run had another "
-            "optimizer; start at the first row, without --at"
+            "optimizer; start at the first row, without at=…"
         )
     if optimizer.counts_steps and not rows.counts_skipped(first + 1):
         raise CannotReplay(
@@ -248,7 +248,7 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
         at = first + int(gaps[0])
         raise CannotReplay(
             f"step {rows.steps[at + 1]} follows step {rows.steps[at]}, so the gradients between "
-            "them are missing; record with every=1, or start later (--at)"
+            "them are missing; record with every=1, or start later (at=…)"
         )
 
 
@@ -266,7 +266,7 @@ def _check_known(
         if tensor_of(clip_coef[number], native).isnan():
             raise CannotReplay(
                 f"clip_coef is NaN at step {rows.steps[number]}, so the factor of the gradient is "
-                "unknown; set the clipping, such as --set training.max_grad_norm=1"
+                "unknown; set the clipping, such as training.max_grad_norm=1"
             )
 
 

@@ -264,7 +264,7 @@ class FollowedMatrices:
         for rows in self._rows:
             self._inside[rows.parameter.tensor] = rows.own_W().clone()
 
-    def check_inner_step(self, wrapper: str) -> None:
+    def check_inner_step(self, wrapper: str | None) -> None:
         """Note weights that a wrapper changes before or after the step of the inner optimizer."""
         for rows in self._rows:
             inside = self._inside.pop(rows.parameter.tensor, None)

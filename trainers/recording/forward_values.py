@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trajstore.trainers.recording.module_hooks import ModuleHooks
+from trajstore.trainers.recording.parameters import last_layers, makes_logits
 from trajstore.trainers.recording.torch_internals import in_backward, in_vmap
 
 LogitsMode = Literal["last", "mean"]
@@ -38,6 +40,12 @@ _KEEPING = ("Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Reshape", "Squeez
 _JOINING = (*_KEEPING, "Add", "Stack", "Cat")
 _SAME_FACTOR = 1e-2  # the quotients of losses of 16 bits differ by their rounding
 _LONGEST_WAY = 32  # nodes from the root of a backward pass to the model's loss
+_MOST_NODES = 256  # between the output of a model and its logits
+
+_OF_LAYERS = re.compile(
+    r"mmBackward|mvBackward|dot|linear|convolution|rnn|attention|norm|backward$", re.IGNORECASE
+)
+"""Found in the names of nodes of layers, and of any code: no logits enter them."""
 
 
 class ForwardPass:
@@ -48,6 +56,8 @@ class ForwardPass:
         self.head_calls = 0
         self.head_inputs = 0
         self.head_logits: torch.Tensor | None = None
+        self.last_layer: torch.nn.Module | None = None
+        self.last_node: torch.autograd.graph.Node | None = None
         self._kept: list[Callable[[], None]] = []
 
     def keep(self, deliver: Callable[..., None], *values: Any) -> None:
@@ -112,9 +122,9 @@ class BackwardPass:
             inputs = [one for one in node.next_functions if one[0] is not None]
             if not node.name().startswith(_KEEPING) or len(inputs) != 1:
                 break
-            is_quotient |= _SCALE not in node.metadata and node.name().startswith(("Div", "Mul"))
+            is_quotient |= _SCALE not in _metadata(node) and node.name().startswith(("Div", "Mul"))
             ((node, output),) = inputs
-        source = None if node is None else node.metadata.setdefault(_SOURCE, object())
+        source = None if node is None else _metadata(node).setdefault(_SOURCE, object())
         return cls(value, _scale_of(roots[0]), loss, source, is_quotient)
 
     @property
@@ -132,7 +142,7 @@ def mark_scaled(tensors: Any, scale: torch.Tensor) -> None:
     """Remember that a gradient scaler has multiplied tensors by its factor."""
     for tensor in _tensors_of(tensors):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_SCALE] = scale
+            _metadata(tensor.grad_fn)[_SCALE] = scale
 
 
 def _scale_of(root: torch.Tensor) -> torch.Tensor | None:
@@ -142,17 +152,23 @@ def _scale_of(root: torch.Tensor) -> torch.Tensor | None:
         node, seen = nodes.pop(0), seen + 1
         if node is None:
             continue
-        if _SCALE in node.metadata:
-            scale: torch.Tensor = node.metadata[_SCALE]
+        if _SCALE in _metadata(node):
+            scale: torch.Tensor = _metadata(node)[_SCALE]
             return scale
         if node.name().startswith(_JOINING):
             nodes += [one for one, _ in node.next_functions]
     return None
 
 
+def _metadata(node: torch.autograd.graph.Node) -> dict[str, Any]:
+    """Return the values that belong to a node of a graph, which end with it."""
+    found: Any = node.metadata
+    return found  # type: ignore[no-any-return]
+
+
 def _loss_of(node: torch.autograd.graph.Node, output: int) -> torch.Tensor | None:
     """Return the model's loss that a node has computed as one of its outputs."""
-    loss, number = node.metadata.get(_LOSS_OF, (None, None))
+    loss, number = _metadata(node).get(_LOSS_OF, (None, None))
     return loss if number == output else None
 
 
@@ -249,8 +265,13 @@ class ForwardPasses:
         variables : set of str
         """
         self._variables = frozenset(variables)
-        if head is not None and "logits" in variables and _makes_logits(model, head):
+        if "logits" not in variables:
+            return
+        if head is not None and makes_logits(model, head):
             hooks.after(head, self._on_head_output)
+            return
+        for layer in last_layers(model, self._vocabularies):
+            hooks.after(layer, self._on_layer_output)
 
     def watch_model(self, hooks: ModuleHooks, model: torch.nn.Module) -> None:
         """Add the hooks that begin and end a pass; those of others lie between them."""
@@ -307,8 +328,8 @@ class ForwardPasses:
             if not (used and watched) or watched & used:
                 for call in one.deliver:
                     call()
-        for one in sorted(passes, key=lambda one: one.number):
-            one.deliver()
+        for used_pass in sorted(passes, key=lambda one: one.number):
+            used_pass.deliver()
 
     def _use_logits(self, last: torch.Tensor, count: int) -> None:
         if not self._logits_are_observed:
@@ -363,18 +384,20 @@ class ForwardPasses:
         is_share = kwargs.get("num_items_in_batch") is not None
         if loss is not None and loss.grad_fn is not None and not is_share:
             kept = loss.detach().clone().reshape(())  # the loop may divide it in place
-            loss.grad_fn.metadata[_LOSS_OF] = kept, loss.output_nr
+            _metadata(loss.grad_fn)[_LOSS_OF] = kept, loss.output_nr
+        if one.last_layer is not None and not _ends_in(output, one.last_node):
+            one.head_calls = 0
         if one.head_calls == 1 and one.head_logits is not None:
-            self._keep_logits(one, one.head_logits)
+            self._keep_logits(one, _by_sequence(one.head_logits, (args, kwargs)))
         elif logits is not None and self._are_of_a_vocabulary(logits):
-            self._keep_logits(one, logits)
+            self._keep_logits(one, _by_sequence(logits, (args, kwargs)))
         elif one.head_calls > 1:
             self._on_note(
                 f"logits and hidden states are not recorded: the model calls its unembedding "
                 f"{one.head_calls} times in a forward pass; pass them with observe(logits=…, "
                 "hidden=…)"
             )
-        one.head_logits = None
+        one.head_logits = one.last_layer = one.last_node = None
 
     def _on_head_output(
         self, head: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor
@@ -387,6 +410,18 @@ class ForwardPasses:
                 one.head_logits = output.detach()
             else:
                 self._keep_logits(one, output)
+
+    def _on_layer_output(self, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Remember the output of the last layer that may make logits; `_end` decides."""
+        one = None if _is_no_pass() else self.current
+        if (
+            one is not None
+            and isinstance(output, torch.Tensor)
+            and self._are_of_a_vocabulary(output)
+        ):
+            one.head_calls = one.head_calls + 1 if layer is one.last_layer else 1
+            one.last_layer, one.last_node = layer, output.grad_fn
+            one.head_logits = output.detach()
 
     def _keep_logits(self, one: ForwardPass, logits: torch.Tensor) -> None:
         one.keep(self._add_logits, *self._logits.part(logits))
@@ -581,14 +616,27 @@ class StepLogits:
         return self._first if mean is None else mean.to(self._dtype)
 
 
-def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
-    """Return True if a module is the output embedding of the model or tied to an embedding."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is head:
-        return True
-    return any(
-        isinstance(module, torch.nn.Embedding) and module.weight is getattr(head, "weight", None)
-        for module in model.modules()
-    )
+def _ends_in(output: Any, node: torch.autograd.graph.Node | None) -> bool:
+    """Return True if the output of a model follows from that of a node without another layer."""
+    nodes = [tensor.grad_fn for tensor in _tensors_of(output)]
+    seen: set[torch.autograd.graph.Node] = set()
+    while nodes and node is not None and len(seen) < _MOST_NODES:
+        one = nodes.pop()
+        if one is node:
+            return True
+        if one is not None and one not in seen and not _OF_LAYERS.search(one.name()):
+            seen.add(one)
+            nodes += [before for before, _ in one.next_functions]
+    return False
+
+
+def _by_sequence(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """Return logits as (batch, position, token) if the model has flattened its positions."""
+    matrices = (one for one in _tensors_of(inputs) if one.ndim == 2 and not one.is_floating_point())
+    ids = next(matrices, None)
+    if logits.ndim == 2 and ids is not None and len(logits) == ids.numel():
+        return logits.reshape(*ids.shape, -1)
+    return logits
 
 
 def _tensors_of(output: Any) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.trainers.recording.capture import attach
+from trajstore.trainers.recording.capture import open_recorder
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
@@ -159,7 +159,7 @@ class TrajectoryCallback(TrainerCallback):
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
         )
-        self.recorder = attach(
+        self.recorder = open_recorder(
             model,
             optimizer,
             self._path,
@@ -177,6 +177,11 @@ class TrajectoryCallback(TrainerCallback):
         self._thread = threading.get_ident()
         _recording.add(self)
         _at_end_of_cell(self, register=True)
+
+    def on_save(self, *_: Any, **kwargs: Any) -> None:
+        """Commit all rows up to a checkpoint of the Trainer."""
+        if self.recorder is not None:
+            self.recorder.commit()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any

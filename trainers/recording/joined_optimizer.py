@@ -136,7 +136,8 @@ class JoinedOptimizer:
         """Return the member that an optimizer is or wraps; None if it is none of them."""
         for chain in self.chains:
             if any(one is optimizer for one in chain):
-                return chain[-1]
+                member: Optimizer = chain[-1]
+                return member
         inner = getattr(optimizer, "optimizer", None)
         return self.member_of(inner) if isinstance(optimizer, AcceleratedOptimizer) else None
 

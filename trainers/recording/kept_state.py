@@ -10,6 +10,7 @@ import torch
 from trajstore.schema import KEPT, NUMBERS, OPTIMIZER_STATE, VARIABLES, coordinate, kept_as
 from trajstore.trainers.recording.flat_vectors import FLOATS, type_name
 from trajstore.trainers.recording.joined_optimizer import JoinedOptimizer
+from trajstore.trainers.recording.parameters import as_dense
 from trajstore.trainers.recording.run_notes import CannotFollow
 from trajstore.trainers.recording.sharding import is_sharded
 from trajstore.values.optimizer_rule import ADAM, MOMENTS
@@ -74,7 +75,7 @@ def kept_value(optimizer: JoinedOptimizer, parameter: torch.Tensor, entry: Entry
             f"the optimizer now keeps another kind of {entry['name']} than in the first row; "
             "record a new run"
         )
-    return value
+    return as_dense(value) if isinstance(value, torch.Tensor) else value
 
 
 def is_element(name: object, parameter: torch.Tensor, value: Any) -> bool:

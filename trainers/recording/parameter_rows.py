@@ -30,6 +30,7 @@ from trajstore.trainers.recording.flat_vectors import JoinedVector, same_bits, t
 from trajstore.trainers.recording.hidden_states import OF_HIDDEN_STATES
 from trajstore.trainers.recording.kept_state import Entry, find_kept, is_element, state_attribute
 from trajstore.trainers.recording.model_state import OF_ADAM
+from trajstore.trainers.recording.parameters import as_dense, last_layers, makes_logits
 from trajstore.trainers.recording.planned_run import PlannedRun
 from trajstore.trainers.recording.resumed_run import ExistingRun
 from trajstore.trainers.recording.run_notes import FULL, CannotFollow, file_error
@@ -145,7 +146,9 @@ class ParameterRows:
         """Return the tensors of the parameter's shape that the optimizer keeps, by their names."""
         own = self.parameter.tensor
         kept = self._planned.recording.optimizer.state.get(own, {})
-        return {name: value for name, value in kept.items() if is_element(name, own, value)}
+        return {
+            name: as_dense(value) for name, value in kept.items() if is_element(name, own, value)
+        }
 
     def resume(self) -> None:
         """Open the run to resume after its last row; a new run is created later.
@@ -161,8 +164,10 @@ class ParameterRows:
         if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
-        first_step = self._planned.recording.loop.first_step
-        self.writer.notes = self._notes.resumed(self.writer.notes, first_step)
+        last_step = existing.last_step
+        self.writer.notes = self._notes.resumed(self.writer.notes, last_step)
+        if missing := existing.missing_steps:
+            self._notes.add_missing(self.parameter.name, missing)
         self._existing = None
         with self._disk_errors():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
@@ -300,6 +305,13 @@ class ParameterRows:
         if due:
             self._store_row(step)
 
+    def commit(self) -> None:
+        """Commit all rows, and wait until they are stored."""
+        if self.writer is not None:
+            with self._disk_errors():
+                self._transfer.flush()
+                self.writer.commit()
+
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is complete, and close the run."""
         self._written_W = self._last_W = None
@@ -427,9 +439,13 @@ class ParameterRows:
         required = options.required
         if lost := [name for name in left_out if name in required]:
             self._notes.add(f"{', '.join(lost)} not recorded: {_remedy(lost)}")
-        needless = {"random_state"} if state is not None and state.draws_nothing else set()
-        if other or any(name not in VARIABLES for name in self.variables):
-            needless.update((*MOMENTS, *OF_ADAM))
+        needless = {*MOMENTS, *OF_ADAM}  # not every optimizer has them
+        if state is not None and state.draws_nothing:
+            needless.add("random_state")
+        model, head = self._planned.recording.model, self.parameter.head
+        is_unembedded = head is None and last_layers(model, [len(self.parameter.tensor)])
+        if not makes_logits(model, head) and not is_unembedded:
+            needless.add("logits")
         if other:
             self._notes.mention(
                 f"{', '.join(other)} not recorded: the optimizer keeps them in another form than "

@@ -18,6 +18,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _FAILED = (*FULL, errno.EIO, errno.EROFS)
 
+_MISSING = "there are no rows of steps"
+
 
 class CannotFollow(RecordingError):
     """The training has changed so that no row of the run can hold its steps."""
@@ -99,6 +101,15 @@ class RunNotes:
                 ranges[-1][1] = self.step
             else:
                 ranges.append([self.step, self.step])
+
+    def add_missing(self, matrix: str, steps: range) -> None:
+        """Note that a run has no rows of some steps, from which the training continues."""
+        self.step = steps[-1]
+        self.mention(
+            f"{_MISSING} {steps[0]} to {steps[-1]} of {matrix}: an earlier recording ended before "
+            "they were committed, so the weights at the resumed step were not compared either"
+        )
+        self.entries[-1] |= {"first_step": steps[0], "count": len(steps)}
 
     def resumed(self, before: Iterable[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
         """Begin with the notes of a run up to a step, and return all."""

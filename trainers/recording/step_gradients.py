@@ -1,9 +1,9 @@
 """The gradients of a step: as the backward passes left them, and as the optimizer consumed them.
 
 A gradient is known by its tensor and the tensor's version, so unchanged gradients are recognized
-without a read. The raw gradient is taken after the backward pass and the scaler's `unscale_`, because
-the loop may clip it afterwards. The gradient that the innermost step gets decides: the recorded
-`grad` times `clip_coef` is that gradient in every bit, or `grad` is that gradient itself.
+without a read. The raw gradient is taken after the backward pass and the scaler's `unscale_`: the
+loop may clip it afterwards. The gradient that the innermost step gets decides: the recorded `grad`
+times `clip_coef` is that gradient in every bit, or `grad` is that gradient itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trajstore.trainers.recording.flat_vectors import same_bits
 from trajstore.trainers.recording.parameter_rows import ParameterRows
-from trajstore.trainers.recording.parameters import gradient_of
+from trajstore.trainers.recording.parameters import gradient_of, unordered_sum
 from trajstore.trainers.recording.planned_run import Recording
 from trajstore.trainers.recording.sharding import (
     agreed,
@@ -64,7 +64,7 @@ _REMOVED = (
 _BETWEEN = "a backward pass ran between the steps of the optimizers in a step, so grad_norm is NaN"
 _ASSIGNED = (
     "the gradient of {name} in a step is not that of a backward pass that ended before the step; "
-    "grad is what the optimizer got, and clipping before cannot be seen, so clip_coef and grad_norm "
+    "grad is what the optimizer got; clipping before cannot be seen, so clip_coef and grad_norm "
     "are NaN"
 )
 _AGAIN = "a step uses again the gradient of {name} of the step before"
@@ -238,7 +238,7 @@ class StepGradients:
         return on_host and not mark.is_still(one.grad) and not bool(own_rows(gradient).any())
 
     def _take(
-        self, marks: Marks, *, only: Optimizer | None = None, scale: torch.Tensor | None = None
+        self, marks: Marks, *, only: Optimizer | None = None, scale: float | None = None
     ) -> None:
         """Take the gradients of all optimizers, or of `only` one, divided by `scale`."""
         others = {*self._optimizer.members} - {only} if only is not None else set()
@@ -250,10 +250,10 @@ class StepGradients:
             p: self._taken[p] if p in kept and p in self._taken else mark
             for p, mark in marks.items()
         }
-        for parameter in marks.keys() - kept:
-            self._settled.pop(parameter, None)
-            self._clippings.pop(parameter, None)
-            self._replaced.discard(parameter)
+        for tensor in marks.keys() - kept:
+            self._settled.pop(tensor, None)
+            self._clippings.pop(tensor, None)
+            self._replaced.discard(tensor)
         gradients = [g for g in map(gradient_of, marks) if g is not None]
         if not gradients:
             return
@@ -278,9 +278,7 @@ class StepGradients:
             self.total_norm = torch.full_like(self.total_norm, float("nan"))
             self._on_note(_BETWEEN)
 
-    def _take_of_others(
-        self, unscale: float | torch.Tensor, consumed: Set[torch.Tensor] = frozenset()
-    ) -> None:
+    def _take_of_others(self, unscale: float, consumed: Set[torch.Tensor] = frozenset()) -> None:
         if (state := self._recording.state) is not None:
             for rows in self._rows:
                 before = rows.copy_of("params_grad")
@@ -296,9 +294,7 @@ class StepGradients:
             return []
         return [rows for rows in self._rows if rows.parameter.optimizer in (optimizer, None)]
 
-    def _set(
-        self, rows: ParameterRows, gradient: torch.Tensor, scale: torch.Tensor | None = None
-    ) -> None:
+    def _set(self, rows: ParameterRows, gradient: torch.Tensor, scale: float | None = None) -> None:
         raw = gradient if scale is None else gradient / scale
         rows.set("grad", raw)
         rows.set_gradient_norms(raw)
@@ -370,7 +366,7 @@ class StepGradients:
                 _Clipping(float(max_norm), norm, _Mark.of(gradient)) if known else None
             )
 
-    def _take_scaled(self, optimizer: Optimizer, scale: torch.Tensor | None = None) -> None:
+    def _take_scaled(self, optimizer: Optimizer, scale: float | None = None) -> None:
         """Take gradients of a scaled loss that the scaler has not divided."""
         were_still = self.are_still(optimizer)
         self._take(self.marks(), only=optimizer, scale=scale)
@@ -422,9 +418,13 @@ class StepGradients:
         if gradient is None:
             rows.forget("grad", "grad_token_norm", "clip_coef")
             return
-        if before is not None and before.is_still(parameter.grad):
-            if not inside or taken is None or not self._has_changed(rows, gradient):
-                return
+        is_same = before is not None and before.is_still(parameter.grad)
+        if is_same and not (inside and taken is not None and self._has_changed(rows, gradient)):
+            return
+        if rows.parameter.optimizer is not None and parameter.grad is not None:
+            sentence = unordered_sum(rows.parameter.optimizer, parameter.grad)
+            if sentence is not None:
+                self._on_note(sentence, unproven=True)
         if taken is None:
             self._set(rows, own_rows(gradient))
             again = self._before.get(parameter)

@@ -38,7 +38,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import InvalidArgument, RecordingError
-from trajstore.store.storage.remote_path import Location
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.first_step import FirstStep
 from trajstore.trainers.recording.flat_vectors import bit_sums
@@ -89,20 +89,20 @@ _SOME_SKIPPED = (
     "the GradScaler skipped the step of {idle} only; skipped is that of the matrix's optimizer"
 )
 _SUM = (
-    "loss is the sum of what {count} backward passes of a step differentiated; for their mean, pass "
-    "each loss with observe(loss=…)"
+    "loss is the sum of what {count} backward passes of a step differentiated; for their mean, "
+    "pass each loss with observe(loss=…)"
 )
 _LATE_SCALER = (
     "the GradScaler skipped a step, which the run cannot mark, because no scaler was used in the "
     "first step; pass it: capture(…, scaler=scaler)"
 )
 _SCALED_BY_HAND = (
-    "the GradScaler divides the gradients of a loss that the loop has multiplied itself, so loss is "
-    "NaN; pass it with observe(loss=…)"
+    "the GradScaler divides the gradients of a loss that the loop has multiplied itself, so loss "
+    "is NaN; pass it with observe(loss=…)"
 )
 _NO_STEP = (
-    "{count} backward passes have ended without a step of {names}; a row is recorded when its step() "
-    "is called"
+    "{count} backward passes have ended without a step of {names}; a row is recorded when its "
+    "step() is called"
 )
 _DROPPED, _ACCUMULATED = 20, 64  # backward passes without a step, before there is a note
 _LOOSE = (
@@ -134,7 +134,7 @@ def _guarded(method: F) -> F:
 class Recorder:
     """Records parameters of a model while an optimizer trains it.
 
-    `trainers.capture` or the callback of a Trainer creates it.
+    `attach`, `capture` or the callback of a Trainer creates it.
 
     Parameters
     ----------
@@ -146,6 +146,8 @@ class Recorder:
         Matrix whose module gets the hidden states.
     on_step : callable, optional
         Called with the recorder after every step.
+    must_write : path-like, optional
+        Path of the run, if it is an error to complete the recording without a step.
 
     Attributes
     ----------
@@ -164,6 +166,7 @@ class Recorder:
         multiplied: RecordedParameter,
         *,
         on_step: Callable[[Recorder], None] | None = None,
+        must_write: RunPath | None = None,
     ) -> None:
         options, loop, notes = recording.options, recording.loop, recording.notes
         self.step = loop.first_step
@@ -173,6 +176,7 @@ class Recorder:
         self._parameters = tuple(parameters)
         self._notes = notes
         self._on_step = on_step
+        self._must_write = must_write
         self._forward = ForwardPasses(
             logits_mode=options.logits_mode,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
@@ -197,6 +201,7 @@ class Recorder:
         self._has_begun = False  # a backward pass or a step has begun
         self._has_gradients = True  # when a step began
         self._backwards_before = 0  # passes when a step began
+        self._dropped = 0  # backward passes since the last step whose gradients were discarded
         self._summands = 0  # of the loss, in the first step that adds some
         self._versions: dict[torch.Tensor, int] = {}  # of the parameters when a step began
         self._counting: set[Optimizer] = set()  # whose steps count their changes of a parameter
@@ -233,8 +238,8 @@ class Recorder:
             calls = StepCalls(chain, self._before_step, self._on_step_end, self._inside_step)
             self._calls[chain[-1]] = calls
             self._handles.append(calls)
-        for watched, listener in self._watched:
-            watched.listen(listener)
+        for call, listener in self._watched:
+            call.listen(listener)
 
     def __enter__(self) -> Self:
         return self
@@ -344,16 +349,42 @@ class Recorder:
             others.append(self._hidden.observe(hidden))
         self._forward.observe(loss=loss, logits=logits, others=others)
 
-    def close(self, *, complete: bool) -> None:
-        """Remove all hooks and commit all complete rows; further calls have no effect."""
+    @_guarded
+    def commit(self) -> None:
+        """Commit all rows so far, and return when they are on the disk, flushed if `fsync` is set.
+
+        Call it before you save a checkpoint, in every process of a sharded training. Then the run
+        has all rows up to the checkpoint, whatever ends the process.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full.
+        """
+        for rows in self._parameters:
+            rows.commit()
+
+    def close(self, *, complete: bool = True) -> None:
+        """End the recording, and commit all complete rows; further calls have no effect.
+
+        Parameters
+        ----------
+        complete : bool
+            Mark the run ``complete``, or ``interrupted``.
+
+        Raises
+        ------
+        OSError, RecordingError
+            If the disk fails or is full, or a complete recording has no step.
+        """
         if not self._handles:
             return
         atexit.unregister(self.close)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for watched, listener in self._watched:
-            watched.ignore(listener)
+        for call, listener in self._watched:
+            call.ignore(listener)
         try:
             with contextlib.ExitStack() as closing:  # closes each, also if another fails
                 closing.callback(self._release)
@@ -365,6 +396,12 @@ class Recorder:
             if self.has_failed or self._ends_training(error):
                 raise
             self._mention_end(error)
+        if complete and self._must_write is not None and self._parameters and self.writer is None:
+            raise RecordingError(
+                f"no step of {self._optimizer.named(self._optimizer.waiting)} was taken, so "
+                f"{self._must_write} was not written; call the step() of each given optimizer "
+                "while the recorder is open, or give those that step"
+            )
 
     def _release(self) -> None:
         """Release all tensors: the hooks refer to the recorder, and it to them."""
@@ -545,7 +582,7 @@ class Recorder:
         )
 
     def _on_clip(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the factor of a call of `clip_grad_norm_`, and gradients that it is about to clip."""
+        """Take the factor of a call of `clip_grad_norm_`, and gradients that it will clip."""
         named = {
             **dict(zip(("parameters", "max_norm", "total_norm"), args, strict=False)),
             **kwargs,
@@ -618,7 +655,7 @@ class Recorder:
     @_guarded
     @torch.no_grad()
     def _inside_step(self, optimizer: Optimizer, *, ended: bool = False) -> None:
-        """Compare the gradient that an inner step gets; look at weights that its wrapper changes."""
+        """Compare the gradient that an inner step gets; look at what its wrapper changes."""
         if self._calls[optimizer].wrapper is not None:
             if ended:
                 self._matrices.end_inner_step()

@@ -101,17 +101,18 @@ def call_last(optimizer: Optimizer, hook: RemovableHandle) -> None:
 
     torch calls hooks in the order of their registration.
     """
-    hooks = optimizer._optimizer_step_pre_hooks
+    hooks: Any = optimizer._optimizer_step_pre_hooks
     if next(reversed(hooks)) != hook.id:
         hooks.move_to_end(hook.id)
 
 
-def scale_in_step(optimizer: Optimizer) -> torch.Tensor | None:
+def scale_in_step(optimizer: Optimizer) -> float | None:
     """Return the factor by which a fused step divides the gradients; None without it.
 
     `GradScaler.step` passes it with this attribute, and does not unscale the gradients itself.
     """
-    return getattr(optimizer, "grad_scale", None)
+    scale = getattr(optimizer, "grad_scale", None)
+    return None if scale is None else float(scale)
 
 
 def found_overflow(optimizer: Optimizer) -> bool:

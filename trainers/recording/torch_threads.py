@@ -46,7 +46,7 @@ def slower_threads() -> str | None:
         return None
     return (
         f"one thread computes {own / one:.1f} times as fast as {several} threads now, so other "
-        "programs use the processors; --threads 1 would be faster, and changes the bits"
+        "programs use the processors; threads=1 would be faster, and changes the bits"
     )
 
 

@@ -24,6 +24,7 @@ State = dict[str, torch.Tensor]
 
 REPLAYABLE = (
     "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Muon",
+    "SparseAdam",
 )  # fmt: skip
 """Classes of `torch.optim`. All but Muon update each element independently."""
 
@@ -45,10 +46,14 @@ class RecordedOptimizer:
     device : torch.device
     largest : mapping of str to float
         The largest number of any step, by the names in the rows.
+    sparse : bool
+        True if the gradient is a sparse tensor, for which some optimizers have another rule.
 
     Attributes
     ----------
     hyperparameters : dict
+    steps_some_rows : bool
+        True if a step changes only the rows of the sparse gradient.
     example : dict of str to tensor
         State of one element after its first step: names, types and devices.
     starts : dict of str to float
@@ -62,10 +67,16 @@ class RecordedOptimizer:
         dtype: torch.dtype,
         device: torch.device,
         largest: Mapping[str, float],
+        *,
+        sparse: bool = False,
     ) -> None:
         self.hyperparameters = hyperparameters
+        self.steps_some_rows = optimizer_class is torch.optim.SparseAdam
+        self._is_sparse = sparse or self.steps_some_rows
         self._class: Callable[..., Optimizer] = optimizer_class
         self._taken = _taken(optimizer_class, with_numbers(hyperparameters, largest))
+        if not self._taken["lr"]:  # each step sets it, but SparseAdam refuses 0, as of a warm-up
+            self._taken["lr"] = 1.0
         self._dtype = dtype
         self.example: State = {}
         self.begin(torch.ones(1, 1, device=device), {}, 0)
@@ -73,6 +84,7 @@ class RecordedOptimizer:
         self.step(
             torch.ones(1, 1, device=device), torch.ones((), device="cpu"), hyperparameters["lr"], {}
         )
+        self._count_type = type(self._optimizer.state[self._parameter].get(_STEP))
         self.example = self._state()
         self.starts = {
             name: made.get(name, 0.0) for name in self.state_names if self.example[name].ndim
@@ -132,7 +144,8 @@ class RecordedOptimizer:
             if name in state
         }
         if self.counts_steps:
-            held[_STEP] = torch.full_like(self.example[_STEP], steps_taken)
+            count: Any = torch.full_like(self.example[_STEP], steps_taken)
+            held[_STEP] = count if self._count_type is torch.Tensor else count.item()
         self._optimizer.state[self._parameter] = held
 
     def step(
@@ -157,6 +170,11 @@ class RecordedOptimizer:
         # torch.nn.utils.clip_grad_norm_ also multiplies by a tensor of the norm's type. A Python
         # number would be rounded to the type of the gradient first.
         gradient = gradient.to(self._dtype).mul_(clip_coef.to(gradient.device))
+        if self.steps_some_rows:  # all of them; it takes no other gradient
+            rows = torch.arange(len(gradient), device=gradient.device)
+            gradient = torch.sparse_coo_tensor(rows[None], gradient, gradient.shape)
+        elif self._is_sparse:
+            gradient = gradient.to_sparse(1)
         self._parameter.grad = gradient
         group = self._optimizer.param_groups[0]
         group |= with_numbers(group, numbers) | {"lr": lr}
@@ -177,7 +195,11 @@ class RecordedOptimizer:
 
     def _state(self) -> State:
         state = self._optimizer.state[self._parameter]
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {
+            name: torch.as_tensor(value)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) or name == _STEP
+        }
 
 
 def recorded_optimizer(
@@ -219,7 +241,10 @@ def recorded_optimizer(
         # capturable keeps the step count on an accelerator; torch refuses it on the CPU.
         hyperparameters["capturable"] = False
     try:
-        return RecordedOptimizer(optimizer_class, hyperparameters, dtype, device, largest)
+        sparse = recorded.get("sparse_gradient") is True
+        return RecordedOptimizer(
+            optimizer_class, hyperparameters, dtype, device, largest, sparse=sparse
+        )
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise CannotReplay(
             f"{path} in this version of torch refuses the recorded hyperparameters ({error})"
@@ -243,7 +268,7 @@ def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
     """Return the hyperparameters except flags; a missing flag has this torch's default."""
     added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
     optimizer = optimizer_class(
-        [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=0.0, **added
+        [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=1.0, **added
     )
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters

@@ -153,7 +153,7 @@ class RunPlan:
             *remarks,
             "the upper half of a float32 W compresses, but the lower 16 bits of the mantissa do "
             f"not; W takes about {format_bytes(round(step))} per step, and its bfloat16 cells "
-            f"(--variables cells) about {format_bytes(round(cells))}",
+            f"(variables='cells') about {format_bytes(round(cells))}",
         )
 
     def totals(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from stored_forms import stored_forms  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
 from trajstore.errors import InvalidArgument, RecordingError, RunExists, RunNotFound  # noqa: E402
 from trajstore.store.writing import block_writer  # noqa: E402
-from trajstore.trainers import capture  # noqa: E402
+from trajstore.trainers import attach, capture  # noqa: E402
 from trajstore.trainers.recording import device_to_host, parameter_rows  # noqa: E402
 from trajstore.values import token_norms  # noqa: E402
 
@@ -230,6 +230,27 @@ def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_p
     assert not (tmp_path / "named.zarr").exists()
 
 
+def test_without_a_block(tiny: Any, tmp_path: Path) -> None:
+    lists, optimizer = Lists(tiny.embedding.weight), torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    run = attach(tiny, optimizer, tmp_path / "run.zarr", every=2)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        tiny(**batch)["loss"].backward()
+        optimizer.step()
+        lists.add(W=lists.parameter)
+    run.close()
+    run.close()  # nothing is open
+    del lists.rows["grad"], lists.rows["W"][1]
+    ds = lists.agree_with(tmp_path / "run.zarr")
+    assert (ds.attrs["status"], ds.step.values.tolist()) == ("complete", [0, 2, 3])
+    run = attach(tiny, optimizer, tmp_path / "none.zarr")
+    with pytest.raises(
+        RecordingError, match=r"no step of AdamW was taken, so .*none\.zarr was not"
+    ):
+        run.close()
+    assert not tiny._forward_hooks
+
+
 def test_every_third_row_and_the_last_are_recorded(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
@@ -380,7 +401,7 @@ def test_what_cannot_be_recorded_is_reported(tiny: Any, tmp_path: Path) -> None:
         attempt(tiny, parameter="head.wait")
     with pytest.raises(RecordingError, match=r"mix\.bias has shape"):
         attempt(tiny, parameter="mix.bias")
-    with pytest.raises(RecordingError, match=r"has no get_output_embeddings.*0\.weight"):
+    with pytest.raises(RecordingError, match=r"has no embedding that the optimizer.*0\.weight"):
         attempt(torch.nn.Sequential(torch.nn.Embedding(3, 2)))
     with pytest.raises(RecordingError, match="is not in the optimizer"):
         attempt(TinyModel())

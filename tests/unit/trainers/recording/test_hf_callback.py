@@ -223,3 +223,23 @@ def test_in_a_notebook_it_is_closed_when_the_cell_ends(
     assert xr.open_zarr(path).attrs["status"] == "interrupted"
     assert xr.open_zarr(path).sizes["step"] == 3
     assert registered == []
+
+
+class Committed(TrainerCallback):
+    """Keeps the last committed step whenever the Trainer has saved a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[int] = []
+
+    def on_save(self, *_: Any, **kwargs: Any) -> None:
+        self.steps.append(int(xr.open_zarr(self.path).step[-1]))
+
+
+def test_the_rows_up_to_a_checkpoint_are_committed(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    committed = Committed(path)
+    callbacks = TrajectoryCallback(path, commit_every=None), committed
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer_of(tiny_gpt2(), tmp_path, *callbacks, max_steps=5, **saving).train()
+    assert committed.steps == [2, 4, 5]

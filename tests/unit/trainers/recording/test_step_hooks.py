@@ -343,7 +343,7 @@ def test_an_interruption_in_a_hook(at: int, tiny: Any, tmp_path: Path, monkeypat
 GENERATOR = """
 import torch
 from list_recorder import TinyModel, batches
-from trajstore.trainers import capture
+from trajstore.trainers import attach, capture
 
 
 def losses(model, optimizer):
@@ -360,10 +360,17 @@ model = TinyModel()
 left_open = losses(model, torch.optim.AdamW(model.parameters()))
 for _ in range(4):
     next(left_open)
+
+model = TinyModel()
+optimizer = torch.optim.AdamW(model.parameters())
+attach(model, optimizer, "attached.zarr")
+for batch in batches(4):
+    model(**batch)["loss"].backward()
+    optimizer.step()
 """
 
 
-def test_a_generator_that_is_left_open(tmp_path: Path) -> None:
+def test_recorders_that_are_left_open(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GENERATOR],
         cwd=tmp_path,
@@ -373,8 +380,9 @@ def test_a_generator_that_is_left_open(tmp_path: Path) -> None:
         timeout=300,
     )
     assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
-    ds = read(tmp_path)
-    assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4])
+    for name in ("run.zarr", "attached.zarr"):
+        ds = open_run(tmp_path / name)
+        assert (ds.attrs["status"], ds.step.values.tolist()) == ("interrupted", [0, 1, 2, 3, 4])
 
 
 class OwnStep(torch.optim.AdamW):

@@ -243,7 +243,7 @@ def test_runs_without_a_scalar(missing: str, tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_late(tmp_path: Path) -> None:
-    from trajstore.trainers.recording.capture import attach
+    from trajstore.trainers.recording.capture import open_recorder
     from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 
     torch.manual_seed(1)
@@ -253,7 +253,7 @@ def test_runs_that_begin_late(tmp_path: Path) -> None:
     for number, batch in enumerate(batches(12)):
         if number == 5:
             options, loop = RecordingOptions(), TrainingLoop(first_step=5)
-            recorder = attach(model, optimizer, tmp_path / "run.zarr", options, loop)
+            recorder = open_recorder(model, optimizer, tmp_path / "run.zarr", options, loop)
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
         optimizer.step()
@@ -347,4 +347,4 @@ def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (
         "Problem: step 0, token 3, hidden 1: grad differs from the state before training." in shown
     )
-    assert "Not checked: 3 steps from 2 to 6 were not replayed: the row of the step before" in shown
+    assert "Not proven: 3 steps from 2 to 6 were not replayed: the row of the step before" in shown
